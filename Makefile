@@ -1,0 +1,40 @@
+# make demo, make test: everything they need is set up in .venv first.
+PYTHON ?= python3
+TORCH ?= 2.13.0
+# two test processes of one thread each use two cores better than one process of two threads
+export OMP_NUM_THREADS ?= 1
+PYTEST_ARGS ?= -n 2
+
+.PHONY: demo test lint clean test-torch
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
+
+demo: export OMP_NUM_THREADS = $(shell $(PYTHON) -c "import os; print(min(8, os.cpu_count() or 1))")
+demo: .venv/ready
+	.venv/bin/python -m fp8graph demo
+
+test: .venv/ready
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+
+# the tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
+.venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c .venv-torch-$(TORCH)/constraints.txt "torch==$(TORCH)" -e ".[test]"
+	touch $@
+
+test-torch: .venv-torch-$(TORCH)/ready
+	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-torch-* build dist *.egg-info

@@ -1,0 +1,37 @@
+"""fp8graph: FP8 training and inference as a backend of torch.compile.
+
+    model = torch.compile(model, backend="fp8graph")
+
+See the README for a tour and ``fp8graph.passes`` for how it works.
+"""
+
+import torch._dynamo
+
+from fp8graph import models as models
+from fp8graph import numerics as numerics
+from fp8graph.autocast import autocast as autocast
+from fp8graph.backend import Backend as Backend
+from fp8graph.backend import backend_of as backend_of
+from fp8graph.backend import compile as compile
+from fp8graph.backend import named_backend as _named_backend
+from fp8graph.errors import Fp8CoverageError as Fp8CoverageError
+from fp8graph.errors import Fp8GraphError as Fp8GraphError
+from fp8graph.errors import PolicyError as PolicyError
+from fp8graph.errors import StateError as StateError
+from fp8graph.errors import UnsupportedRecipeError as UnsupportedRecipeError
+from fp8graph.explain import explain as explain
+from fp8graph.policy import INHERIT as INHERIT
+from fp8graph.policy import Policy as Policy
+from fp8graph.policy import Rule as Rule
+from fp8graph.recipes import Float8CurrentScaling as Float8CurrentScaling
+from fp8graph.recipes import Format as Format
+from fp8graph.recipes import register_recipe as register_recipe
+from fp8graph.report import GemmRecord as GemmRecord
+from fp8graph.report import GraphView as GraphView
+from fp8graph.report import Report as Report
+
+__version__ = "0.1.0"
+
+# Installed, torch finds the backend by its entry point; in a bare checkout there is none.
+if "fp8graph" not in torch._dynamo.list_backends(exclude_tags=()):
+    torch._dynamo.register_backend(_named_backend, name="fp8graph")

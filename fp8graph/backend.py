@@ -1,0 +1,238 @@
+"""The backend that ``torch.compile`` calls: by name, by options, or as an object."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import torch
+from torch import fx
+
+from fp8graph import compat, hardware
+from fp8graph.autocast import region_recipe
+from fp8graph.errors import Fp8CoverageError, PolicyError
+from fp8graph.models import general_policy
+from fp8graph.policy import Policy
+from fp8graph.program import Program
+from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
+from fp8graph.report import GemmRecord, Report
+
+PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
+_COMPILERS: Final = ("inductor", "eager")
+
+
+class Names:
+    """FQNs by parameter identity. Holds no parameter alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self._names[id(parameter)] = (weakref.ref(parameter), name.replace("_orig_mod.", ""))
+
+    def get(self, parameter: object) -> str:
+        """The FQN, or "" for a tensor that was not bound (an id may be that of a dead parameter)."""
+        reference, name = self._names.get(id(parameter), (None, ""))
+        return name if reference is not None and reference() is parameter else ""
+
+
+class Backend:
+    """An FP8 backend for ``torch.compile(model, backend=Backend(...))``.
+
+    Args:
+        policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
+            except heads and MoE routers (:func:`fp8graph.models.general_policy`).
+        recipe: the recipe of that default policy ("tensorwise"); or, beside ``policy``, in place of its default.
+        strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
+            compiling), and when a rule matched nothing or a frame fell back to eager (at the next call).
+        compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
+            fast tests.
+        inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
+        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors.
+
+    Raises:
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyLike | None = None,
+        *,
+        recipe: RecipeLike = None,
+        strict: bool = False,
+        compiler: Literal["inductor", "eager"] = "inductor",
+        inductor_options: Mapping[str, Any] | None = None,
+        target: str | None = None,
+    ) -> None:
+        if compiler not in _COMPILERS:
+            raise PolicyError(f"compiler must be one of {', '.join(_COMPILERS)}, not {compiler!r}.")
+        if type(strict) is not bool:
+            raise PolicyError(f"strict must be True or False, not {strict!r}.")
+        self.strict: Final = strict
+        self.compiler: Final = compiler
+        self.inductor_options: Final = _checked_inductor_options(inductor_options)
+        self.hardware: Final = hardware.from_target(target) if target is not None else None
+        self.names: Final = Names()
+        self._programs: list[Program] = []
+        self._frames: dict[str, int] = {}  # Dynamo's frame ids -> time of the first compile, microseconds
+        self.set_policy(policy, recipe=recipe)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph."""
+        frame = compat.current_frame_id()
+        if frame:
+            self._frames.setdefault(frame, time.time_ns() // 1000)
+        program = Program(self, module, example_inputs)
+        self._programs.append(program)
+        return program
+
+    def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
+        """Use another policy from the next call on. Graphs that it changes are compiled again then."""
+        self.policy = general_policy() if policy is None else Policy.coerce(policy)
+        if recipe is not None:
+            resolve_recipe(recipe)
+            self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)
+        # Names resolve to recipes now: a name registered again later is another policy.
+        self.policy_text = str(self.policy.to_dict())
+
+    def bind(self, model: torch.nn.Module) -> None:
+        """Learn the full names of ``model``'s parameters, by identity.
+
+        Dynamo names modules relative to the frame that it compiles. Bind the model when layers are compiled one
+        by one, when a step function is compiled, or when the forward has graph breaks, so that policies and
+        reports see full FQNs.
+        """
+        self.names.bind(model)
+
+    @property
+    def report(self) -> Report:
+        """What was compiled so far, including graphs that came from a warm compile cache."""
+        views = [view for program in self._programs for view in program.views.values()]
+        return Report(graphs=views, policy=self.policy, eager_frames=compat.failed_frames(self._frames))
+
+    def check_records(self, records: Sequence[GemmRecord]) -> None:
+        """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
+        missing = [r for r in records if r.required and r.recipe is None and not r.by_profitability]
+        if missing:
+            lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
+            raise Fp8CoverageError(
+                f"strict mode: {len(missing)} GEMMs that a rule asks for cannot run in FP8:\n  {lines}\n"
+                "Give these layers recipe None, or compile without strict."
+            )
+
+    def may_rewrite(self, region: str | Recipe | None, inner_regions: set[Any]) -> bool:
+        """Whether any GEMM could get a recipe: if not, Inductor's options stay exactly the user's."""
+        recipes = [resolve_recipe(self.policy.default)]
+        recipes += [rule.recipe_for(gemm) for rule in self.policy.rules for gemm in GEMMS]
+        asked = [region_recipe(r) for r in (region, *inner_regions)]
+        return any(r is not None for r in recipes) or any(isinstance(r, Recipe) for r in asked)
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
+        """A copied model (EMA) is the same model to its backend: compiled code and report are shared."""
+        return self
+
+
+def _checked_inductor_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    checked = dict(options or {})
+    known = torch._inductor.list_options()
+    if unknown := sorted(k for k in checked if k.replace("-", "_") not in known):
+        raise PolicyError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
+    return {key.replace("-", "_"): value for key, value in checked.items()}
+
+
+_OPTIONS: Final = ("policy", "recipe", "strict", "compiler", "target", "mode", "inductor")
+
+
+class NamedBackend:
+    """``backend="fp8graph"``: one :class:`Backend` per distinct set of options.
+
+    torch shares compiled code between compile calls whose backend and options are equal, two models of one
+    class for instance; they therefore share a Backend, and its report, too.
+    """
+
+    __name__ = "fp8graph"
+
+    def __init__(self) -> None:
+        self._backends: list[tuple[dict[str, Any], Backend]] = []
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return self.backend(kwargs)(module, example_inputs)
+
+    def backend(self, kwargs: dict[str, Any]) -> Backend:
+        """The Backend for ``torch.compile(..., mode=, options=)``."""
+        for known, backend in self._backends:
+            if known == kwargs:
+                return backend
+        backend = self._make(kwargs.get("mode"), dict(kwargs.get("options") or {}))
+        self._backends.append((dict(kwargs), backend))
+        return backend
+
+    def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise PolicyError(
+                f"fp8graph has no option {unknown[0]!r}. Options: {', '.join(_OPTIONS)}. "
+                'Inductor\'s own options go into a dict: options={"inductor": {...}}.'
+            )
+        mode = options.pop("mode", mode)
+        inductor = options.pop("inductor", None) or {}
+        if not isinstance(inductor, Mapping):
+            raise PolicyError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
+        if mode is not None:
+            modes = torch._inductor.list_mode_options()
+            if mode not in modes:
+                raise PolicyError(f"mode must be one of {', '.join(modes)}, not {mode!r}.")
+            inductor = {**modes[mode], **inductor}
+        return Backend(**options, inductor_options=inductor)
+
+
+named_backend: Final = NamedBackend()
+
+
+def backend_of(compiled: Any) -> Backend:
+    """The :class:`Backend` behind a compiled module or function, also one compiled by name.
+
+    Raises:
+        PolicyError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
+    """
+    found = compat.orig_backend(compiled)
+    inner = getattr(found, "compiler_fn", found)  # torch wraps names and callables alike
+    if isinstance(inner, Backend):
+        return inner
+    if isinstance(inner, NamedBackend):
+        return inner.backend(getattr(found, "kwargs", {}))
+    raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+
+
+def compile(  # noqa: A001  (the public name is torch's)
+    model: torch.nn.Module,
+    policy: PolicyLike | None = None,
+    *,
+    recipe: RecipeLike = None,
+    strict: bool = False,
+    **torch_compile_kwargs: Any,
+) -> torch.nn.Module:
+    """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
+
+    Compiling in place also covers ``model.generate()``, which calls the model, not the wrapper that
+    ``torch.compile(model)`` returns. The backend: ``fp8graph.backend_of(model)``.
+
+    Args:
+        policy, recipe, strict: see :class:`Backend`.
+        torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``options`` (of this backend, as by name), ...
+    """
+    kwargs = {"policy": policy, "recipe": recipe, "strict": strict}
+    options = {k: v for k, v in kwargs.items() if v not in (None, False)}
+    options |= torch_compile_kwargs.pop("options", None) or {}
+    if (mode := torch_compile_kwargs.pop("mode", None)) is not None:
+        options["mode"] = mode
+    backend = NamedBackend().backend({"options": options})
+    backend.bind(model)
+    model.compile(backend=backend, **torch_compile_kwargs)
+    return model

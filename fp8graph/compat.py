@@ -1,0 +1,94 @@
+"""Everything that depends on the version or the defects of torch, in one place, each with the reason.
+
+tests/test_compat.py says when an entry can go.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._dynamo.utils import get_compilation_metrics
+from torch._guards import CompileContext
+
+
+def source_name(node: fx.Node) -> str:
+    """Dynamo's name of a graph input, like ``L['self']._parameters['w']``.
+
+    ``Source.name`` is a method up to torch 2.11 and a property after.
+    """
+    name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return cast(str, name() if callable(name) else name)
+
+
+def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """Inductor options that keep its C++ right on this CPU.
+
+    GCC 12 at -O3 miscompiles Inductor's AVX-512 ``transpose_mxn`` for 16-bit types as soon as one kernel
+    transposes two tensors (a relative of pytorch#182016, which fixes the AArch64 version): plain
+    ``(x.t().contiguous(), w.t().contiguous())`` in bf16 comes back wrong on torch 2.11 to 2.15. A
+    columnwise copy is such a transpose, so rewritten CPU graphs use 256-bit vectors, which are not affected.
+    """
+    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+    if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
+        return {"cpp.simdlen": 256}
+    return {}
+
+
+def orig_backend(compiled: Any) -> Any:
+    """The backend callable behind a compiled module or function, or None.
+
+    torch keeps it in a chain of wrappers: OptimizedModule -> context -> callback -> ... -> backend.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        context = getattr(compiled, "dynamo_ctx", None)  # torch.compile(module)
+        implementation = getattr(compiled, "_compiled_call_impl", None)  # module.compile()
+        if context is None and implementation is None:
+            implementation = compiled.forward  # module.forward = torch.compile(module.forward)
+        candidates: list[Any] = [getattr(context, "callback", None), *_closure(implementation)]
+    else:
+        candidates = list(_closure(compiled))
+    for candidate in candidates:
+        if hasattr(candidate, "_torchdynamo_orig_backend"):
+            while hasattr(candidate, "_torchdynamo_orig_backend"):
+                candidate = candidate._torchdynamo_orig_backend
+            return candidate
+    return None
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
+
+
+def failed_frames(frame_ids: dict[str, int]) -> list[str]:
+    """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics.
+
+    Args:
+        frame_ids: the frames that the caller compiled, with the time of the first compile in microseconds.
+            Such a frame falls back to eager when it meets the recompile limit. A frame whose autocast region
+            contains a graph break never reaches a backend; it is recognised by Dynamo's message.
+    """
+    found: list[str] = []
+    started = min(frame_ids.values(), default=None)
+    for metrics in get_compilation_metrics():
+        if metrics.fail_type is None or started is None or (metrics.start_time_us or 0) < started:
+            continue
+        reason = (metrics.fail_reason or "").splitlines()[0]
+        frame = (metrics.compile_id or "").split("/")[0]
+        if "fx.traceback.annotate" in reason:
+            found.append(
+                f"{metrics.co_name}: a graph break inside an fp8graph.autocast region; the frame runs in eager"
+            )
+        elif frame in frame_ids and "recompile" in reason:
+            found.append(f"frame {frame}: {reason}; new shapes or values run in eager")
+    return found
+
+
+def current_frame_id() -> str:
+    """The id of the frame that Dynamo is compiling, "" outside a compile."""
+    compile_id = CompileContext.current_compile_id()
+    return str(compile_id).split("/")[0] if compile_id is not None else ""

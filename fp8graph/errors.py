@@ -1,0 +1,44 @@
+"""The errors a user can meet. Each names the layer, what was found and what to do.
+
+They derive from torch's ``ShortenTraceback`` so that Dynamo hands them to the user as themselves
+instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keeps this fact).
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.exc import ShortenTraceback
+
+__all__ = [
+    "Fp8CoverageError",
+    "Fp8GraphError",
+    "PolicyError",
+    "StateError",
+    "UnsupportedRecipeError",
+]
+
+
+class Fp8GraphError(ShortenTraceback):
+    """Base of every error that fp8graph raises."""
+
+    def __init__(self, message: str) -> None:
+        # first_useful_frame=None: "show the traceback as it is" to torch.
+        super().__init__(message, first_useful_frame=None)
+
+    def __reduce__(self) -> tuple[type[Fp8GraphError], tuple[str]]:
+        return type(self), (str(self),)
+
+
+class PolicyError(Fp8GraphError, ValueError):
+    """A policy, rule, option or policy file that cannot be used as written."""
+
+
+class UnsupportedRecipeError(Fp8GraphError, ValueError):
+    """A recipe that does not exist, or whose fields ask for something no hardware does."""
+
+
+class Fp8CoverageError(Fp8GraphError):
+    """A GEMM that the user asked for in FP8 did not run in FP8 (``report.check()``, strict mode)."""
+
+
+class StateError(Fp8GraphError):
+    """Scaling state that does not fit: names, shapes, versions or values."""

@@ -1,0 +1,215 @@
+"""FX helpers that every pass uses: insert a node with its metadata, look through views, print a graph."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+aten = torch.ops.aten
+
+FORWARD: Final = "is_forward"
+BACKWARD: Final = "is_backward"
+
+# Metadata that an inserted node takes from the node it stands for. `recompute`, `ac_graph_id`: nodes inside
+# torch.utils.checkpoint regions are recomputed together with their region.
+_INHERITED: Final = (
+    "partitioner_tag",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "stack_trace",
+    "fwd_stack_trace",
+)
+PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
+
+_SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_PURE_VIEWS: Final = (*_SAME_VALUES, aten.alias.default, aten.detach.default)
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that stands for ``node``: shape, strides, dtype, device."""
+    return cast(torch.Tensor, node.meta["val"])
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the joint graph's node belongs to backward."""
+    return "backward" in str(node.meta.get("partitioner_tag", ""))
+
+
+def static_size(size: int | torch.SymInt) -> int | None:
+    """The size if it is static, else None. Never adds a guard."""
+    return size if isinstance(size, int) else None
+
+
+def known_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal in every run. Never adds a guard."""
+    return isinstance(a == b, bool) and a == b or statically_known_true(a == b)
+
+
+def insert(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    *,
+    like: fx.Node,
+    made_by: str,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert ``target(*args)`` at the current insertion point, with a fake value and ``like``'s metadata."""
+    node = graph.call_function(target, args, kwargs or {})
+    node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
+    node.meta[PASS_KEY] = made_by
+
+    def fake(x: fx.Node) -> Any:
+        return x.meta["val"]
+
+    fake_args = fx.map_arg(args, fake)
+    fake_kwargs = fx.map_arg(kwargs or {}, fake)
+    if target is operator.getitem:
+        node.meta["val"] = fake_args[0][fake_args[1]]
+        return node
+    with fake_mode_of(like):
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node
+
+
+def fake_mode_of(node: fx.Node) -> Any:
+    """The FakeTensorMode that ``node``'s value lives in (several outputs share one)."""
+    val = node.meta["val"]
+    return cast(Any, val[0] if isinstance(val, (list, tuple)) else val).fake_mode
+
+
+def swaps_last_dims(node: fx.Node) -> bool:
+    """Whether ``node`` is a transpose of the last two dims: t, transpose or permute."""
+    if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+        return False
+    ndim = value(node.args[0]).ndim
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
+    if node.target is aten.permute.default:
+        return [d % ndim for d in cast(Sequence[int], node.args[1])] == swapped
+    if node.target is aten.transpose.int:
+        return {cast(int, d) % ndim for d in node.args[1:3]} == {ndim - 1, ndim - 2}
+    return node.target is aten.t.default and ndim == 2
+
+
+def look_through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The tensor under any number of transposes of the last two dims, and whether it arrives transposed.
+
+    The weight of a linear is ``permute(w)`` in forward and ``permute(permute(w))`` in dgrad.
+    """
+    transposed = False
+    while True:
+        if node.op == "call_function" and node.target in (aten.alias.default, aten.detach.default):
+            node = cast(fx.Node, node.args[0])
+        elif swaps_last_dims(node):
+            node, transposed = cast(fx.Node, node.args[0]), not transposed
+        else:
+            return node, transposed
+
+
+def value_key(node: fx.Node) -> Any:
+    """A key equal for nodes that surely hold the same tensor: sees through views and repeated casts.
+
+    ``view(h, [M, K])`` made once for q, once for k and once for v is one tensor; so is ``h.to(bf16)``
+    that torch.autocast makes for each of them.
+    """
+    shape = tuple(str(size) for size in value(node).shape)
+    return shape, _origin(node)
+
+
+def _origin(node: fx.Node) -> Any:
+    while node.op == "call_function" and node.target in _PURE_VIEWS:
+        node = cast(fx.Node, node.args[0])
+    if node.op == "call_function" and node.target is torch.ops.prims.convert_element_type.default:
+        return "cast", node.args[1], _origin(cast(fx.Node, node.args[0]))
+    if node.op == "call_function" and node.target is aten.permute.default:
+        source = cast(fx.Node, node.args[0])
+        return "permute", str(node.args[1]), value_key(source)
+    return node
+
+
+def module_path(node: fx.Node) -> str:
+    """The FQN of the module that ``node`` was traced in, relative to the frame; "" at the root."""
+    stack = cast(
+        "Mapping[str, tuple[str, Any]] | None",
+        node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"),
+    )
+    return list(stack.values())[-1][0] if stack else ""
+
+
+_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\]\.?""")
+_STEP: Final = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
+
+
+def split_source(text: str) -> tuple[str, str]:
+    """Dynamo's name of a value -> (root variable, dotted FQN under it).
+
+    ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
+    ``L['model'].layers.0.mlp`` -> ``("model", "layers.0.mlp")``; a plain path comes back with root "".
+    """
+    root = ""
+    if match := _ROOT.match(text):
+        root, text = match["root"], text[match.end() - (text[match.end() - 1] == ".") :]
+    text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
+    return root, text.strip(".")
+
+
+def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
+    """The call_function nodes with one of ``targets``, in order."""
+    wanted = set(targets)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in wanted:
+            yield node
+
+
+def _type_text(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        name = str(val.dtype).removeprefix("torch.")
+        short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64"}.get(name, name)
+        return f"{short}[{', '.join(str(size) for size in val.shape)}]"
+    if isinstance(val, (list, tuple)):
+        return f"({', '.join(_type_text(v) for v in cast(Sequence[Any], val))})"
+    return type(val).__name__
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        items = ", ".join(_argument_text(a) for a in cast(Sequence[Any], argument))
+        return f"[{items}]" if isinstance(argument, list) else f"({items})"
+    return str(argument).removeprefix("torch.") if isinstance(argument, torch.dtype) else str(argument)
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
+    lines: list[str] = []
+    in_backward = False
+    for node in graph.nodes:
+        if node.op == "output":
+            results = [_argument_text(a) for a in cast(Sequence[Any], node.args[0])]
+            lines.append(f"return {', '.join(results)}")
+            continue
+        if is_backward(node) and not in_backward and node.op != "placeholder":
+            in_backward = True
+            lines.append("# backward")
+        left = f"{node.name}: {_type_text(node.meta.get('val'))}"
+        if node.op == "placeholder":
+            lines.append(left)
+            continue
+        target = str(node.target) if node.op == "call_function" else f"{node.op} {node.target}"
+        if node.target is operator.getitem:
+            lines.append(f"{left} = {node.args[0]}[{node.args[1]}]")
+            continue
+        target = target.removeprefix("torch.ops.").removesuffix(".default")
+        arguments = [_argument_text(a) for a in node.args]
+        arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
+        lines.append(f"{left} = {target}({', '.join(arguments)})")
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""The dialect: the ops that fp8graph's graphs are written in, between match and lower.
+
+    quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise) -> [data..., scale_inv]
+    scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum) -> [m, n]
+    dequantize(data, scale_inv, dtype) -> [same shape]
+
+Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
+The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
+tests/test_ops.py holds them against the references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph import numerics
+
+_SCHEMAS: Final[dict[str, str]] = {
+    "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
+    " int[] rowwise, int[] columnwise) -> Tensor[]",
+    "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
+    " ScalarType out_dtype, bool use_fast_accum) -> Tensor",
+    "dequantize": "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
+}
+_library = torch.library.Library("fp8graph", "DEF")
+
+
+def _fake_quantize(
+    x: Tensor,
+    dtype: torch.dtype,
+    _power_2_scale: bool,
+    _amax_epsilon: float,
+    rowwise: Sequence[int],
+    columnwise: Sequence[int],
+) -> list[Tensor]:
+    *batch, rows, columns = x.shape
+    outputs: list[Tensor] = []
+    for multiples, sizes in ((rowwise, (rows, columns)), (columnwise, (columns, rows))):
+        if multiples:
+            padded = [size + -size % m for size, m in zip(sizes, multiples, strict=True)]
+            outputs.append(x.new_empty([*batch, *padded], dtype=dtype))
+    return [*outputs, x.new_empty([], dtype=torch.float32)]
+
+
+def _fake_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    _scale_inv_a: Tensor,
+    _scale_inv_b: Tensor,
+    _bias: Tensor | None,
+    out_dtype: torch.dtype,
+    _use_fast_accum: bool,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _fake_dequantize(data: Tensor, _scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.new_empty(data.shape, dtype=dtype)
+
+
+for _name, _reference, _fake in (
+    ("quantize", numerics.quantize_layouts, _fake_quantize),
+    ("scaled_mm", numerics.scaled_mm, _fake_scaled_mm),
+    ("dequantize", numerics.dequantize_data, _fake_dequantize),
+):
+    _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8graph::{_name}", _fake, lib=_library)
+
+quantize = torch.ops.fp8graph.quantize.default
+scaled_mm = torch.ops.fp8graph.scaled_mm.default
+dequantize = torch.ops.fp8graph.dequantize.default
+
+REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
+    quantize: numerics.quantize_layouts,
+    scaled_mm: numerics.scaled_mm,
+    dequantize: numerics.dequantize_data,
+}
+DIALECT: Final = frozenset(REFERENCE)

@@ -1,0 +1,115 @@
+"""The two objects that Inductor calls: the joint pipeline and the lowering, with their cache identity."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fp8graph import spec
+from fp8graph.errors import Fp8GraphError
+from fp8graph.graph import graph_text
+from fp8graph.passes import JOINT_PIPELINE, LOWERING
+from fp8graph.report import GemmRecord, gemm_records
+from fp8graph.sites import Compilation
+
+GraphPass = Callable[[fx.Graph], None]
+
+
+@functools.cache
+def source_hash() -> str:
+    """A hash of every source file of the package: passes, their order, the numerics."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    package = Path(__file__).parent
+    for file in sorted(f for folder in (package, package / "passes") for f in folder.glob("*.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _run(graph: fx.Graph, name: str, run: Callable[[], None], *, lowered: bool = False) -> None:
+    """Run one pass and check what it leaves. Every failure reaches the user with the name of the pass.
+
+    Some exceptions of fake tensors would turn into a silent graph break inside Dynamo; an Fp8GraphError does not.
+    """
+    try:
+        run()
+        spec.verify(graph, after=name, lowered=lowered)
+    except Fp8GraphError:
+        raise
+    except Exception as error:
+        raise Fp8GraphError(
+            f"internal error in pass '{name}': {type(error).__name__}: {error}. Please report this with the model."
+        ) from error
+
+
+class _Pass(CustomGraphPass):
+    """A custom pass of Inductor that runs another one (the user's) first."""
+
+    def __init__(self, identity: str, first: GraphPass | Sequence[GraphPass] | None) -> None:
+        self._identity = identity
+        self._first = [first] if callable(first) else list(first or ())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self._first:
+            other(graph)
+
+    def uuid(self) -> Any:
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._first]
+        if None in others:
+            return None  # an anonymous pass: torch must not cache
+        return json.dumps([type(self).__name__, self._identity, *map(str, others)])
+
+
+class JointPass(_Pass):
+    """match -> assign -> quantize -> share, on the joint graph. Leaves its findings on itself."""
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        identity: str,
+        first: GraphPass | Sequence[GraphPass] | None = None,
+        check: Callable[[Sequence[GemmRecord]], None] | None = None,
+        keep_module: bool = False,
+    ) -> None:
+        super().__init__(identity, first)
+        self._compilation = compilation
+        self._check = check  # strict mode: raises before anything is generated
+        self._keep_module = keep_module
+        self.before = ""
+        self.stages = compilation.stages
+        self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
+        self.training = False
+        self.module: fx.GraphModule | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        compilation = self._compilation
+        self.before = graph_text(graph)
+        self.training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+        for run in JOINT_PIPELINE:
+            _run(graph, run.__name__, functools.partial(run, graph, compilation))
+            if run.__name__ == "assign":  # the matmul nodes are still there
+                self.records = tuple(gemm_records(compilation))
+                if self._check is not None:
+                    self._check(self.records)
+            compilation.stages[run.__name__] = graph_text(graph)
+        if self._keep_module:
+            copy = fx.Graph()
+            copy.output(copy.graph_copy(graph, val_map={}))
+            self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
+
+
+class LowerPass(_Pass):
+    """dialect -> aten, on the forward and on the backward graph, after the partitioner."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        for run in LOWERING:
+            _run(graph, run.__name__, functools.partial(run, graph), lowered=True)

@@ -1,0 +1,244 @@
+"""One Dynamo graph and its compiled variants: what ``Backend`` returns to torch.
+
+The same graph may run under several autocast regions opened outside the compiled code, for several layers
+(per-layer compilation shares one graph), and under a changed policy. None of these is visible to Dynamo's
+guards, so the callable holds one variant per situation and picks it at call time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from fp8graph import compat
+from fp8graph.autocast import current_region, region_recipe
+from fp8graph.pipeline import JointPass, LowerPass, source_hash
+from fp8graph.policy import INHERIT
+from fp8graph.recipes import Recipe
+from fp8graph.report import GraphView
+from fp8graph.sites import Compilation, Parameter
+
+if TYPE_CHECKING:
+    from fp8graph.backend import Backend
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Everything outside the graph that decides how it is rewritten."""
+
+    policy: str
+    region: str | Recipe | None
+    names: tuple[str, ...]  # bound FQNs of the graph's parameters, "" where not bound
+
+
+class Program:
+    """A callable with the signature of the Dynamo graph."""
+
+    def __init__(self, backend: Backend, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        self._backend = backend
+        self._module = module
+        self._tracing_context = TracingContext.try_get()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._parameters = {
+            index: compat.source_name(node)
+            for index, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True))
+            if isinstance(x, torch.nn.Parameter)
+        }
+        # Fake inputs for variants that are compiled later; the real ones must not be kept alive.
+        self._fake_inputs = [
+            node.meta.get("example_value", x) for node, x in zip(placeholders, example_inputs, strict=True)
+        ]
+        self._variants: dict[Situation, Callable[..., Any]] = {}
+        self._calls = 0
+        self.views: dict[Situation, GraphView] = {}
+        situation = self._situation(example_inputs)
+        self._variants[situation] = self._compile(situation, example_inputs)
+
+    def __call__(self, *args: Any) -> Any:
+        self._calls += 1
+        if self._backend.strict and self._calls > 1:  # every graph of the first step is known now
+            self._backend.report.check()
+        situation = self._situation(args)
+        variant = self._variants.get(situation)
+        if variant is None:
+            context = self._tracing_context
+            with tracing(context) if context is not None else contextlib.nullcontext():
+                variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
+        return variant(*args)
+
+    def _situation(self, args: Sequence[Any]) -> Situation:
+        names = self._backend.names
+        bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
+        return Situation(policy=self._backend.policy_text, region=current_region(), names=bound)
+
+    def _compilation(self, situation: Situation) -> Compilation:
+        bound = situation.names or ("",) * len(self._parameters)
+        return Compilation(
+            policy=self._backend.policy,
+            hardware=self._backend.hardware,
+            region=situation.region,
+            parameters={
+                index: Parameter(source=source, bound=name)
+                for (index, source), name in zip(self._parameters.items(), bound, strict=True)
+            },
+        )
+
+    def _compile(self, situation: Situation, inputs: Sequence[Any]) -> Callable[..., Any]:
+        backend = self._backend
+        options = dict(backend.inductor_options)
+        identity = self._identity(situation)
+        joint = JointPass(
+            self._compilation(situation),
+            identity,
+            first=options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass),
+            check=backend.check_records if backend.strict else None,
+        )
+        if backend.may_rewrite(situation.region, self._regions()):
+            options = {**compat.cpu_codegen_patches(inputs), **options}
+        compiled = self._run_compile_fx(joint, options, inputs, eager=backend.compiler == "eager")
+        self.views[situation] = self._view(situation, joint, identity, options)
+        if backend.strict:
+            backend.check_records(self.views[situation].gemms)
+        return compiled
+
+    def _run_compile_fx(
+        self, joint: JointPass, options: dict[str, Any], inputs: Sequence[Any], *, eager: bool
+    ) -> Callable[..., Any]:
+        options = dict(options)
+        first = options.pop("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+        patches = {
+            **options,
+            "joint_custom_pre_pass": joint,
+            "post_grad_custom_pre_pass": LowerPass("", first=first),
+        }
+        extra: dict[str, Any] = {}
+        if eager:
+            patches["force_disable_caches"] = True
+            extra["inner_compile"] = _run_eagerly
+        module = copy_dynamo_graph(self._module)  # compile_fx takes ownership; Dynamo reads its graph again
+        return cast(Callable[..., Any], compile_fx(module, list(inputs), config_patches=patches, **extra))
+
+    def _trace(self, situation: Situation) -> JointPass:
+        """Run the passes again without code generation: for a report after a cache hit, for ``.module``."""
+        joint = JointPass(self._compilation(situation), "", keep_module=True)
+        context = self._tracing_context
+        fresh = TracingContext(context.fake_mode) if context is not None else None
+        with tracing(fresh) if fresh is not None else contextlib.nullcontext():
+            self._run_compile_fx(joint, {}, self._fake_inputs, eager=True)
+        return joint
+
+    def _view(self, situation: Situation, joint: JointPass, identity: str, options: dict[str, Any]) -> GraphView:
+        """The report's view of a variant. On a compile cache hit no pass ran: it comes from the cache too."""
+
+        def module() -> fx.GraphModule:
+            return cast(fx.GraphModule, self._trace(situation).module)
+
+        store = Path(cache_dir()) / "fp8graph" / f"{self._key(identity, options)}.json"
+        if joint.records is None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                stored = GraphView.from_dict(json.loads(store.read_text(encoding="utf-8")))
+                return dataclasses.replace(stored, load_module=module)
+            joint = self._trace(situation)
+        view = GraphView(
+            name=self._name(),
+            training=joint.training,
+            gemms=joint.records or (),
+            before=joint.before,
+            after=list(joint.stages.values())[-1],
+            stages=joint.stages,
+            policy=situation.policy,
+            load_module=module,
+        )
+        if self._backend.compiler == "inductor" and joint.uuid() is not None:
+            with contextlib.suppress(OSError):  # a report that is not stored is traced again
+                _write(store, json.dumps(view.to_dict()))
+        return view
+
+    def _name(self) -> str:
+        kind = "training" if torch.is_grad_enabled() else "inference"
+        for node in self._module.graph.nodes:
+            if stack := node.meta.get("nn_module_stack"):
+                owner = next(iter(stack.values()))[1]
+                return f"{owner if isinstance(owner, str) else owner.__name__} {kind}".rpartition(".")[2]
+        return f"function {kind}"
+
+    def _regions(self) -> set[Any]:
+        custom = (node.meta.get("custom") or {} for node in self._module.graph.nodes)
+        return {values.get("fp8graph") for values in custom}
+
+    def _identity(self, situation: Situation) -> str:
+        """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
+        digest = hashlib.sha256(source_hash().encode())
+        backend = self._backend
+        digest.update(repr((situation, backend.hardware, backend.strict)).encode())
+        regions = sorted(str(region) for region in self._regions() if region is not None)
+        digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
+        digest.update(repr(self._parameters).encode())
+        for node in self._module.graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            path = next(reversed(stack.values()))[0] if stack else ""
+            digest.update(f"{path} {(node.meta.get('custom') or {}).get('fp8graph')};".encode())
+        return digest.hexdigest()
+
+    def _key(self, identity: str, options: dict[str, Any]) -> str:
+        """The name under which the report of this graph is kept beside torch's compiled code."""
+        digest = hashlib.sha256(identity.encode())
+        digest.update(self._module.code.encode())
+        for x in self._fake_inputs:
+            if isinstance(x, torch.Tensor):
+                facts = tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, x.requires_grad
+                digest.update(repr((facts, str(x.device))).encode())
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        digest.update(repr((state, sorted((k, str(v)) for k, v in options.items()))).encode())
+        return digest.hexdigest()
+
+
+def _region_text(region: Any) -> str:
+    recipe = region_recipe(region)
+    return "policy" if recipe is INHERIT else repr(recipe)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write atomically: another process may read or write the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def _run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
+    """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
+
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()  # boxed calling convention: the caller's references go
+        return module(*values)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def copy_dynamo_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph that AOTAutograd takes for the original."""
+    graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
+    graph.output(graph.graph_copy(module.graph, copies))
+    for original, copy in copies.items():
+        if hasattr(original, "_dynamo_source"):
+            copy._dynamo_source = original._dynamo_source  # pyright: ignore
+    result = fx.GraphModule(module, graph)
+    result.meta = module.meta
+    return result

@@ -1,0 +1,233 @@
+"""What was rewritten, what was not, and why: for people (``print(report)``) and for machines (``to_dict``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8graph.errors import Fp8CoverageError
+from fp8graph.graph import value
+from fp8graph.policy import Policy
+from fp8graph.sites import Compilation, Gemm, Site
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRecord:
+    """One row: what happened to one GEMM."""
+
+    fqn: str
+    index: int  # among the sites of one module
+    op: str
+    gemm: str  # fprop, dgrad or wgrad
+    m: int | str  # [m, k] @ [k, n] as this GEMM ran, before padding; a string when the size is dynamic
+    n: int | str
+    k: int | str
+    recipe: str | None  # None: left in high precision
+    reason: str
+    dtypes: tuple[str, str, str]  # a, b, result
+    execution: str  # "native", "emulated", "high precision"
+    required: bool  # a user's rule or region asks for FP8
+    by_profitability: bool
+    rule: int | None  # index of the policy rule that matched the site
+
+    @property
+    def name(self) -> str:
+        """The FQN, with an index for the second and further sites of one module."""
+        return f"{self.fqn}[{self.index}]" if self.index else self.fqn
+
+
+def gemm_records(compilation: Compilation) -> list[GemmRecord]:
+    """The rows of one graph. Called before the matmul nodes are replaced."""
+    return [_record(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
+
+
+def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
+    decision = compilation.plan[gemm.node]
+    out = value(gemm.node)
+    arguments = gemm.node.args[-2:]
+    a, b = (value(x) for x in arguments if isinstance(x, fx.Node))
+    dtypes = [a.dtype, b.dtype]
+    if decision.recipe is not None:
+        dtypes = [decision.recipe.quantizer(view.operand).dtype for view in (gemm.a, gemm.b)]
+    sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
+    return GemmRecord(
+        fqn=site.fqn,
+        index=site.index,
+        op=site.op,
+        gemm=gemm.gemm,
+        m=sizes[0],
+        n=sizes[1],
+        k=sizes[2],
+        recipe=decision.recipe.name if decision.recipe is not None else None,
+        reason=decision.reason,
+        dtypes=(_short(dtypes[0]), _short(dtypes[1]), _short(out.dtype)),
+        execution=decision.execution,
+        required=decision.required,
+        by_profitability=decision.by_profitability,
+        rule=decision.resolution.rule,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16"}
+    name = str(dtype).removeprefix("torch.")
+    return names.get(name, name.replace("float", "fp"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphView:
+    """One compiled graph: its GEMMs and its text before, after each pass, and after all of them."""
+
+    name: str
+    training: bool
+    gemms: tuple[GemmRecord, ...]
+    before: str
+    after: str
+    stages: dict[str, str]
+    policy: str  # the policy it was compiled with, as text; tells apart graphs after set_policy
+    load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The rewritten dialect graph. Runs eagerly: ``view.module(*primals, *tangents)``."""
+        if self.load_module is None:
+            raise ValueError(f"graph {self.name!r} came from a file: it has text, but no module")
+        return self.load_module()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the module."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["load_module"]
+        return values | {"gemms": [dataclasses.asdict(gemm) for gemm in self.gemms]}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> GraphView:
+        """The inverse of :meth:`to_dict`."""
+        gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
+        fields: dict[str, Any] = {**values, "gemms": tuple(gemms)}
+        return GraphView(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that one backend compiled."""
+
+    graphs: list[GraphView]
+    policy: Policy
+    eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
+
+    @property
+    def gemms(self) -> list[GemmRecord]:
+        """All GEMMs of all graphs."""
+        return [gemm for graph in self.graphs for gemm in graph.gemms]
+
+    @property
+    def unused_rules(self) -> list[str]:
+        """Rules of the current policy that matched no site, optional rules aside."""
+        current = str(self.policy.to_dict())
+        used = {gemm.rule for graph in self.graphs if graph.policy == current for gemm in graph.gemms}
+        return [
+            f"rule {index} {rule}"
+            for index, rule in enumerate(self.policy.rules)
+            if index not in used and not rule.optional
+        ]
+
+    def check(self) -> None:
+        """Raise unless the user got what the rules ask for.
+
+        Raises:
+            Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (and was not
+                left by the profitability rule), a user's rule matched nothing, or code ran in eager.
+        """
+        problems = [
+            f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}"
+            for gemm in self.gemms
+            if gemm.required and gemm.recipe is None and not gemm.by_profitability
+        ]
+        if self.graphs:
+            names = sorted({gemm.fqn for gemm in self.gemms})
+            some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+            problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
+        problems += [f"not compiled: {frame}" for frame in self.eager_frames]
+        if problems:
+            raise Fp8CoverageError("FP8 coverage check failed:\n  " + "\n  ".join(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: JSON-ready."""
+        return {
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "policy": self.policy.to_dict(),
+            "unused_rules": self.unused_rules,
+            "eager_frames": self.eager_frames,
+        }
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained HTML page: the table and every graph's text."""
+        header, *rows = _rows(self.gemms)
+        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        texts = [
+            f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
+            f"<pre>{html.escape(text)}</pre></details>"
+            for graph in self.graphs
+            for stage, text in {"before": graph.before, **graph.stages}.items()
+        ]
+        page = (
+            "<!doctype html><meta charset=utf-8><title>fp8graph report</title><style>"
+            "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}"
+            "td,th{border:1px solid #ccc;padding:2px 8px;text-align:left}pre{font-size:12px}</style>"
+            f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>"
+            f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+            f"<h2>Graphs</h2>{''.join(texts)}"
+        )
+        Path(path).write_text(page, encoding="utf-8")
+
+    def summary(self) -> str:
+        """One line: how many GEMMs run in FP8."""
+        gemms = self.gemms
+        fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
+        emulated = sum(gemm.execution == "emulated" for gemm in fp8)
+        text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8, in {len(self.graphs)} graph(s)"
+        return text + (f" ({emulated} emulated)" if emulated else "")
+
+    def __str__(self) -> str:
+        lines = [self.summary(), *_table(_rows(self.gemms))]
+        lines += [f"{rule} matched nothing" for rule in self.unused_rules]
+        lines += [f"not compiled: {frame}" for frame in self.eager_frames]
+        return "\n".join(lines)
+
+
+_HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
+
+
+def _rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
+    """One row per kind of GEMM: layers that differ only in numbers of their names share a row."""
+    groups: dict[tuple[str, ...], int] = {}
+    for gemm in gemms:
+        a, b, out = gemm.dtypes
+        key = (
+            re.sub(r"(?<=\.)\d+(?=\.)", "*", gemm.name) or "(root)",
+            gemm.op,
+            gemm.gemm,
+            f"{gemm.m} x {gemm.n} x {gemm.k}",
+            gemm.recipe or "-",
+            f"{a} x {b} -> {out}",
+            gemm.execution,
+            gemm.reason,
+        )
+        groups[key] = groups.get(key, 0) + 1
+    return [_HEADER, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]

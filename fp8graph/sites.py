@@ -1,0 +1,83 @@
+"""What `match` finds and `assign` decides: sites, their GEMMs, the plan. Plain data between passes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import fx
+
+from fp8graph.hardware import Hardware
+from fp8graph.policy import Op, Policy, Resolution
+from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
+
+Execution = Literal["native", "emulated", "high precision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandView:
+    """One argument of a matmul: a tensor under transposes, and the layout that the FP8 GEMM needs of it.
+
+    The rowwise layout is contiguous along the contraction dim of fprop: x [M, K], w [N, K], dy [M, N].
+    """
+
+    operand: OperandName
+    tensor: fx.Node  # as the program stores it, transposes removed
+    flipped: bool  # rowwise orientation = tensor with its last two dims swapped (GPT-2's [K, N] weight)
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gemm:
+    """One matmul node ``a @ b``: ``[m, k] @ [k, n]``, with a bias for addmm."""
+
+    node: fx.Node
+    gemm: GemmName
+    a: OperandView
+    b: OperandView
+    bias: fx.Node | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """One matmul of the user's program and its GEMMs in forward and backward."""
+
+    fqn: str
+    index: int  # among the sites of the same module
+    op: Op
+    region: str | None  # the innermost autocast region in the compiled code, see autocast.py
+    gemms: list[Gemm] = field(default_factory=list[Gemm])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens to one GEMM, and why."""
+
+    recipe: Recipe | None
+    reason: str
+    execution: Execution
+    resolution: Resolution
+    by_profitability: bool = False  # left in high precision because FP8 would not pay
+    required: bool = False  # a user's rule or region asks for FP8: strict mode insists
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A graph input that is a parameter."""
+
+    source: str  # Dynamo's name for it, L['self']._modules[...]...
+    bound: str = ""  # its FQN, if the user bound the model (backend.bind)
+
+
+@dataclass(kw_only=True)
+class Compilation:
+    """What the passes of one graph share. Filled from the left: names -> sites -> plan."""
+
+    policy: Policy
+    hardware: Hardware | None = None  # None: that of the tensors' device
+    region: str | Recipe | None = None  # the autocast region around the whole call
+    parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
+    sites: list[Site] = field(default_factory=list[Site])
+    plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
+    stages: dict[str, str] = field(default_factory=dict[str, str])  # pass name -> graph text after it

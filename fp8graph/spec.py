@@ -1,0 +1,119 @@
+"""What a valid graph is. Checked between all passes, always: a check costs a few microseconds a node.
+
+CPU kernels forgive mistakes that CUDA refuses (any strides, E5M2 x E5M2, unpadded k), so layouts, dtype pairs
+and alignment are checked here, from the fake tensors, on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph import ops
+from fp8graph.errors import Fp8GraphError
+from fp8graph.graph import PASS_KEY, aten, is_backward, static_size, value
+from fp8graph.recipes import FP8_MAX
+
+_ALIGNMENT = 16
+
+
+def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
+    """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame."""
+
+    def fail(node: fx.Node, problem: str) -> None:
+        raise Fp8GraphError(
+            f"internal error: after pass '{after}', node {node.format_node()}: {problem}. "
+            "Please report this with the model; the graph was not compiled."
+        )
+
+    graph.lint()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if PASS_KEY in node.meta and "val" not in node.meta:
+            fail(node, "an inserted node without a fake value")
+        if not lowered and PASS_KEY in node.meta and not is_backward(node):
+            if "partitioner_tag" in node.meta and any(is_backward(s) for s in node.all_input_nodes):
+                fail(node, "a forward node that reads from backward")
+        if node.target in _CHECKS:
+            if lowered and node.target in ops.DIALECT:
+                fail(node, "a dialect node that was not lowered")
+            if PASS_KEY in node.meta:
+                if (problem := _CHECKS[node.target](node)) is not None:
+                    fail(node, problem)
+
+
+def _quantize(node: fx.Node) -> str | None:
+    x, dtype, _, epsilon, rowwise, columnwise = cast(tuple[Any, ...], node.args)
+    if not value(x).is_floating_point():
+        return f"quantizes {value(x).dtype}"
+    if dtype not in FP8_MAX:
+        return f"{dtype} is not an FP8 type"
+    if epsilon < 0:
+        return "a negative epsilon"
+    if not rowwise and not columnwise:
+        return "no layout asked for"
+    outputs = cast(list[torch.Tensor], node.meta["val"])
+    if len(outputs) != bool(rowwise) + bool(columnwise) + 1:
+        return f"{len(outputs)} outputs"
+    return None
+
+
+def _scaled_mm(node: fx.Node) -> str | None:
+    *tensors, bias = cast(list[fx.Node], node.args[:5])
+    a, b, scale_a, scale_b = map(value, tensors)
+    out_dtype = cast(torch.dtype, node.args[5])
+    return _gemm(a, b, scale_a, scale_b, value(bias) if bias is not None else None, out_dtype)
+
+
+def _aten_scaled_mm(node: fx.Node) -> str | None:
+    a, b, scale_a, scale_b = (value(n) for n in cast(Any, node.args[:4]))
+    bias, out_dtype = cast(Any, node.kwargs.get("bias", None)), node.kwargs.get("out_dtype", None)
+    rest = dict(enumerate(node.args))
+    bias, out_dtype = bias or rest.get(4), out_dtype or rest.get(6)
+    bias = value(bias) if isinstance(bias, fx.Node) else None
+    return _gemm(a, b.t(), scale_a, scale_b, bias, cast(torch.dtype, out_dtype))
+
+
+def _gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """The rules of a per-tensor FP8 GEMM on Hopper: a [m, k] and b [n, k], both contiguous along k."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype not in FP8_MAX:
+            return f"operand {name} is {tensor.dtype}"
+        if not tensor.is_contiguous():
+            return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "E5M2 x E5M2 does not exist"
+    for name, size in (("k", a.shape[1]), ("n", b.shape[0])):
+        if (fixed := static_size(size)) is not None and fixed % _ALIGNMENT:
+            return f"{name} = {fixed} is not a multiple of {_ALIGNMENT}"
+    for scale in (scale_a, scale_b):
+        if scale.dtype != torch.float32 or scale.numel() != 1:
+            return "a scale that is not one FP32 number"
+    if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
+        return f"cuBLAS cannot add a {bias.dtype} bias of {bias.ndim} dims to {out_dtype}"
+    return None
+
+
+def _dequantize(node: fx.Node) -> str | None:
+    data = value(cast(fx.Node, node.args[0]))
+    return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
+
+
+_CHECKS: dict[Any, Any] = {
+    ops.quantize: _quantize,
+    ops.scaled_mm: _scaled_mm,
+    ops.dequantize: _dequantize,
+    aten._scaled_mm.default: _aten_scaled_mm,
+}

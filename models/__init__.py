@@ -1,0 +1,8 @@
+"""Model families: what each keeps in high precision and why, a tiny config, and the counts to expect."""
+
+if __name__ != "fp8graph.models":
+    raise ImportError(f"import fp8graph.models, not {__name__}")
+
+from fp8graph.models.general import general_policy, policy_for
+
+__all__ = ["general_policy", "policy_for"]

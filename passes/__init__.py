@@ -1,0 +1,31 @@
+"""The passes, one a file. This list is the pipeline, and the only statement of its order.
+
+A pass is a function ``(graph, compilation) -> None`` that takes a valid graph and leaves a valid one
+(``fp8graph.spec``). To add one: write ``passes/<name>.py`` with its docstring ``before -> after``, put it in
+the list, and give it a text test in ``tests/passes/``.
+"""
+
+if __name__ != "fp8graph.passes":
+    raise ImportError(f"import fp8graph.passes, not {__name__}")
+
+from collections.abc import Callable
+
+from torch import fx
+
+from fp8graph.passes.assign import assign
+from fp8graph.passes.lower import lower
+from fp8graph.passes.match import match
+from fp8graph.passes.quantize import quantize
+from fp8graph.passes.share import share
+from fp8graph.sites import Compilation
+
+Pass = Callable[[fx.Graph, Compilation], None]
+
+# On the joint forward + backward graph (or the forward graph of inference), before the partitioner.
+JOINT_PIPELINE: tuple[Pass, ...] = (match, assign, quantize, share)
+
+# On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
+# min-cut, which therefore saves FP8 tensors as they are.
+LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
+
+__all__ = ["JOINT_PIPELINE", "LOWERING", "Pass"]

@@ -1,0 +1,134 @@
+"""Decide: a recipe for every GEMM or high precision, native or emulated, each with its reason.
+
+    site "lm_head" fprop                 ->   None, 'rule 0 "lm_head": high precision'
+    site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
+
+Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
+(leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
+matmuls that nobody asked for. The graph is not changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8graph import hardware
+from fp8graph.autocast import DISABLED, region_recipe
+from fp8graph.errors import Fp8GraphError
+from fp8graph.graph import static_size, value
+from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
+from fp8graph.recipes import GEMMS, Recipe
+from fp8graph.sites import Compilation, Decision, Execution, Gemm, Site
+
+_HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ALIGNMENT = 16  # cuBLAS: k and n of an FP8 GEMM are multiples of 16
+
+
+def assign(graph: fx.Graph, compilation: Compilation) -> None:
+    for site in compilation.sites:
+        resolution = resolve(site, compilation)
+        for gemm in site.gemms:
+            compilation.plan[gemm.node] = decide(gemm, resolution, compilation)
+
+
+def resolve(site: Site, compilation: Compilation) -> Resolution:
+    """Who decides about ``site``: the innermost region that says something, else the policy."""
+    resolution = compilation.policy.resolve(site.fqn, site.op)
+    region = compilation.region if site.region is None else site.region
+    try:
+        recipe = region_recipe(region)
+    except Fp8GraphError as error:
+        raise type(error)(f"{site.fqn or 'the model'}: autocast: {error}") from None
+    if recipe is INHERIT:
+        return resolution
+    if recipe is None:  # covers every op: the user switched FP8 off here
+        return Resolution(dict.fromkeys(GEMMS), source=DISABLED, rule=resolution.rule)
+    if site.op not in DEFAULT_OPS:
+        return resolution
+    assert isinstance(recipe, Recipe)
+    text = region if isinstance(region, str) else type(recipe).__name__
+    return Resolution(
+        dict.fromkeys(GEMMS, recipe),
+        source=f"autocast({text})",
+        rule=resolution.rule,
+        by_user=True,
+    )
+
+
+def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Decision:
+    """The decision about one GEMM."""
+    recipe = resolution.recipes[gemm.gemm]
+    if recipe is None:
+        reason = resolution.source
+        if resolution.source.startswith("rule") or resolution.source == "default":
+            reason += ": high precision"
+        return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution)
+    if (obstacle := why_not(gemm, resolution)) is not None:
+        return Decision(
+            recipe=None,
+            reason=f"{obstacle} ({resolution.source} asked for {recipe.name})",
+            execution="high precision",
+            resolution=resolution,
+            required=resolution.by_user,
+        )
+    execution, note = _execution(gemm, compilation)
+    notes = [resolution.source, *_padding(gemm), *note]
+    return Decision(
+        recipe=recipe,
+        reason="; ".join(notes),
+        execution=execution,
+        resolution=resolution,
+        required=resolution.by_user,
+    )
+
+
+def why_not(gemm: Gemm, resolution: Resolution) -> str | None:
+    """Why FP8 cannot do this GEMM, or None if it can."""
+    a, b = value(gemm.a.tensor), value(gemm.b.tensor)
+    for tensor in (a, b):
+        if tensor.dtype not in _HIGH_PRECISION_DTYPES:
+            return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
+        if any(static_size(size) == 0 for size in tensor.shape):
+            return f"an operand is empty: {list(tensor.shape)}"
+    if a.dtype != b.dtype:
+        return f"operands of two dtypes: {a.dtype}, {b.dtype}"
+    if value(gemm.node).dtype not in _HIGH_PRECISION_DTYPES:
+        return f"the result is {value(gemm.node).dtype}"
+    if is_batched(gemm) and not resolution.by_user:
+        return "batched matmul: torch has no scaled bmm; a rule that names it gets it emulated"
+    return None
+
+
+def is_batched(gemm: Gemm) -> bool:
+    """Whether this is a bmm over more than one matrix (a batch of one is a plain GEMM)."""
+    out = value(gemm.node)
+    return out.ndim == 3 and static_size(out.shape[0]) != 1
+
+
+def _execution(gemm: Gemm, compilation: Compilation) -> tuple[Execution, list[str]]:
+    device = compilation.hardware or hardware.of_device(value(gemm.node).device)
+    if is_batched(gemm):
+        return "emulated", ["emulated: torch has no scaled bmm"]
+    if not device.tensorwise_fp8:
+        return "emulated", [f"emulated: {device.why_not}"]
+    return "native", []
+
+
+def _padding(gemm: Gemm) -> list[str]:
+    if is_batched(gemm):
+        return []
+    shape, inner = value(gemm.node).shape, contraction_size(gemm)
+    sizes = {"k": static_size(inner), "n": static_size(shape[-1])}
+    return [
+        f"{name} {size} padded to {size + -size % ALIGNMENT}"
+        for name, size in sizes.items()
+        if size is not None and size % ALIGNMENT
+    ]
+
+
+def contraction_size(gemm: Gemm) -> int | torch.SymInt:
+    """k of ``[m, k] @ [k, n]``."""
+    argument = gemm.node.args[1 if gemm.bias is not None else 0]
+    assert isinstance(argument, fx.Node)
+    return value(argument).shape[-1]

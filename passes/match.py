@@ -1,0 +1,204 @@
+"""Find the sites: every matmul of the program, its name, its three GEMMs, and what each operand is.
+
+    y  = mm(x, permute(w))                                      site "mlp.up_proj", op "linear"
+    dx = mm(dy, permute(permute(w)))              ->              fprop  x rowwise   @ w rowwise
+    dw = mm(permute(dy), x)                                        dgrad  dy rowwise  @ w columnwise
+                                                                   wgrad  dy columnwise @ x columnwise
+
+Sees mm, addmm, bmm and baddbmm, through permutes, views and the bias. The graph is not changed. A backward
+matmul belongs to the forward matmul with its ``seq_nr`` (bmm and code outside modules have no module stack in
+backward); which gemm it is follows from the operand that the two have in common. A backward matmul without a
+forward one is no site: attention kernels that decompose in backward only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from typing import Any, cast
+
+from torch import fx
+
+from fp8graph.autocast import REGION_KEY
+from fp8graph.graph import (
+    aten,
+    is_backward,
+    look_through_transposes,
+    module_path,
+    nodes,
+    split_source,
+    value_key,
+)
+from fp8graph.recipes import GEMMS, OperandName
+from fp8graph.sites import Compilation, Gemm, OperandView, Parameter, Site
+
+_WITH_BIAS = (aten.addmm.default, aten.baddbmm.default)
+MATMULS = (aten.mm.default, aten.bmm.default, *_WITH_BIAS)
+
+
+def match(graph: fx.Graph, compilation: Compilation) -> None:
+    parameters = _parameters(graph, compilation)
+    from_parameter = _only_from_parameters(graph, set(parameters))
+    naming = _Naming(graph, parameters)
+    sites: dict[fx.Node, Site] = {}
+    by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
+    for node in nodes(graph, MATMULS):
+        if is_backward(node):
+            continue
+        site = _forward_site(node, from_parameter, naming)
+        sites[node] = site
+        by_seq_nr[node.meta.get("seq_nr")].append(site)
+    for node in nodes(graph, MATMULS):
+        if is_backward(node):
+            candidates = by_seq_nr.get(node.meta.get("seq_nr"), [])
+            for site, gemm in zip(candidates, (_backward_gemm(node, s) for s in candidates), strict=True):
+                if gemm is not None:
+                    site.gemms.append(gemm)
+                    break
+    for site in sites.values():
+        site.gemms.sort(key=lambda gemm: GEMMS.index(gemm.gemm))
+    compilation.sites = list(sites.values())
+
+
+def _matmul_args(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """``(a, b, bias)`` of a matmul node."""
+    args = cast(tuple[fx.Node, ...], node.args)
+    if node.target in _WITH_BIAS:
+        return args[1], args[2], args[0]
+    return args[0], args[1], None
+
+
+def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) -> Site:
+    a, b, bias = _matmul_args(node)
+    a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
+    views: list[OperandView] = []
+    for side, argument in (("a", a), ("b", b)):
+        tensor, transposed = look_through_transposes(argument)
+        is_weight = (side == "a") == a_is_weight
+        # Rowwise is contiguous along k: argument a itself, argument b transposed.
+        views.append(
+            OperandView(
+                operand="weight" if is_weight else "input",
+                tensor=tensor,
+                flipped=transposed if side == "a" else not transposed,
+                layout="rowwise",
+            )
+        )
+    linear = a in from_parameter or b in from_parameter
+    weight = a if a_is_weight else b
+    fqn, index = naming.name(node, weight if linear else None)
+    custom = cast("dict[str, Any] | None", node.meta.get("custom"))
+    return Site(
+        fqn=fqn,
+        index=index,
+        op="linear" if linear else "matmul",
+        region=custom.get(REGION_KEY) if custom else None,
+        gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1], bias=bias)],
+    )
+
+
+def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
+    """dgrad or wgrad of ``site``, if ``node`` contracts one of its forward operands with the gradient."""
+    a, b, bias = _matmul_args(node)
+    fprop = site.gemms[0]
+    arguments = [look_through_transposes(a), look_through_transposes(b)]
+    taken = {gemm.gemm for gemm in site.gemms}
+    # y = left @ right.T with left, right rowwise: dleft = dy @ right, dright = dy.T @ left
+    for known, other_is_input in ((fprop.b, fprop.a.operand), (fprop.a, fprop.b.operand)):
+        gemm = "dgrad" if other_is_input == "input" else "wgrad"
+        if gemm in taken:
+            continue
+        for position in (1, 0):
+            tensor, transposed = arguments[position]
+            if value_key(tensor) != value_key(known.tensor):
+                continue
+            grad, grad_transposed = arguments[1 - position]
+            # Is the other argument dy of `y` as the forward node wrote it, or its transpose?
+            argument_is_dy_transposed = (known is fprop.b) == (position == 0)
+            # rowwise dy is [M, N]; when the weight was on the left the node's y is [N, M]
+            swapped = fprop.a.operand == "weight"
+            flipped = grad_transposed ^ argument_is_dy_transposed ^ swapped
+            pair: list[tuple[OperandName, fx.Node, bool, bool]] = [
+                (known.operand, tensor, known.flipped, transposed),
+                ("grad_output", grad, flipped, grad_transposed),
+            ]
+            if position == 1:  # in the order of the node's arguments
+                pair.reverse()
+            view_a, view_b = (
+                OperandView(
+                    operand=operand,
+                    tensor=base,
+                    flipped=flip,
+                    # a must be contiguous as it is, b as its transpose
+                    layout="rowwise" if (trans ^ flip) == (side == "b") else "columnwise",
+                )
+                for side, (operand, base, flip, trans) in zip("ab", pair, strict=True)
+            )
+            return Gemm(node=node, gemm=gemm, a=view_a, b=view_b, bias=bias)
+    return None
+
+
+def _parameters(graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, Parameter]:
+    """The placeholders that are parameters. AOTAutograd keeps the order of Dynamo's inputs."""
+    found: dict[fx.Node, Parameter] = {}
+    counter = itertools.count()
+    for node in graph.find_nodes(op="placeholder"):
+        if str(node.target).startswith("tangents"):
+            continue
+        position = next(counter)
+        index = getattr(node.meta.get("desc"), "idx", position)  # PlainAOTInput(idx)
+        if index in compilation.parameters:
+            found[node] = compilation.parameters[index]
+    return found
+
+
+def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:
+    """Forward nodes computed from parameters (and constants) alone: weights, however they were reshaped."""
+    result = set(parameters)
+    constants: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        sources = node.all_input_nodes
+        if all(s in constants for s in sources):
+            constants.add(node)
+        elif all(s in result or s in constants for s in sources):
+            result.add(node)
+    return result
+
+
+class _Naming:
+    """FQNs for sites. Paths are relative to the compiled frame; bound parameters make them absolute."""
+
+    def __init__(self, graph: fx.Graph, parameters: dict[fx.Node, Parameter]) -> None:
+        self._parameters = parameters
+        self._prefix: dict[str, str] = {}  # root variable of the frame -> FQN of that module
+        for parameter in parameters.values():
+            root, path = split_source(parameter.source)
+            if parameter.bound == path or parameter.bound.endswith("." + path):
+                self._prefix[root] = parameter.bound.removesuffix(path).rstrip(".")
+        paths = (split_source(module_path(node)) for node in nodes(graph, MATMULS))
+        self._several_roots = len({root for root, path in paths if path}) > 1
+        self._seen: Counter[str] = Counter()
+
+    def name(self, node: fx.Node, weight: fx.Node | None) -> tuple[str, int]:
+        """``(fqn, index among the sites of that module)``."""
+        root, path = split_source(module_path(node))
+        prefix = self._prefix.get(root)
+        parameter = self._parameter_under(weight)
+        if parameter is not None:
+            parameter_root, parameter_path = split_source(parameter.source)
+            if parameter.bound and parameter.bound.endswith(parameter_path):
+                prefix = parameter.bound.removesuffix(parameter_path).rstrip(".")
+            if not path:  # code at the root of the frame: the parameter's own name
+                root, path = parameter_root, parameter_path
+        if prefix is None:
+            prefix = root if self._several_roots else ""
+        fqn = ".".join(part for part in (prefix, path) if part)
+        self._seen[fqn] += 1
+        return fqn, self._seen[fqn] - 1
+
+    def _parameter_under(self, node: fx.Node | None) -> Parameter | None:
+        while node is not None and node not in self._parameters:
+            node = node.all_input_nodes[0] if node.all_input_nodes else None
+        return None if node is None else self._parameters[node]

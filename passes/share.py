@@ -1,0 +1,79 @@
+"""One amax per tensor, one cast per tensor x layout: merge the quantize nodes of one tensor.
+
+    q1 = quantize(view(h, [M, K]), rowwise)     # q_proj, forward
+    q2 = quantize(view(h, [M, K]), rowwise)     # k_proj, forward        ->   q = quantize(h, rowwise, columnwise)
+    q3 = quantize(view(h, [M, K]), columnwise)  # wgrad, backward
+
+Equal means: the same tensor (seen through views and repeated casts, ``graph.value_key``), the same quantizer,
+and for a layout that both ask for the same padding. The merged node stands where the first one stood, so what
+backward needs of a forward tensor is made in forward, in the same pass over the data, and saved as FP8.
+Refuses (keeps apart) quantize nodes of two recipes, and of two paddings of one layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any, cast
+
+from torch import fx
+
+from fp8graph import ops
+from fp8graph.graph import insert, nodes, value_key
+from fp8graph.sites import Compilation
+
+_NAME = "share"
+
+
+@dataclass
+class _Group:
+    """Quantize nodes that become one. ``layouts``: rowwise and columnwise multiples, empty if not needed."""
+
+    members: list[fx.Node] = field(default_factory=list[fx.Node])
+    layouts: list[list[int]] = field(default_factory=lambda: [[], []])
+
+    def takes(self, layouts: Sequence[Sequence[int]]) -> bool:
+        return all(not own or not other or own == other for own, other in zip(self.layouts, layouts, strict=True))
+
+    def add(self, member: fx.Node, layouts: Sequence[list[int]]) -> None:
+        self.members.append(member)
+        self.layouts = [own or other for own, other in zip(self.layouts, layouts, strict=True)]
+
+
+def share(graph: fx.Graph, compilation: Compilation) -> None:
+    groups: dict[Any, list[_Group]] = {}
+    for node in nodes(graph, (ops.quantize,)):
+        x, *quantizer = node.args[:-2]
+        candidates = groups.setdefault((value_key(cast(fx.Node, x)), *quantizer), [])
+        layouts = _layouts(node)
+        group = next((g for g in candidates if g.takes(layouts)), None)
+        if group is None:
+            candidates.append(group := _Group())
+        group.add(node, layouts)
+    for candidates in groups.values():
+        for group in candidates:
+            if len(group.members) > 1:
+                _merge(graph, group)
+    graph.eliminate_dead_code()
+
+
+def _layouts(node: fx.Node) -> list[list[int]]:
+    return [list(cast(Sequence[int], layout)) for layout in node.args[-2:]]
+
+
+def _merge(graph: fx.Graph, group: _Group) -> None:
+    first = group.members[0]
+    with graph.inserting_before(first):
+        merged = insert(graph, ops.quantize, (*first.args[:-2], *group.layouts), like=first, made_by=_NAME)
+        present = [i for i, layout in enumerate(group.layouts) if layout] + [-1]  # -1: scale_inv
+        outputs = {
+            output: insert(graph, getitem, (merged, position), like=first, made_by=_NAME)
+            for position, output in enumerate(present)
+        }
+    for member in group.members:
+        own = [i for i, layout in enumerate(_layouts(member)) if layout] + [-1]
+        for user in list(member.users):
+            user.replace_all_uses_with(outputs[own[cast(int, user.args[1])]])
+            graph.erase_node(user)
+        graph.erase_node(member)
