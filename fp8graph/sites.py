@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 from torch import fx
 
@@ -36,7 +36,12 @@ class Gemm:
     gemm: GemmName
     a: OperandView
     b: OperandView
-    bias: fx.Node | None = None
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """What addmm and baddbmm add. Read from the node: it may itself be a rewritten matmul."""
+        args = cast(tuple[fx.Node, ...], self.node.args)
+        return args[0] if len(args) == 3 else None
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,8 +14,9 @@ from fp8graph.recipes import RecipeLike
 HEADS: Final = (
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection", "proj_out",
 )  # fmt: skip
-# Routers choose experts by comparing logits: a small error is another expert.
-ROUTERS: Final = ("router", "gate", "shared_expert_gate")
+# Routers choose experts by comparing logits: a small error is another expert. A bare "gate" is not one: it is
+# the gate projection of many gated MLPs.
+ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 
 
 def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:

@@ -32,8 +32,7 @@ from fp8graph.graph import (
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.sites import Compilation, Gemm, OperandView, Parameter, Site
 
-_WITH_BIAS = (aten.addmm.default, aten.baddbmm.default)
-MATMULS = (aten.mm.default, aten.bmm.default, *_WITH_BIAS)
+MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
@@ -60,16 +59,14 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.sites = list(sites.values())
 
 
-def _matmul_args(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """``(a, b, bias)`` of a matmul node."""
-    args = cast(tuple[fx.Node, ...], node.args)
-    if node.target in _WITH_BIAS:
-        return args[1], args[2], args[0]
-    return args[0], args[1], None
+def _matmul_args(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """``(a, b)`` of a matmul node; addmm and baddbmm have the bias before them."""
+    a, b = cast(tuple[fx.Node, ...], node.args)[-2:]
+    return a, b
 
 
 def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) -> Site:
-    a, b, bias = _matmul_args(node)
+    a, b = _matmul_args(node)
     a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
     views: list[OperandView] = []
     for side, argument in (("a", a), ("b", b)):
@@ -93,13 +90,13 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) 
         index=index,
         op="linear" if linear else "matmul",
         region=custom.get(REGION_KEY) if custom else None,
-        gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1], bias=bias)],
+        gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
 
 
 def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
     """dgrad or wgrad of ``site``, if ``node`` contracts one of its forward operands with the gradient."""
-    a, b, bias = _matmul_args(node)
+    a, b = _matmul_args(node)
     fprop = site.gemms[0]
     arguments = [look_through_transposes(a), look_through_transposes(b)]
     taken = {gemm.gemm for gemm in site.gemms}
@@ -134,7 +131,7 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
                 )
                 for side, (operand, base, flip, trans) in zip("ab", pair, strict=True)
             )
-            return Gemm(node=node, gemm=gemm, a=view_a, b=view_b, bias=bias)
+            return Gemm(node=node, gemm=gemm, a=view_a, b=view_b)
     return None
 
 

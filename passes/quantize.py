@@ -13,7 +13,7 @@ added after. A batch of one is a plain GEMM. GEMMs without a recipe in the plan 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import getitem
 from typing import Any, cast
 
@@ -21,8 +21,9 @@ import torch
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import aten, insert, known_equal, value
+from fp8graph.graph import aten, insert, known_equal, nodes, value
 from fp8graph.passes.assign import ALIGNMENT
+from fp8graph.passes.match import MATMULS
 from fp8graph.recipes import Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, OperandView
 
@@ -31,15 +32,16 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
-    for site in compilation.sites:
-        for gemm in site.gemms:
-            decision = compilation.plan[gemm.node]
-            if decision.recipe is not None:
-                _rewrite(graph, gemm, decision)
+    results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: one matmul's result is the next one's operand
+    gemms = {gemm.node: gemm for site in compilation.sites for gemm in site.gemms}
+    for node in list(nodes(graph, MATMULS)):
+        decision = compilation.plan.get(node)
+        if decision is not None and decision.recipe is not None:
+            results[node] = _rewrite(graph, gemms[node], decision, results)
     graph.eliminate_dead_code()  # the transposes that only the replaced matmuls used
 
 
-def _rewrite(graph: fx.Graph, gemm: Gemm, decision: Decision) -> None:
+def _rewrite(graph: fx.Graph, gemm: Gemm, decision: Decision, results: Mapping[fx.Node, fx.Node]) -> fx.Node:
     node = gemm.node
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -50,19 +52,25 @@ def _rewrite(graph: fx.Graph, gemm: Gemm, decision: Decision) -> None:
     with graph.inserting_before(node):
         quantized = [
             # b is padded along n too; a's m is free
-            _quantize_operand(view, recipe, emit, native, [1 if view is gemm.a else ALIGNMENT, ALIGNMENT])
+            _quantize_operand(view, results, recipe, emit, native, [1 if view is gemm.a else ALIGNMENT, ALIGNMENT])
             for view in (gemm.a, gemm.b)
         ]
         result = (_native if native else _emulated)(gemm, recipe, emit, quantized)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+    return result
 
 
 def _quantize_operand(
-    view: OperandView, recipe: Recipe, emit: Callable[..., fx.Node], native: bool, multiples: list[int]
+    view: OperandView,
+    results: Mapping[fx.Node, fx.Node],
+    recipe: Recipe,
+    emit: Callable[..., fx.Node],
+    native: bool,
+    multiples: list[int],
 ) -> tuple[fx.Node, fx.Node]:
     """``(data, scale_inv)`` of one operand, in the layout that the GEMM wants."""
-    tensor = view.tensor
+    tensor = results.get(view.tensor, view.tensor)
     if native and value(tensor).ndim == 3:
         tensor = emit(aten.squeeze.dim, tensor, 0)  # [1, r, c]: a batch of one
     if view.flipped:

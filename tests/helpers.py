@@ -1,0 +1,80 @@
+"""What several test files need: small modules, one training step, graphs after a pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+import fp8graph
+from fp8graph import ops
+from fp8graph.graph import nodes
+from fp8graph.report import GraphView
+
+ALL = fp8graph.Policy(default="tensorwise")  # FP8 for everything that is legal, heads included
+NONE = fp8graph.Policy(default=None)
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))"""
+
+    def __init__(self, hidden: int = 32, inner: int = 64, bias: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=bias)
+        self.up = nn.Linear(hidden, inner, bias=bias)
+        self.down = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def eager_backend(policy: Any = ALL, **kwargs: Any) -> fp8graph.Backend:
+    return fp8graph.Backend(policy, compiler="eager", **kwargs)
+
+
+def step(model: Any, *args: Any, parameters: Iterable[Tensor] = (), **kwargs: Any) -> list[Tensor]:
+    """``[output, *gradients of the inputs and parameters]`` of one forward and backward pass."""
+    tensors = [a for a in args if isinstance(a, Tensor) and a.requires_grad] + list(parameters)
+    for tensor in tensors:
+        tensor.grad = None
+    out = model(*args, **kwargs)
+    weights = torch.linspace(-1.0, 1.0, out.numel(), device=out.device).reshape(out.shape)
+    (out.float() * weights).sum().backward()
+    return [out.detach(), *(t.grad.clone() for t in tensors if t.grad is not None)]
+
+
+def compiled_step(module: nn.Module, x: Tensor, backend: Any, **kwargs: Any) -> list[Tensor]:
+    return step(torch.compile(module, backend=backend, **kwargs), x, parameters=module.parameters())
+
+
+def view_of(module: Any, *args: Any, policy: Any = ALL, **kwargs: Any) -> GraphView:
+    """The single rewritten training graph of ``module(*args)``."""
+    backend = eager_backend(policy, **kwargs)
+    torch.compile(module, backend=backend, fullgraph=True)(*args)
+    (view,) = backend.report.graphs
+    return view
+
+
+def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
+    """The text of the graph after one pass."""
+    return view_of(module, *args, **kwargs).stages[after]
+
+
+def dialect_counts(graph: fx.Graph) -> Counter[str]:
+    """Dialect nodes by name, and ``casts``: the FP8 copies that the quantize nodes write."""
+    counts = Counter(node.target.name().removeprefix("fp8graph::") for node in nodes(graph, ops.DIALECT))
+    for node in nodes(graph, (ops.quantize,)):
+        counts["casts"] += sum(bool(layout) for layout in node.args[-2:])
+    return counts
+
+
+def bits(x: Tensor) -> Tensor:
+    """The bytes of a tensor: equal means equal bit for bit, NaN included."""
+    return x.contiguous().view(torch.uint8)
+
+
+def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
+    return all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,320 @@
+"""The ways to use the backend: by name, by options, as an object; training and inference; every calling style."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph.models.llama import tiny_config
+from fp8graph.numerics import sqnr_db
+from helpers import ALL, MLP, NONE, compiled_step, eager_backend, same_bits, step
+
+
+def llama(**overrides: Any) -> Any:
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(tiny_config(**overrides)).to(torch.bfloat16)
+
+
+def ids(batch: int = 2, length: int = 16) -> Tensor:
+    return torch.randint(0, 256, (batch, length))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param({"backend": "fp8graph", "options": {"compiler": "eager"}}, id="name"),
+        pytest.param({"backend": "fp8graph", "options": {"compiler": "eager"}, "fullgraph": True}, id="fullgraph"),
+        pytest.param({"backend": "fp8graph", "options": {"compiler": "eager"}, "dynamic": True}, id="dynamic"),
+        pytest.param({"backend": fp8graph.Backend(compiler="eager")}, id="object"),
+    ],
+)
+def test_training_however_it_is_asked_for(how: dict[str, Any]) -> None:
+    model, x = MLP(), torch.randn(4, 8, 32, requires_grad=True)
+    expected = step(model, x, parameters=model.parameters())
+    compiled = torch.compile(model, **how)
+    got = step(compiled, x, parameters=model.parameters())
+    assert [sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True)] == [True] * 5
+    report = fp8graph.backend_of(compiled).report
+    assert {gemm.recipe for gemm in report.gemms[-9:]} == {"tensorwise"}
+
+
+def test_a_function_is_compiled_too() -> None:
+    linear = nn.Linear(32, 32)
+    backend = eager_backend()
+    torch.compile(lambda x: linear(x).relu(), backend=backend)(torch.randn(4, 32))
+    assert len(backend.report.gemms) == 2  # fprop and wgrad: the input needs no gradient
+
+
+def test_inference_modes_rewrite_fprop_only() -> None:
+    model, x = MLP(), torch.randn(4, 32)
+    for mode in (torch.no_grad, torch.inference_mode):
+        torch._dynamo.reset()
+        backend = eager_backend()
+        with mode():
+            out = torch.compile(model, backend=backend)(x)
+        assert sqnr_db(model(x), out) > 24
+        assert [(gemm.gemm, gemm.recipe) for gemm in backend.report.gemms] == [("fprop", "tensorwise")] * 3
+
+
+@pytest.mark.parametrize("style", ["model.compile", "model.forward"])
+def test_generate_runs_compiled(style: str) -> None:
+    model = llama().eval()
+    backend = eager_backend(None)
+    if style == "model.compile":
+        model.compile(backend=backend)
+    else:
+        model.forward = torch.compile(model.forward, backend=backend)
+    prompt = ids(1, 5)
+    out = model.generate(prompt, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(prompt))
+    assert out.shape == (1, 9)
+    assert {g.recipe for g in backend.report.gemms if g.fqn.endswith("up_proj")} == {"tensorwise"}
+    assert fp8graph.backend_of(model) is backend
+
+
+def test_dynamic_sequence_length_compiles_twice_at_most() -> None:
+    model = MLP()
+    backend = eager_backend()
+    compiled = torch.compile(model, backend=backend)
+    for length in (16, 17, 5, 48, 31, 2):
+        x = torch.randn(2, length, 32, requires_grad=True)
+        expected = step(model, x, parameters=model.parameters())
+        got = step(compiled, x, parameters=model.parameters())
+        assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True)), length
+    assert len(backend.report.graphs) == 2
+    assert len(backend.report.gemms) == 18
+    assert all(gemm.recipe == "tensorwise" for gemm in backend.report.gemms)
+
+
+def test_graph_breaks_rewrite_each_piece_under_its_full_name() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([MLP(), MLP()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                torch._dynamo.graph_break()
+            return x
+
+    model, x = Broken(), torch.randn(4, 32, requires_grad=True)
+    backend = eager_backend()
+    backend.bind(model)
+    expected = step(model, x, parameters=model.parameters())
+    got = compiled_step(model, x, backend)
+    assert all(sqnr_db(e, g) > 14 for e, g in zip(expected, got, strict=True))
+    names = {f"layers.{i}.{name}" for i in range(2) for name in ("gate", "up", "down")}
+    assert {gemm.fqn for gemm in backend.report.gemms} == names
+    assert all(gemm.recipe for gemm in backend.report.gemms)
+
+
+def test_layers_compiled_one_by_one_share_a_graph_and_keep_their_names() -> None:
+    model = nn.Sequential(MLP(), MLP(), MLP())
+    policy = fp8graph.Policy([fp8graph.Rule("1.*", None), fp8graph.Rule("2.down", "tensorwise", wgrad=None)])
+    backend = eager_backend(policy)
+    backend.bind(model)
+    for layer in model:
+        layer.compile(backend=backend)
+    x = torch.randn(4, 32, requires_grad=True)
+    got = step(model, x, parameters=model.parameters())
+    recipes = {(g.fqn, g.gemm): g.recipe for g in backend.report.gemms}
+    assert len(recipes) == 27
+    assert {name for (name, _), recipe in recipes.items() if recipe is None} == {
+        "1.gate", "1.up", "1.down", "2.down",
+    }  # fmt: skip
+    assert recipes["2.down", "wgrad"] is None
+    assert recipes["2.down", "dgrad"] == recipes["0.down", "wgrad"] == "tensorwise"
+    for layer in model:
+        layer._compiled_call_impl = None
+    whole = step(
+        torch.compile(lambda x: model(x), backend=eager_backend(policy)), x, parameters=model.parameters()
+    )
+    assert same_bits(step(whole, x, parameters=model.parameters()), got)
+
+
+def test_two_models_of_one_class_compiled_by_name() -> None:
+    a, b = MLP(), MLP()
+    x = torch.randn(4, 32, requires_grad=True)
+    for model in (a, b):
+        expected = step(model, x, parameters=model.parameters())
+        compiled = torch.compile(model, backend="fp8graph", options={"compiler": "eager", "policy": ALL})
+        got = step(compiled, x, parameters=model.parameters())
+        assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True))
+
+
+def test_two_models_in_one_step_function_are_told_apart() -> None:
+    student, teacher = MLP(), MLP()
+
+    def loss(x: Tensor) -> Tensor:
+        return (student(x) - teacher(x)).pow(2).mean()
+
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("teacher.*", None)]))
+    torch.compile(loss, backend=backend)(torch.randn(4, 32))
+    fp8 = {gemm.fqn for gemm in backend.report.gemms if gemm.recipe}
+    assert fp8 == {"student.gate", "student.up", "student.down"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_dtypes_and_bias(dtype: torch.dtype, bias: bool) -> None:
+    model, x = MLP(bias=bias).to(dtype), torch.randn(4, 8, 32, dtype=dtype, requires_grad=True)
+    expected = step(model, x, parameters=model.parameters())
+    got = compiled_step(model, x, eager_backend())
+    assert [g.dtype for g in got] == [e.dtype for e in expected]
+    assert all(sqnr_db(e, g) > 16 for e, g in zip(expected, got, strict=True))
+
+
+def test_master_weights_under_torch_autocast() -> None:
+    model, x = MLP(), torch.randn(4, 8, 32, requires_grad=True)
+    backend = eager_backend()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = compiled_step(model, x, backend)
+    assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == [torch.float32] * 3
+    assert {gemm.dtypes[2] for gemm in backend.report.gemms} == {"bf16"}
+    assert all(gemm.recipe for gemm in backend.report.gemms)
+    expected = step(model, x, parameters=model.parameters())
+    assert all(sqnr_db(e, g) > 16 for e, g in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 32), (3, 32), (1, 1, 32), (2, 7, 32)])
+@pytest.mark.parametrize("inner", [64, 40, 7])
+def test_odd_sizes_are_padded_not_refused(shape: tuple[int, ...], inner: int) -> None:
+    model, x = MLP(inner=inner), torch.randn(shape, requires_grad=True)
+    backend = eager_backend()
+    expected = step(model, x, parameters=model.parameters())
+    got = compiled_step(model, x, backend)
+    assert all(gemm.recipe for gemm in backend.report.gemms)
+    assert [g.shape for g in got] == [e.shape for e in expected]
+    assert all(sqnr_db(e, g) > 15 for e, g in zip(expected, got, strict=True))
+    padded = {g.gemm for g in backend.report.gemms if g.fqn == "up" and "padded" in g.reason}
+    assert ("fprop" in padded) == (inner % 16 != 0)
+    assert "wgrad" in padded  # the number of tokens is its k
+
+
+def test_frozen_weights_and_inputs_without_gradient_have_fewer_gemms() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model[0].requires_grad_(False)
+    backend = eager_backend()
+    compiled_step(model, torch.randn(4, 32), backend)
+    assert [(g.fqn, g.gemm) for g in backend.report.gemms] == [("0", "fprop"), ("1", "fprop"), ("1", "wgrad")]
+
+
+def test_set_policy_recompiles_and_the_old_policy_comes_back_without() -> None:
+    model, x = MLP(), torch.randn(4, 32, requires_grad=True)
+    backend = eager_backend(ALL)
+    compiled = torch.compile(model, backend=backend)
+    fp8 = step(compiled, x, parameters=model.parameters())
+    backend.set_policy(NONE)
+    high = step(compiled, x, parameters=model.parameters())
+    expected = step(model, x, parameters=model.parameters())
+    assert all(sqnr_db(e, h) > 100 > sqnr_db(e, f) for e, h, f in zip(expected, high, fp8, strict=True))
+    assert len(backend.report.graphs) == 2
+    backend.set_policy(ALL)
+    assert same_bits(fp8, step(compiled, x, parameters=model.parameters()))
+    assert len(backend.report.graphs) == 2
+
+
+def test_a_policy_change_keeps_dynamic_shapes() -> None:
+    model = MLP()
+    backend = eager_backend(ALL)
+    compiled = torch.compile(model, backend=backend, dynamic=True)
+    compiled(torch.randn(2, 8, 32))
+    backend.set_policy(fp8graph.Policy([fp8graph.Rule("up", None)]))
+    for length in (8, 9, 31):
+        compiled(torch.randn(2, length, 32))
+    assert len(backend.report.graphs) == 2
+    assert all(isinstance(g.m, str) for g in backend.report.gemms if g.gemm == "fprop")
+
+
+def test_gradient_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            out = checkpoint(super().forward, x, use_reentrant=False)
+            assert isinstance(out, Tensor)
+            return out
+
+    plain = MLP()
+    saved = Checkpointed()
+    saved.load_state_dict(plain.state_dict())
+    x = torch.randn(4, 32, requires_grad=True)
+    assert same_bits(compiled_step(plain, x, eager_backend()), compiled_step(saved, x, eager_backend()))
+
+
+def test_state_dict_and_copies_of_the_model_are_untouched() -> None:
+    model = MLP()
+    names = list(model.state_dict())
+    model.compile(backend=eager_backend())
+    model(torch.randn(4, 32))
+    assert list(model.state_dict()) == names
+    ema = copy.deepcopy(model)  # torch drops the compiled code of a copy
+    ema.compile(backend=fp8graph.backend_of(model))
+    assert same_bits([ema(torch.ones(4, 32))], [model(torch.ones(4, 32))])
+
+
+def test_no_more_graphs_than_inductor() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model, tokens = llama(), ids()
+    counter = CompileCounterWithBackend("aot_eager")
+    torch.compile(model, backend=counter)(input_ids=tokens, labels=tokens).loss.backward()
+    torch._dynamo.reset()
+    backend = eager_backend(None)
+    torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(backend.report.graphs) == counter.frame_count == 1
+
+
+def test_fp8graph_compile_binds_names_and_covers_direct_calls() -> None:
+    model = nn.Sequential(MLP(), MLP())
+    policy = fp8graph.Policy([fp8graph.Rule("0.up", None)])
+    returned = fp8graph.compile(model, policy, options={"compiler": "eager"}, fullgraph=True)
+    assert returned is model
+    model(torch.randn(4, 32))
+    report = fp8graph.backend_of(model).report
+    assert {g.fqn for g in report.gemms if g.recipe is None} == {"0.up"}
+
+
+def test_users_inductor_passes_run_first() -> None:
+    seen: list[int] = []
+    backend = fp8graph.Backend(
+        ALL,
+        compiler="eager",
+        inductor_options={"joint_custom_pre_pass": lambda graph: seen.append(len(graph.nodes))},
+    )
+    torch.compile(MLP(), backend=backend)(torch.randn(4, 32))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "nosuch"}, "unknown recipe 'nosuch'"),
+        ({"recipe": "delayed"}, "not available in this version"),
+        ({"typo": 1}, "no option 'typo'"),
+        ({"policy": "nosuch.toml"}, "nosuch.toml: cannot be read"),
+        ({"policy": {"rule": []}}, "unknown key 'rule'"),
+        ({"inductor": {"typo": 1}}, "Inductor has no option 'typo'"),
+        ({"mode": "nosuch"}, "mode must be one of"),
+        ({"compiler": "nosuch"}, "compiler must be one of"),
+        ({"strict": "yes"}, "strict must be True or False"),
+        ({"target": "h100"}, "target must be 'cpu' or like 'sm_90'"),
+    ],
+)
+def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], message: str) -> None:
+    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
+    with pytest.raises(fp8graph.Fp8GraphError, match=re.escape(message)):
+        compiled(torch.randn(4, 32))
+
+
+def test_backend_of_something_else() -> None:
+    with pytest.raises(fp8graph.PolicyError, match="was not compiled with the fp8graph backend"):
+        fp8graph.backend_of(torch.compile(MLP(), backend="eager"))
