@@ -7,7 +7,6 @@ picks a variant at call time (``program.py``).
 
 from __future__ import annotations
 
-import logging
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -16,11 +15,10 @@ from typing import Any, Final
 import torch
 from torch.fx.traceback import annotate
 
+from fp8graph.compat import never_a_root_frame
 from fp8graph.errors import UnsupportedRecipeError
 from fp8graph.policy import INHERIT, GemmRecipe
 from fp8graph.recipes import HIGH_PRECISION, Recipe, RecipeLike, resolve_recipe
-
-logger = logging.getLogger("fp8graph")
 
 REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]
 DISABLED: Final = "autocast(enabled=False)"
@@ -42,6 +40,7 @@ def current_region() -> str | Recipe | None:
     return _stack.regions[-1] if _stack.regions else None
 
 
+@never_a_root_frame
 def autocast(
     enabled: bool = True, recipe: RecipeLike = None, amax_reduction_group: Any = None
 ) -> AbstractContextManager[None]:

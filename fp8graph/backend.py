@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8graph import compat, hardware
-from fp8graph.autocast import region_recipe
+from fp8graph.autocast import DISABLED, POLICY
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy
 from fp8graph.policy import Policy
@@ -81,14 +81,15 @@ class Backend:
         self.hardware: Final = hardware.from_target(target) if target is not None else None
         self.names: Final = Names()
         self._programs: list[Program] = []
-        self._frames: dict[str, int] = {}  # Dynamo's frame ids -> time of the first compile, microseconds
+        self._created = time.time_ns() // 1000  # microseconds
+        self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
         self.set_policy(policy, recipe=recipe)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         frame = compat.current_frame_id()
         if frame:
-            self._frames.setdefault(frame, time.time_ns() // 1000)
+            self._frames.add(frame)
         program = Program(self, module, example_inputs)
         self._programs.append(program)
         return program
@@ -115,7 +116,8 @@ class Backend:
     def report(self) -> Report:
         """What was compiled so far, including graphs that came from a warm compile cache."""
         views = [view for program in self._programs for view in program.views.values()]
-        return Report(graphs=views, policy=self.policy, eager_frames=compat.failed_frames(self._frames))
+        eager_frames = compat.failed_frames(self._frames, self._created)
+        return Report(graphs=views, policy=self.policy, eager_frames=eager_frames)
 
     def check_records(self, records: Sequence[GemmRecord]) -> None:
         """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
@@ -131,8 +133,8 @@ class Backend:
         """Whether any GEMM could get a recipe: if not, Inductor's options stay exactly the user's."""
         recipes = [resolve_recipe(self.policy.default)]
         recipes += [rule.recipe_for(gemm) for rule in self.policy.rules for gemm in GEMMS]
-        asked = [region_recipe(r) for r in (region, *inner_regions)]
-        return any(r is not None for r in recipes) or any(isinstance(r, Recipe) for r in asked)
+        quiet = (None, DISABLED, POLICY)
+        return any(r is not None for r in recipes) or any(r not in quiet for r in (region, *inner_regions))
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
         """A copied model (EMA) is the same model to its backend: compiled code and report are shared."""

@@ -6,13 +6,17 @@ tests/test_compat.py says when an entry can go.
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import fx
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def source_name(node: fx.Node) -> str:
@@ -64,18 +68,18 @@ def _closure(function: Any) -> Iterator[Any]:
         yield cell.cell_contents
 
 
-def failed_frames(frame_ids: dict[str, int]) -> list[str]:
+def failed_frames(frame_ids: set[str], since: int) -> list[str]:
     """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics.
 
     Args:
-        frame_ids: the frames that the caller compiled, with the time of the first compile in microseconds.
-            Such a frame falls back to eager when it meets the recompile limit. A frame whose autocast region
-            contains a graph break never reaches a backend; it is recognised by Dynamo's message.
+        frame_ids: the frames that the caller compiled. Such a frame falls back to eager when it meets the
+            recompile limit. A frame whose autocast region contains a graph break never reaches a backend; it
+            is recognised by Dynamo's message.
+        since: time in microseconds; older failures belong to other models, whose frame ids may be the same.
     """
     found: list[str] = []
-    started = min(frame_ids.values(), default=None)
     for metrics in get_compilation_metrics():
-        if metrics.fail_type is None or started is None or (metrics.start_time_us or 0) < started:
+        if metrics.fail_type is None or (metrics.start_time_us or 0) < since:
             continue
         reason = (metrics.fail_reason or "").splitlines()[0]
         frame = (metrics.compile_id or "").split("/")[0]
@@ -86,6 +90,17 @@ def failed_frames(frame_ids: dict[str, int]) -> list[str]:
         elif frame in frame_ids and "recompile" in reason:
             found.append(f"frame {frame}: {reason}; new shapes or values run in eager")
     return found
+
+
+def never_a_root_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo inline ``function`` into the code that calls it, but never compile it on its own.
+
+    When a frame falls back to eager, Dynamo compiles the functions that it calls one by one. A function that
+    returns a ``torch.fx.traceback.annotate`` context cannot be compiled so: Dynamo then hands back the function
+    ``annotate`` in place of the context (torch 2.11 to 2.15).
+    """
+    skip_code(function.__code__)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def current_frame_id() -> str:

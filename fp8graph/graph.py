@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -161,6 +162,17 @@ def split_source(text: str) -> tuple[str, str]:
         root, text = match["root"], text[match.end() - (text[match.end() - 1] == ".") :]
     text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
     return root, text.strip(".")
+
+
+def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
+    """The placeholders with their position among Dynamo's inputs; None for the gradients of the outputs."""
+    position = itertools.count()
+    for node in graph.find_nodes(op="placeholder"):
+        if str(node.target).startswith("tangents"):
+            yield node, None
+            continue
+        count = next(position)
+        yield node, getattr(node.meta.get("desc"), "idx", count)  # PlainAOTInput(idx)
 
 
 def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:

@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fp8graph import spec
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import graph_text
+from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.report import GemmRecord, gemm_records
 from fp8graph.sites import Compilation
@@ -83,6 +83,7 @@ class JointPass(_Pass):
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
         self.before = ""
+        self.inputs: tuple[str, ...] = ()
         self.stages = compilation.stages
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
@@ -92,7 +93,12 @@ class JointPass(_Pass):
         super().__call__(graph)
         compilation = self._compilation
         self.before = graph_text(graph)
-        self.training = any(str(n.target).startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+        inputs = list(graph_inputs(graph))
+        self.training = any(index is None for _, index in inputs)
+        sources = dict(enumerate(compilation.sources))
+        self.inputs = tuple(
+            node.name if index is None else sources.get(index) or node.name for node, index in inputs
+        )
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
             if run.__name__ == "assign":  # the matmul nodes are still there

@@ -25,7 +25,8 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fp8graph import compat
-from fp8graph.autocast import current_region, region_recipe
+from fp8graph.autocast import REGION_KEY, current_region, region_recipe
+from fp8graph.errors import Fp8GraphError
 from fp8graph.pipeline import JointPass, LowerPass, source_hash
 from fp8graph.policy import INHERIT
 from fp8graph.recipes import Recipe
@@ -53,9 +54,10 @@ class Program:
         self._module = module
         self._tracing_context = TracingContext.try_get()
         placeholders = module.graph.find_nodes(op="placeholder")
+        self._sources = tuple(map(compat.source_name, placeholders))
         self._parameters = {
-            index: compat.source_name(node)
-            for index, (node, x) in enumerate(zip(placeholders, example_inputs, strict=True))
+            index: source
+            for index, (source, x) in enumerate(zip(self._sources, example_inputs, strict=True))
             if isinstance(x, torch.nn.Parameter)
         }
         # Fake inputs for variants that are compiled later; the real ones must not be kept alive.
@@ -91,6 +93,7 @@ class Program:
             policy=self._backend.policy,
             hardware=self._backend.hardware,
             region=situation.region,
+            sources=self._sources,
             parameters={
                 index: Parameter(source=source, bound=name)
                 for (index, source), name in zip(self._parameters.items(), bound, strict=True)
@@ -156,6 +159,7 @@ class Program:
         view = GraphView(
             name=self._name(),
             training=joint.training,
+            inputs=joint.inputs,
             gemms=joint.records or (),
             before=joint.before,
             after=list(joint.stages.values())[-1],
@@ -178,7 +182,7 @@ class Program:
 
     def _regions(self) -> set[Any]:
         custom = (node.meta.get("custom") or {} for node in self._module.graph.nodes)
-        return {values.get("fp8graph") for values in custom}
+        return {values.get(REGION_KEY) for values in custom}
 
     def _identity(self, situation: Situation) -> str:
         """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
@@ -191,7 +195,7 @@ class Program:
         for node in self._module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""
-            digest.update(f"{path} {(node.meta.get('custom') or {}).get('fp8graph')};".encode())
+            digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
         return digest.hexdigest()
 
     def _key(self, identity: str, options: dict[str, Any]) -> str:
@@ -208,7 +212,11 @@ class Program:
 
 
 def _region_text(region: Any) -> str:
-    recipe = region_recipe(region)
+    """What a region stands for now: a recipe registered again under one name is another recipe."""
+    try:
+        recipe = region_recipe(region)
+    except Fp8GraphError:
+        return "unknown"  # `assign` says so, and where
     return "policy" if recipe is INHERIT else repr(recipe)
 
 

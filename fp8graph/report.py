@@ -88,6 +88,7 @@ class GraphView:
 
     name: str
     training: bool
+    inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
     gemms: tuple[GemmRecord, ...]
     before: str
     after: str
@@ -97,7 +98,7 @@ class GraphView:
 
     @property
     def module(self) -> fx.GraphModule:
-        """The rewritten dialect graph. Runs eagerly: ``view.module(*primals, *tangents)``."""
+        """The rewritten dialect graph; runs eagerly, with one tensor for each of ``inputs``."""
         if self.load_module is None:
             raise ValueError(f"graph {self.name!r} came from a file: it has text, but no module")
         return self.load_module()
@@ -112,7 +113,7 @@ class GraphView:
     def from_dict(values: dict[str, Any]) -> GraphView:
         """The inverse of :meth:`to_dict`."""
         gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
-        fields: dict[str, Any] = {**values, "gemms": tuple(gemms)}
+        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "inputs": tuple(values["inputs"])}
         return GraphView(**fields)
 
 
@@ -214,7 +215,7 @@ def _rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     for gemm in gemms:
         a, b, out = gemm.dtypes
         key = (
-            re.sub(r"(?<=\.)\d+(?=\.)", "*", gemm.name) or "(root)",
+            re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", gemm.name) or "(root)",
             gemm.op,
             gemm.gemm,
             f"{gemm.m} x {gemm.n} x {gemm.k}",

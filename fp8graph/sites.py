@@ -82,6 +82,7 @@ class Compilation:
     policy: Policy
     hardware: Hardware | None = None  # None: that of the tensors' device
     region: str | Recipe | None = None  # the autocast region around the whole call
+    sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])

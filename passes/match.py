@@ -13,7 +13,6 @@ forward one is no site: attention kernels that decompose in backward only.
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from typing import Any, cast
 
@@ -22,6 +21,7 @@ from torch import fx
 from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
     aten,
+    graph_inputs,
     is_backward,
     look_through_transposes,
     module_path,
@@ -136,17 +136,9 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
 
 
 def _parameters(graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, Parameter]:
-    """The placeholders that are parameters. AOTAutograd keeps the order of Dynamo's inputs."""
-    found: dict[fx.Node, Parameter] = {}
-    counter = itertools.count()
-    for node in graph.find_nodes(op="placeholder"):
-        if str(node.target).startswith("tangents"):
-            continue
-        position = next(counter)
-        index = getattr(node.meta.get("desc"), "idx", position)  # PlainAOTInput(idx)
-        if index in compilation.parameters:
-            found[node] = compilation.parameters[index]
-    return found
+    """The placeholders that are parameters."""
+    known = compilation.parameters
+    return {node: known[index] for node, index in graph_inputs(graph) if index is not None and index in known}
 
 
 def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:

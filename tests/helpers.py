@@ -65,7 +65,7 @@ def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
 
 def dialect_counts(graph: fx.Graph) -> Counter[str]:
     """Dialect nodes by name, and ``casts``: the FP8 copies that the quantize nodes write."""
-    counts = Counter(node.target.name().removeprefix("fp8graph::") for node in nodes(graph, ops.DIALECT))
+    counts = Counter(str(node.target).split(".")[1] for node in nodes(graph, ops.DIALECT))
     for node in nodes(graph, (ops.quantize,)):
         counts["casts"] += sum(bool(layout) for layout in node.args[-2:])
     return counts

@@ -20,7 +20,7 @@ def llama(**overrides: Any) -> Any:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(tiny_config(**overrides)).to(torch.bfloat16)
+    return LlamaForCausalLM(tiny_config(**overrides)).bfloat16()
 
 
 def ids(batch: int = 2, length: int = 16) -> Tensor:
@@ -134,18 +134,17 @@ def test_layers_compiled_one_by_one_share_a_graph_and_keep_their_names() -> None
     assert recipes["2.down", "dgrad"] == recipes["0.down", "wgrad"] == "tensorwise"
     for layer in model:
         layer._compiled_call_impl = None
-    whole = step(
-        torch.compile(lambda x: model(x), backend=eager_backend(policy)), x, parameters=model.parameters()
-    )
+    whole = torch.compile(lambda x: model(x), backend=eager_backend(policy))
     assert same_bits(step(whole, x, parameters=model.parameters()), got)
 
 
 def test_two_models_of_one_class_compiled_by_name() -> None:
     a, b = MLP(), MLP()
+    options: dict[str, Any] = {"compiler": "eager", "policy": ALL}
     x = torch.randn(4, 32, requires_grad=True)
     for model in (a, b):
         expected = step(model, x, parameters=model.parameters())
-        compiled = torch.compile(model, backend="fp8graph", options={"compiler": "eager", "policy": ALL})
+        compiled = torch.compile(model, backend="fp8graph", options=options)
         got = step(compiled, x, parameters=model.parameters())
         assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True))
 

@@ -1,0 +1,179 @@
+"""Report, explain, check and strict mode: the proof of what ran in FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph.models.llama import tiny_config
+from helpers import ALL, MLP, dialect_counts, eager_backend, same_bits, step
+
+
+def test_every_gemm_has_a_row_with_shape_recipe_dtypes_and_reason() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("down", "tensorwise", wgrad=None)])
+    report = fp8graph.explain(MLP(), torch.randn(8, 32), policy=policy)
+    rows = {(g.fqn, g.gemm): g for g in report.gemms}
+    assert list(rows) == [
+        ("gate", "fprop"), ("gate", "wgrad"),
+        ("up", "fprop"), ("up", "wgrad"),
+        ("down", "fprop"), ("down", "dgrad"), ("down", "wgrad"),
+    ]  # fmt: skip
+    fprop, dgrad, wgrad = (rows["down", gemm] for gemm in ("fprop", "dgrad", "wgrad"))
+    assert (fprop.m, fprop.n, fprop.k) == (8, 32, 64)
+    assert (dgrad.m, dgrad.n, dgrad.k) == (8, 64, 32)
+    assert (wgrad.m, wgrad.n, wgrad.k) == (32, 64, 8)
+    assert fprop.dtypes == ("e4m3", "e4m3", "fp32")
+    assert dgrad.dtypes == ("e5m2", "e4m3", "fp32")
+    assert wgrad.dtypes == ("fp32", "fp32", "fp32")
+    assert (fprop.recipe, fprop.execution, fprop.reason) == ("tensorwise", "native", 'rule 0 "down"')
+    assert (wgrad.recipe, wgrad.execution) == (None, "high precision")
+    assert wgrad.reason == 'rule 0 "down": high precision'
+    assert rows["up", "wgrad"].reason == "default; k 8 padded to 16"
+    assert "6 of 7 GEMMs in FP8, in 1 graph(s)" in str(report)
+
+
+def test_the_table_folds_layers_that_differ_in_numbers_only() -> None:
+    report = fp8graph.explain(nn.Sequential(MLP(), MLP(), MLP()), torch.randn(16, 32), policy=ALL)
+    lines = [line for line in str(report).splitlines() if line.lstrip().startswith("*.up")]
+    # The first layer has no dgrad of the input; the other two do.
+    assert [line.split()[1:4] for line in lines] == [
+        ["3", "linear", "fprop"], ["3", "linear", "wgrad"], ["2", "linear", "dgrad"],
+    ]  # fmt: skip
+
+
+def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
+    from fp8graph.report import GraphView
+
+    report = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL)
+    data = json.loads(json.dumps(report.to_dict()))
+    assert GraphView.from_dict(data["graphs"][0]) == report.graphs[0]
+    report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<td>down</td>" in page
+    assert "fp8graph.quantize(" in page
+
+
+def test_stages_are_the_text_after_each_pass() -> None:
+    view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
+    assert list(view.stages) == ["match", "assign", "quantize", "share"]
+    assert view.before == view.stages["assign"]
+    assert view.after == view.stages["share"]
+    assert view.before.count("aten.mm(") == 7
+    assert "aten.mm(" not in view.after
+    assert view.stages["quantize"].count("fp8graph.quantize(") == 14
+    assert view.after.count("fp8graph.quantize(") == 8  # x, h, 3 weights, 3 gradients
+    assert view.after.count("fp8graph.scaled_mm(") == 7
+
+
+def test_the_module_of_a_view_runs_eagerly() -> None:
+    model, x = MLP(), torch.randn(8, 32, requires_grad=True)
+    backend = eager_backend()
+    got = step(torch.compile(model, backend=backend), x, parameters=model.parameters())
+    module = backend.report.graphs[0].module
+    assert dialect_counts(module.graph) == {"quantize": 8, "scaled_mm": 9, "casts": 16}
+    dy = torch.linspace(-1.0, 1.0, x.numel()).reshape(x.shape)
+    inputs = {"x": x, "gate": model.gate.weight, "up": model.up.weight, "down": model.down.weight}
+    by_source = {f"'{name}'": tensor for name, tensor in inputs.items()}
+    *order, tangent = backend.report.graphs[0].inputs
+    assert tangent == "tangents_1"
+    values = [next(t for name, t in by_source.items() if name in source) for source in order]
+    y, *gradients = module(*values, dy)
+    assert same_bits([y], got[:1])
+    assert len(gradients) == 4
+
+
+def test_explain_needs_neither_weights_nor_the_target() -> None:
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(tiny_config()).bfloat16()
+    tokens = torch.zeros(2, 16, dtype=torch.long)
+    native = fp8graph.explain(model, input_ids=tokens, labels=tokens, target="sm_90")
+    assert native.summary() == "42 of 45 GEMMs in FP8, in 1 graph(s)"
+    emulated = fp8graph.explain(model, input_ids=tokens, target="sm_80", training=False)
+    assert emulated.summary() == "14 of 15 GEMMs in FP8, in 1 graph(s) (14 emulated)"
+    assert "emulated: sm_80 has no FP8 GEMM" in emulated.gemms[0].reason
+    assert next(model.parameters()).device.type == "meta"
+
+
+def test_explain_leaves_the_model_alone() -> None:
+    model = MLP()
+    before = {name: parameter for name, parameter in model.named_parameters()}
+    fp8graph.explain(model, torch.randn(8, 32), policy=ALL)
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    model.compile(backend=eager_backend())
+    out = model(torch.ones(8, 32))
+    assert len(fp8graph.explain(model, torch.randn(8, 32)).gemms) == 7
+    assert same_bits([out], [model(torch.ones(8, 32))])
+
+
+def test_a_users_rule_that_matched_nothing_is_reported() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("dwon", None), fp8graph.Rule("router", None, optional=True)])
+    report = fp8graph.explain(MLP(), torch.randn(8, 32), policy=policy)
+    assert report.unused_rules == ["rule 0 Rule('dwon', ...)"]
+    assert "rule 0 Rule('dwon', ...) matched nothing" in str(report)
+    with pytest.raises(fp8graph.Fp8CoverageError, match=r"rule 0 Rule\('dwon'.*Sites: down, gate, up"):
+        report.check()
+
+
+def test_check_passes_when_the_rules_got_what_they_asked() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise", wgrad=None)])
+    fp8graph.explain(MLP(), torch.randn(8, 32), policy=policy).check()
+
+
+def test_check_names_the_gemm_that_a_rule_asked_for() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise")])
+    report = fp8graph.explain(MLP().double(), torch.randn(8, 32, dtype=torch.float64), policy=policy)
+    with pytest.raises(fp8graph.Fp8CoverageError, match="gate fprop: not in FP8: FP8 cannot multiply float64"):
+        report.check()
+    fp8graph.explain(MLP().double(), torch.randn(8, 32, dtype=torch.float64), policy=ALL).check()
+
+
+def test_strict_mode_raises_while_compiling() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise")])
+    model = torch.compile(MLP().double(), backend=eager_backend(policy, strict=True))
+    with pytest.raises(fp8graph.Fp8CoverageError, match="9 GEMMs that a rule asks for cannot run in FP8"):
+        model(torch.randn(8, 32, dtype=torch.float64, requires_grad=True))
+
+
+def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("dwon", None)]), strict=True)
+    model = torch.compile(MLP(), backend=backend)
+    model(torch.randn(8, 32))
+    with pytest.raises(fp8graph.Fp8CoverageError, match="matched nothing"):
+        model(torch.randn(8, 32))
+
+
+def test_strict_mode_notices_the_recompile_limit() -> None:
+    linear = nn.Linear(16, 16)
+    backend = eager_backend(ALL, strict=True)
+
+    def scaled(x: Tensor, factor: int) -> Tensor:
+        return linear(x) * factor
+
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        compiled: Any = torch.compile(scaled, backend=backend, dynamic=False)
+        for factor in range(3):  # the third one runs in eager, silently
+            compiled(torch.ones(4, 16), factor)
+        with pytest.raises(fp8graph.Fp8CoverageError, match="recompile limit"):
+            compiled(torch.ones(4, 16), 0)
+    assert "recompile" in "".join(backend.report.eager_frames)
+
+
+def test_failures_of_other_models_are_not_ours() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        other: Any = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+        for n in range(3):
+            other(torch.ones(2), n)
+    torch._dynamo.reset()  # frame ids start again
+    backend = eager_backend(ALL, strict=True)
+    model = torch.compile(MLP(), backend=backend)
+    for _ in range(2):
+        model(torch.randn(8, 32))
+    assert backend.report.eager_frames == []
