@@ -63,24 +63,24 @@ def insert(
     *,
     like: fx.Node,
     made_by: str,
-    kwargs: dict[str, Any] | None = None,
+    name: str | None = None,
 ) -> fx.Node:
     """Insert ``target(*args)`` at the current insertion point, with a fake value and ``like``'s metadata."""
-    node = graph.call_function(target, args, kwargs or {})
+    node = graph.create_node("call_function", target, args, name=name)
     node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
     node.meta[PASS_KEY] = made_by
-
-    def fake(x: fx.Node) -> Any:
-        return x.meta["val"]
-
-    fake_args = fx.map_arg(args, fake)
-    fake_kwargs = fx.map_arg(kwargs or {}, fake)
-    if target is operator.getitem:
-        node.meta["val"] = fake_args[0][fake_args[1]]
-        return node
-    with fake_mode_of(like):
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    update_value(node)
     return node
+
+
+def update_value(node: fx.Node) -> None:
+    """Compute the fake value of ``node`` from those of its arguments."""
+    args = cast(Any, fx.map_arg(node.args, lambda x: x.meta["val"]))
+    if node.target is operator.getitem:
+        node.meta["val"] = args[0][args[1]]
+        return
+    with fake_mode_of(node.all_input_nodes[0]):
+        node.meta["val"] = cast(Any, node.target)(*args)
 
 
 def fake_mode_of(node: fx.Node) -> Any:
@@ -183,11 +183,23 @@ def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
             yield node
 
 
+_SHORT: Final = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def _type_text(val: Any) -> str:
     if isinstance(val, torch.Tensor):
-        name = str(val.dtype).removeprefix("torch.")
-        short = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int64": "i64"}.get(name, name)
-        return f"{short}[{', '.join(str(size) for size in val.shape)}]"
+        return f"{_short(val.dtype)}[{', '.join(str(size) for size in val.shape)}]"
     if isinstance(val, (list, tuple)):
         return f"({', '.join(_type_text(v) for v in cast(Sequence[Any], val))})"
     return type(val).__name__
@@ -197,7 +209,13 @@ def _argument_text(argument: Any) -> str:
     if isinstance(argument, (list, tuple)):
         items = ", ".join(_argument_text(a) for a in cast(Sequence[Any], argument))
         return f"[{items}]" if isinstance(argument, list) else f"({items})"
-    return str(argument).removeprefix("torch.") if isinstance(argument, torch.dtype) else str(argument)
+    return _short(argument) if isinstance(argument, torch.dtype) else str(argument)
+
+
+def _argument_names(node: fx.Node) -> list[str]:
+    """``name=`` for the settings of a dialect op; its tensors speak for themselves."""
+    schema = cast(Any, node.target)._schema.arguments
+    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema]
 
 
 def graph_text(graph: fx.Graph) -> str:
@@ -221,7 +239,9 @@ def graph_text(graph: fx.Graph) -> str:
             lines.append(f"{left} = {node.args[0]}[{node.args[1]}]")
             continue
         target = target.removeprefix("torch.ops.").removesuffix(".default")
-        arguments = [_argument_text(a) for a in node.args]
+        names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
+        arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=True)]
         arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
-        lines.append(f"{left} = {target}({', '.join(arguments)})")
+        path = split_source(module_path(node))[1] if target.endswith("mm") else ""
+        lines.append(f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else ""))
     return "\n".join(lines)

@@ -44,16 +44,17 @@ def _signature(node: fx.Node) -> Any:
 
 def _trace(node: fx.Node) -> fx.Graph:
     """The reference function as an aten graph; its placeholders are the node's tensor arguments in order."""
-    tensors = [a for a in node.args if isinstance(a, fx.Node)]
+    values = [value(a) for a in node.args if isinstance(a, fx.Node)]
 
     def reference(*values: torch.Tensor) -> Any:
         remaining = iter(values)
         args = [next(remaining) if isinstance(a, fx.Node) else a for a in node.args]
         return ops.REFERENCE[node.target](*args)
 
-    with fake_mode_of(tensors[0]), torch.no_grad():
-        traced = make_fx(reference, decomposition_table=select_decomp_table())(*map(value, tensors))
-    return traced.graph
+    with fake_mode_of(node), torch.no_grad():
+        # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
+        fresh = [v.new_empty_strided(v.size(), v.stride()) for v in values]
+        return make_fx(reference, decomposition_table=select_decomp_table())(*fresh).graph
 
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:

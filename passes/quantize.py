@@ -28,6 +28,7 @@ from fp8graph.recipes import Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, OperandView
 
 _NAME = "quantize"
+OPERAND_KEY = "fp8graph_operand"  # node.meta of a quantize node: the operand's name
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -44,8 +45,8 @@ def quantize(graph: fx.Graph, compilation: Compilation) -> None:
 def _rewrite(graph: fx.Graph, gemm: Gemm, decision: Decision, results: Mapping[fx.Node, fx.Node]) -> fx.Node:
     node = gemm.node
 
-    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return insert(graph, target, args, kwargs=kwargs, like=node, made_by=_NAME)
+    def emit(target: Any, *args: Any, name: str | None = None) -> fx.Node:
+        return insert(graph, target, args, like=node, made_by=_NAME, name=name)
 
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
@@ -79,8 +80,11 @@ def _quantize_operand(
     multiples = multiples if native else [1, 1]
     rowwise, columnwise = (multiples, []) if view.layout == "rowwise" else ([], multiples)
     quantizer = numerics.quantizer_args(recipe.quantizer(view.operand))
-    outputs = emit(ops.quantize, tensor, *quantizer, rowwise, columnwise)
-    return emit(getitem, outputs, 0), emit(getitem, outputs, 1)
+    operand = view.operand
+    outputs = emit(ops.quantize, tensor, *quantizer, rowwise, columnwise, name=f"quantize_{operand}")
+    outputs.meta[OPERAND_KEY] = operand
+    data = emit(getitem, outputs, 0, name=f"{operand}_{view.layout}")
+    return data, emit(getitem, outputs, 1, name=f"{operand}_scale_inv")
 
 
 def _native(
@@ -91,7 +95,8 @@ def _native(
     n, n_padded = out.shape[-1], value(b).shape[0]
     bias = gemm.bias if _bias_fits(gemm) and known_equal(n, n_padded) else None
     fast = recipe.fast_accum(gemm.gemm)
-    result = emit(ops.scaled_mm, a, b, scale_inv_a, scale_inv_b, bias, out.dtype, fast)  # [m, n_padded]
+    args = (a, b, scale_inv_a, scale_inv_b, bias, out.dtype, fast)
+    result = emit(ops.scaled_mm, *args, name=gemm.gemm)  # [m, n_padded]
     if not known_equal(n, n_padded):
         result = emit(aten.slice.Tensor, result, 1, 0, _symbolic(n, gemm.node, emit))
     if out.ndim == 3:

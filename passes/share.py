@@ -20,7 +20,9 @@ from typing import Any, cast
 from torch import fx
 
 from fp8graph import ops
-from fp8graph.graph import insert, nodes, value_key
+from fp8graph.graph import insert, nodes, update_value, value_key
+from fp8graph.passes.quantize import OPERAND_KEY
+from fp8graph.recipes import LAYOUTS
 from fp8graph.sites import Compilation
 
 _NAME = "share"
@@ -63,17 +65,31 @@ def _layouts(node: fx.Node) -> list[list[int]]:
 
 
 def _merge(graph: fx.Graph, group: _Group) -> None:
-    first = group.members[0]
-    with graph.inserting_before(first):
-        merged = insert(graph, ops.quantize, (*first.args[:-2], *group.layouts), like=first, made_by=_NAME)
-        present = [i for i, layout in enumerate(group.layouts) if layout] + [-1]  # -1: scale_inv
-        outputs = {
-            output: insert(graph, getitem, (merged, position), like=first, made_by=_NAME)
-            for position, output in enumerate(present)
-        }
-    for member in group.members:
-        own = [i for i, layout in enumerate(_layouts(member)) if layout] + [-1]
-        for user in list(member.users):
-            user.replace_all_uses_with(outputs[own[cast(int, user.args[1])]])
+    """Give the first node all layouts, and the other nodes' users its outputs."""
+    first, *others = group.members
+    before = _outputs(first)
+    first.args = (*first.args[:-2], *group.layouts)
+    update_value(first)
+    after = _outputs(first)
+    outputs: dict[str, fx.Node] = {}  # output name -> its getitem
+    for user in list(first.users):
+        outputs[name := before[cast(int, user.args[1])]] = user
+        user.args = (first, after.index(name))
+    last = next(reversed(outputs.values()))
+    with graph.inserting_after(last):
+        for position, name in reversed(list(enumerate(after))):
+            if name not in outputs:
+                label = f"{first.meta[OPERAND_KEY]}_{name}"
+                outputs[name] = insert(graph, getitem, (first, position), like=first, made_by=_NAME, name=label)
+    for other in others:
+        names = _outputs(other)
+        for user in list(other.users):
+            user.replace_all_uses_with(outputs[names[cast(int, user.args[1])]])
             graph.erase_node(user)
-        graph.erase_node(member)
+        graph.erase_node(other)
+
+
+def _outputs(node: fx.Node) -> list[str]:
+    """The names of a quantize node's outputs, in order."""
+    present = zip(LAYOUTS, _layouts(node), strict=True)
+    return [*(name for name, layout in present if layout), "scale_inv"]

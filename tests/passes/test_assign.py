@@ -1,0 +1,121 @@
+"""assign: the recipe of every GEMM or the reason why it has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph import Policy, Rule
+from helpers import ALL, MLP
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(dtype).requires_grad_(dtype.is_floating_point)
+
+
+class Product(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a @ b
+
+
+MATMUL = Policy([Rule("*", "tensorwise", op="matmul")])
+
+
+COMPLEX = (torch.ones(8, 8, dtype=torch.complex64), torch.ones(8, 8, dtype=torch.complex64))
+INTS = (torch.ones(8, 8).int(), torch.ones(8, 8).int())
+DOUBLE = (x(8, 32, dtype=torch.float64),)
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "policy", "reason"),
+    [
+        pytest.param(MLP().double(), DOUBLE, ALL, "FP8 cannot multiply float64", id="fp64"),
+        pytest.param(Product(), COMPLEX, MATMUL, "FP8 cannot multiply complex64", id="complex"),
+        pytest.param(Product(), INTS, MATMUL, "FP8 cannot multiply int32", id="int"),
+        pytest.param(MLP(), (torch.randn(0, 32),), ALL, "an operand is empty: [0, ", id="empty batch"),
+        pytest.param(Product(), (x(8, 16), x(16, 8)), ALL, 'no rule: op="matmul" is left alone', id="matmul"),
+        pytest.param(Product(), (x(2, 8, 16), x(2, 16, 8)), ALL, 'no rule: op="matmul" is left alone', id="bmm"),
+        pytest.param(MLP(), (x(8, 32),), Policy(default=None), "default: high precision", id="default None"),
+        pytest.param(MLP(), (x(8, 32),), Policy([Rule("*", None)]), 'rule 0 "*": high precision', id="rule None"),
+    ],
+)  # fmt: skip
+def test_left_alone_with_a_reason(module: nn.Module, args: tuple[Any, ...], policy: Policy, reason: str) -> None:
+    report = fp8graph.explain(module, *args, policy=policy, training=args[0].requires_grad)
+    assert report.gemms
+    for gemm in report.gemms:
+        assert gemm.recipe is None
+        assert gemm.execution == "high precision"
+        assert gemm.reason.startswith(reason)
+
+
+class Batched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 32, 16))
+
+    def forward(self, a: Tensor) -> Tensor:
+        return torch.bmm(a, self.w)
+
+
+def test_a_batched_linear_is_left_alone_unless_a_rule_names_it() -> None:
+    by_default = fp8graph.explain(Batched(), x(3, 8, 32), policy=ALL)
+    assert {g.recipe for g in by_default.gemms} == {None}
+    assert by_default.gemms[0].reason.startswith("batched matmul: torch has no scaled bmm")
+    named = fp8graph.explain(Batched(), x(3, 8, 32), policy=Policy([Rule("w", "tensorwise")]))
+    assert {(g.recipe, g.execution) for g in named.gemms} == {("tensorwise", "emulated")}
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "execution"),
+    [((2, 8, 16), (2, 16, 8), "emulated"), ((1, 8, 16), (1, 16, 8), "native"), ((8, 16), (16, 8), "native")],
+)
+def test_a_rule_for_matmuls(a: tuple[int, ...], b: tuple[int, ...], execution: str) -> None:
+    report = fp8graph.explain(Product(), x(*a), x(*b), policy=MATMUL, training=True)
+    assert [(g.op, g.gemm, g.execution) for g in report.gemms] == [
+        ("matmul", gemm, execution) for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "execution"),
+    [("sm_80", "emulated"), ("sm_89", "native"), ("sm_90", "native"), ("sm_90a", "native"), ("sm_100", "native")],
+)
+def test_hardware(target: str, execution: str) -> None:
+    report = fp8graph.explain(MLP(), x(16, 32), policy=ALL, target=target)
+    assert {g.execution for g in report.gemms} == {execution}
+
+
+def test_per_gemm_overrides() -> None:
+    policy = Policy([Rule("up", None, dgrad="tensorwise"), Rule("*", "tensorwise", wgrad=None)])
+    report = fp8graph.explain(MLP(), x(16, 32), policy=policy)
+    fp8 = {(g.fqn, g.gemm) for g in report.gemms if g.recipe}
+    assert fp8 == {("up", "dgrad"), *((n, g) for n in ("gate", "down") for g in ("fprop", "dgrad"))}
+
+
+def test_padding_is_in_the_reason() -> None:
+    report = fp8graph.explain(nn.Linear(20, 40), x(7, 20), policy=ALL)
+    assert [g.reason for g in report.gemms] == [
+        "default; k 20 padded to 32; n 40 padded to 48",
+        "default; k 40 padded to 48; n 20 padded to 32",
+        "default; k 7 padded to 16; n 20 padded to 32",
+    ]
+
+
+def test_the_general_policy_keeps_heads_and_routers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = MLP()
+            self.router = nn.Linear(32, 4)
+            self.lm_head = nn.Linear(32, 64)
+
+        def forward(self, a: Tensor) -> Tensor:
+            return self.lm_head(self.mlp(a) * self.router(a).sum(-1, keepdim=True))
+
+    report = fp8graph.explain(Model(), x(16, 32))
+    assert {g.fqn for g in report.gemms if not g.recipe} == {"router", "lm_head", "mlp.gate"}
+    report.check()

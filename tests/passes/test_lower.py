@@ -1,0 +1,116 @@
+"""lower: every dialect node becomes the aten nodes of its reference function, forward and backward."""
+
+from __future__ import annotations
+
+import importlib
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8graph import ops
+from fp8graph.graph import aten, graph_text, insert, nodes
+from fp8graph.passes.lower import lower
+from fp8graph.recipes import Float8CurrentScaling
+from helpers import same_bits
+
+
+def graph_with(target: Any, *args: Any) -> fx.Graph:
+    """A graph of one dialect node; tensors among ``args`` become inputs."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    node_args: list[Any] = []
+    for argument in args:
+        if isinstance(argument, Tensor):
+            node = graph.placeholder(f"x{len(node_args)}")
+            node.meta["val"] = mode.from_tensor(argument)
+            argument = node
+        node_args.append(argument)
+    first = next(a for a in node_args if isinstance(a, fx.Node))
+    result = insert(graph, target, tuple(node_args), like=first, made_by="test")
+    val = result.meta["val"]
+    if isinstance(val, list):
+        parts: list[fx.Node] = []
+        for position in range(len(val)):
+            node = graph.call_function(getitem, (result, position))
+            node.meta["val"] = val[position]
+            parts.append(node)
+        graph.output(parts)
+    else:
+        graph.output([result])
+    return graph
+
+
+def run(graph: fx.Graph, *args: Tensor) -> list[Tensor]:
+    return fx.GraphModule(nn.Module(), graph)(*args)
+
+
+X = torch.randn(24, 40)
+FP8 = torch.randn(16, 32).to(torch.float8_e4m3fn)
+ONE = torch.tensor(0.5)
+CASES = [
+    pytest.param(ops.quantize, (X, torch.float8_e4m3fn, False, 0.0, [1, 16], [16, 16]), id="quantize both"),
+    pytest.param(ops.quantize, (X.bfloat16(), torch.float8_e5m2, True, 1e-6, [], [1, 1]), id="quantize power 2"),
+    pytest.param(ops.quantize, (X.t(), torch.float8_e4m3fn, False, 0.0, [1, 1], []), id="quantize strided"),
+    pytest.param(ops.scaled_mm, (FP8, FP8, ONE, ONE, None, torch.bfloat16, True), id="scaled_mm"),
+    pytest.param(ops.dequantize, (FP8, ONE, torch.bfloat16), id="dequantize"),
+]
+
+
+@pytest.mark.parametrize(("target", "args"), CASES)
+def test_lowering_changes_no_bit(target: Any, args: tuple[Any, ...]) -> None:
+    graph = graph_with(target, *args)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    before = run(graph, *tensors)
+    lower(graph)
+    assert not list(nodes(graph, ops.DIALECT))
+    graph.lint()
+    assert same_bits(before, run(graph, *tensors))
+
+
+def test_the_gemm_gets_a_column_major_b_without_a_copy() -> None:
+    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
+    lower(graph)
+    assert [line.split(" = ")[1] for line in graph_text(graph).splitlines() if " = " in line] == [
+        "aten.permute(x1, [1, 0])",
+        "aten._scaled_mm(x0, permute, x2, x3, None, None, bf16, True)",
+    ]
+    (gemm,) = nodes(graph, (aten._scaled_mm.default,))
+    assert gemm.args[1].meta["val"].stride() == (1, 32)  # pyright: ignore
+
+
+def test_the_scale_is_one_true_division_and_one_reciprocal() -> None:
+    quantizer = Float8CurrentScaling().quantizer("input")
+    graph = graph_with(ops.quantize, X, quantizer.dtype, False, 0.0, [1, 1], [1, 1])
+    lower(graph)
+    names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    assert names.count("aten.div.Tensor") == 1  # fp8_max / amax: tensor by tensor, rounded once
+    assert names.count("aten.reciprocal.default") == 1
+    assert names.count("aten.amax.default") == 1  # two layouts, one amax
+
+
+def test_metadata_of_the_dialect_node_is_kept() -> None:
+    graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
+    (node,) = nodes(graph, ops.DIALECT)
+    node.meta["partitioner_tag"] = "is_backward"
+    lower(graph)
+    made = [n for n in graph.nodes if n.op == "call_function"]
+    assert {n.meta["partitioner_tag"] for n in made} == {"is_backward"}
+    assert {n.meta["fp8graph_pass"] for n in made} == {"lower"}
+
+
+def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("fp8graph.passes.lower")  # not the function of that name
+
+    traced: list[fx.Node] = []
+    original = module._trace  # pyright: ignore
+    monkeypatch.setattr(module, "_trace", lambda node: (traced.append(node), original(node))[1])
+    graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
+    (node,) = nodes(graph, ops.DIALECT)
+    with graph.inserting_after(node):
+        for dtype in (torch.float32, torch.bfloat16):
+            insert(graph, ops.dequantize, (*node.args[:2], dtype), like=node, made_by="test")
+    lower(graph)
+    assert len(traced) == 2

@@ -1,0 +1,150 @@
+"""match: which matmuls are sites, what they are called, which GEMM each one is, which layout each needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph.graph import module_path, split_source
+from fp8graph.passes import JOINT_PIPELINE
+from fp8graph.policy import Policy
+from fp8graph.sites import Compilation, Site
+from helpers import MLP, NONE, view_of
+
+
+def sites_of(module: Any, *args: Tensor) -> list[Site]:
+    """What match finds in the joint graph of ``module(*args)``."""
+    graph = view_of(module, *args, policy=NONE).module.graph
+    compilation = Compilation(policy=Policy(default=None))
+    JOINT_PIPELINE[0](graph, compilation)
+    return compilation.sites
+
+
+def describe(site: Site) -> list[str]:
+    """Each GEMM with its operands and their layouts, in the order of the alphabet: a matmul may be written
+    as the transpose of another."""
+    return [
+        f"{gemm.gemm}: " + ", ".join(sorted(f"{view.operand} {view.layout}" for view in (gemm.a, gemm.b)))
+        for gemm in site.gemms
+    ]
+
+
+LINEAR = [
+    "fprop: input rowwise, weight rowwise",
+    "dgrad: grad_output rowwise, weight columnwise",
+    "wgrad: grad_output columnwise, input columnwise",
+]
+
+
+class Functional(nn.Module):
+    """One weight, used by ``body``."""
+
+    def __init__(self, body: Any, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(shape))
+        self.body = body
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.body(self.w, *args)
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "args"),
+    [
+        pytest.param(nn.Linear(32, 48, bias=False), (x(16, 32),), id="mm"),
+        pytest.param(nn.Linear(32, 48), (x(16, 32),), id="addmm"),
+        pytest.param(nn.Linear(32, 48), (x(2, 3, 16, 32),), id="views"),
+        pytest.param(Functional(lambda w, a: a.t() @ w.t(), 48, 32), (x(32, 16),), id="transposed input"),
+        pytest.param(Functional(lambda w, a: torch.einsum("bk,nk->bn", a, w), 48, 32), (x(16, 32),), id="einsum"),
+    ],
+)
+def test_a_linear_has_three_gemms(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    (site,) = sites_of(module, *args)
+    assert describe(site) == LINEAR
+
+
+def test_a_weight_stored_transposed_is_flipped() -> None:
+    (site,) = sites_of(Functional(lambda w, a: a @ w, 32, 48), x(16, 32))  # GPT-2: [K, N]
+    assert describe(site) == LINEAR
+    assert [gemm.b.flipped for gemm in site.gemms if gemm.b.operand == "weight"] == [True, True]
+
+
+def test_the_roles_of_w_at_x() -> None:
+    report = fp8graph.explain(Functional(lambda w, a: w @ a, 48, 32), x(32, 16))
+    assert [(g.gemm, g.op, g.dtypes[:2]) for g in report.gemms] == [
+        ("fprop", "linear", ("e4m3", "e4m3")),
+        ("dgrad", "linear", ("e4m3", "e5m2")),  # dx = w.T @ dy
+        ("wgrad", "linear", ("e5m2", "e4m3")),  # dw = dy @ x.T
+    ]
+
+
+def test_attention_is_two_matmul_sites() -> None:
+    class Attention(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+    report = fp8graph.explain(Attention(), *(x(2, 16, 32) for _ in range(3)), training=True)
+    assert [(g.op, g.index, g.gemm) for g in report.gemms] == [
+        ("matmul", index, gemm) for index in (0, 1) for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+    assert {g.recipe for g in report.gemms} == {None}
+
+
+def test_sites_of_one_module_are_numbered() -> None:
+    def body(w: Tensor, a: Tensor) -> Tensor:
+        return (a @ w).relu() @ w
+
+    report = fp8graph.explain(Functional(body, 32, 32), x(16, 32))
+    assert [g.name for g in report.gemms if g.gemm == "fprop"] == ["w", "w[1]"]  # code at the root: the parameter
+
+
+@pytest.mark.parametrize(
+    ("weight", "op"),
+    [
+        (lambda w: w.t(), "linear"),
+        (lambda w: w[:32].t(), "linear"),
+        (lambda w: torch.cat([w, w]).t(), "linear"),
+        (lambda w: (w * 2).to(torch.float32).t(), "linear"),
+    ],
+)
+def test_weights_reshaped_on_the_fly_are_weights(weight: Any, op: str) -> None:
+    report = fp8graph.explain(Functional(lambda w, a: a @ weight(w), 48, 32), x(16, 32))
+    assert {g.op for g in report.gemms} == {op}
+
+
+def test_a_product_of_an_input_with_itself_is_split_once_each() -> None:
+    class Gram(nn.Module):
+        def forward(self, a: Tensor) -> Tensor:
+            return a @ a.t()
+
+    report = fp8graph.explain(Gram(), x(16, 32), training=True)
+    assert [g.gemm for g in report.gemms] == ["fprop", "dgrad", "wgrad"]
+
+
+def test_no_site_without_a_matmul() -> None:
+    assert sites_of(nn.LayerNorm(32), x(4, 32)) == []
+
+
+def test_module_paths_of_all_kinds() -> None:
+    assert split_source("L['self'].model.layers.0.mlp") == ("self", "model.layers.0.mlp")
+    assert split_source("L['self']") == ("self", "")
+    assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
+    assert split_source("G['net'].head") == ("net", "head")
+    assert split_source("model.layers.0") == ("", "model.layers.0")
+    node: Any = type(
+        "Node", (), {"meta": {"nn_module_stack": {"k": ("L['self'].a", "cls"), "l": ("L['self'].a.b", "c")}}}
+    )
+    assert module_path(node) == "L['self'].a.b"
+
+
+def test_both_gradients_of_a_model() -> None:
+    sites = sites_of(MLP(), x(16, 32))
+    assert [describe(site) for site in sites] == [LINEAR] * 3

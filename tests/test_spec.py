@@ -1,0 +1,106 @@
+"""spec: mistakes that every CPU kernel forgives are found in the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8graph
+from fp8graph import ops, spec
+from fp8graph.graph import BACKWARD, FORWARD, PASS_KEY, aten
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def graph_of(target: Any, *args: Any) -> fx.Graph:
+    """One node, its value not computed by torch: the mistakes are the point."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    node_args: list[Any] = []
+    for argument in args:
+        if isinstance(argument, Tensor):
+            node = graph.placeholder(f"x{len(node_args)}")
+            node.meta["val"] = mode.from_tensor(argument)
+            argument = node
+        node_args.append(argument)
+    node = graph.call_function(target, tuple(node_args))
+    node.meta |= {PASS_KEY: "test", "val": mode.from_tensor(torch.empty(1))}
+    graph.output([node])
+    return graph
+
+
+def fp8(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+ONE = torch.ones(())
+BAD = [
+    pytest.param((fp8(16, 32), fp8(16, 48), ONE, ONE, None), "do not contract", id="k"),
+    pytest.param((torch.zeros(16, 32), fp8(16, 32), ONE, ONE, None), "operand a is torch.float32", id="dtype"),
+    pytest.param((fp8(32, 16).t(), fp8(16, 32), ONE, ONE, None), "operand a is not contiguous", id="a strides"),
+    pytest.param((fp8(16, 32), fp8(32, 16).t(), ONE, ONE, None), "operand b is not contiguous", id="b strides"),
+    pytest.param((fp8(16, 32, dtype=E5M2), fp8(16, 32, dtype=E5M2), ONE, ONE, None), "E5M2 x E5M2", id="e5m2"),
+    pytest.param((fp8(16, 24), fp8(16, 24), ONE, ONE, None), "k = 24 is not a multiple of 16", id="k alignment"),
+    pytest.param((fp8(16, 32), fp8(24, 32), ONE, ONE, None), "n = 24 is not a multiple of 16", id="n alignment"),
+    pytest.param((fp8(16, 32), fp8(16, 32), ONE.double(), ONE, None), "not one FP32 number", id="scale dtype"),
+    pytest.param((fp8(16, 32), fp8(16, 32), ONE, torch.ones(2), None), "not one FP32 number", id="scale shape"),
+    pytest.param((fp8(16, 32), fp8(16, 32), ONE, ONE, torch.zeros(16)), "cannot add a torch.float32", id="bias"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "problem"), BAD)
+def test_a_bad_gemm(args: tuple[Any, ...], problem: str) -> None:
+    graph = graph_of(ops.scaled_mm, *args, torch.bfloat16, True)
+    with pytest.raises(fp8graph.Fp8GraphError, match=f"after pass 'x'.*{problem}"):
+        spec.verify(graph, after="x")
+    a, b, *rest = args[:4]
+    lowered = graph_of(aten._scaled_mm.default, a, b.t(), *rest, args[4], None, torch.bfloat16, True)
+    with pytest.raises(fp8graph.Fp8GraphError, match=problem):
+        spec.verify(lowered, after="lower", lowered=True)
+
+
+def test_a_good_gemm() -> None:
+    for bias in (None, torch.zeros(16, dtype=torch.bfloat16)):
+        graph = graph_of(ops.scaled_mm, fp8(5, 32, dtype=E5M2), fp8(16, 32), ONE, ONE, bias, torch.bfloat16, True)
+        spec.verify(graph, after="x")
+
+
+@pytest.mark.parametrize(
+    ("x", "args", "problem"),
+    [
+        (torch.zeros(2, 2).int(), (E4M3, False, 0.0, [1, 1], []), "quantizes torch.int32"),
+        (torch.zeros(2, 2), (torch.bfloat16, False, 0.0, [1, 1], []), "not an FP8 type"),
+        (torch.zeros(2, 2), (E4M3, False, -1.0, [1, 1], []), "negative epsilon"),
+        (torch.zeros(2, 2), (E4M3, False, 0.0, [], []), "no layout"),
+    ],
+)
+def test_a_bad_quantize(x: Tensor, args: tuple[Any, ...], problem: str) -> None:
+    with pytest.raises(fp8graph.Fp8GraphError, match=problem):
+        spec.verify(graph_of(ops.quantize, x, *args), after="x")
+
+
+def test_a_dialect_node_that_was_not_lowered() -> None:
+    graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
+    spec.verify(graph, after="x")
+    with pytest.raises(fp8graph.Fp8GraphError, match="not lowered"):
+        spec.verify(graph, after="lower", lowered=True)
+
+
+def test_forward_does_not_read_from_backward() -> None:
+    graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
+    placeholder, _, node, _ = graph.nodes
+    placeholder.meta["partitioner_tag"], node.meta["partitioner_tag"] = BACKWARD, FORWARD
+    with pytest.raises(fp8graph.Fp8GraphError, match="forward node that reads from backward"):
+        spec.verify(graph, after="x")
+
+
+def test_an_inserted_node_has_a_value() -> None:
+    graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
+    for node in graph.nodes:
+        if PASS_KEY in node.meta:
+            del node.meta["val"]
+    with pytest.raises(fp8graph.Fp8GraphError, match="without a fake value"):
+        spec.verify(graph, after="x")
