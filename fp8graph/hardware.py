@@ -46,6 +46,4 @@ def of_device(device: torch.device) -> Hardware:
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return from_target(f"sm_{major}{minor}")
-    return Hardware(
-        name=device.type, tensorwise_fp8=False, why_not=f"no FP8 GEMM known for device {device.type!r}"
-    )
+    return Hardware(name=device.type, tensorwise_fp8=False, why_not=f"no FP8 GEMM known for device {device.type!r}")

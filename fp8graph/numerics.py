@@ -8,10 +8,10 @@ Two things that a reader should know:
 
 * ``scale`` multiplies: ``x_fp8 = cast(x * scale)``. ``scale_inv = 1 / scale`` is what a GEMM needs.
 * Compiled by Inductor, a quantize that is fused behind a pointwise producer (norm, SiLU * up, add) sees
-  the producer's FP32 value, not its bf16 rounding: torch's fusion keeps registers in FP32. The bytes then
-  differ in a few per mille of the elements, by one FP8 step. We leave that default, because the
-  unrounded value is the more accurate one and re-rounding costs instructions;
-  ``inductor_options={"emulate_precision_casts": True}`` restores bit-identity with eager
+  the producer's FP32 value, not its bf16 rounding: torch's fusion keeps registers in FP32. About 2 % of the
+  bytes then differ, by one FP8 step (up to 8 % where bf16 would have rounded the largest element, and with it
+  the scale). We leave that default: the unrounded value is the more accurate one, and rounding costs
+  instructions. ``inductor_options={"emulate_precision_casts": True}`` restores bit-identity with eager
   (tests/test_compiled.py measures both).
 """
 
@@ -34,9 +34,7 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32)
 
 
-def scale_from_amax(
-    amax: Tensor, fp8_max: float, *, power_2_scale: bool = False, amax_epsilon: float = 0.0
-) -> Tensor:
+def scale_from_amax(amax: Tensor, fp8_max: float, *, power_2_scale: bool = False, amax_epsilon: float = 0.0) -> Tensor:
     """``fp8_max / max(amax, epsilon)`` with Transformer Engine's edge cases. FP32 in, FP32 out, any shape.
 
     amax 0, inf or nan -> 1; a quotient that overflows -> FLT_MAX; ``power_2_scale`` clears the mantissa.

@@ -96,9 +96,7 @@ class JointPass(_Pass):
         inputs = list(graph_inputs(graph))
         self.training = any(index is None for _, index in inputs)
         sources = dict(enumerate(compilation.sources))
-        self.inputs = tuple(
-            node.name if index is None else sources.get(index) or node.name for node, index in inputs
-        )
+        self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
             if run.__name__ == "assign":  # the matmul nodes are still there

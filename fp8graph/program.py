@@ -126,7 +126,7 @@ class Program:
         patches = {
             **options,
             "joint_custom_pre_pass": joint,
-            "post_grad_custom_pre_pass": LowerPass("", first=first),
+            "post_grad_custom_pre_pass": LowerPass(source_hash(), first=first),
         }
         extra: dict[str, Any] = {}
         if eager:

@@ -73,7 +73,7 @@ def dialect_counts(graph: fx.Graph) -> Counter[str]:
 
 def bits(x: Tensor) -> Tensor:
     """The bytes of a tensor: equal means equal bit for bit, NaN included."""
-    return x.contiguous().view(torch.uint8)
+    return x.reshape(-1).view(torch.uint8)
 
 
 def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
