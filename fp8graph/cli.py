@@ -1,0 +1,165 @@
+"""The ``fp8graph`` command: demo, explain, doctor. Exit codes: 0 fine, 1 failed, 2 cannot run, 130 interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_EXTRAS = ("rich", "matplotlib", "plotext", "transformers")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    from fp8graph.errors import Fp8GraphError  # torch is imported only once the arguments are right
+
+    try:
+        return options.run(options)
+    except Fp8GraphError as error:
+        print(f"fp8graph: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        print(f'fp8graph: {error.name} is missing. Run: pip install "fp8graph[demo]"', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfp8graph: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train a small Llama in bf16 and in FP8 and compare them")
+    demo.add_argument("--steps", type=_positive, default=200, help="training steps of each run (default 200)")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--recipe", default="tensorwise", help="the FP8 recipe (default tensorwise)")
+    demo.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")
+    demo.add_argument("--out", type=Path, default=Path("fp8graph-demo"), help="folder for the plot")
+    demo.set_defaults(run=_demo)
+
+    explain = commands.add_parser("explain", help="show what would be rewritten in a Hugging Face model, and why not")
+    explain.add_argument("model", help="a config.json, a folder that holds one, or a model type like 'llama'")
+    explain.add_argument("--policy", help="a policy file (.toml or .json)")
+    explain.add_argument("--recipe", help="the recipe of the default policy")
+    explain.add_argument("--target", help="the hardware to decide for: cpu, sm_90, sm_100, ...")
+    explain.add_argument("--inference", action="store_true", help="forward only")
+    explain.add_argument("--batch", type=_positive, default=1)
+    explain.add_argument("--seq", type=_positive, default=128, help="tokens per sequence (default 128)")
+    explain.add_argument("--graph", metavar="STAGE", help="print the graph: before, after, or the name of a pass")
+    explain.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--html", type=Path, help="write the report as an HTML page")
+    explain.set_defaults(run=_explain)
+
+    doctor = commands.add_parser("doctor", help="what is native, emulated or missing on this machine")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fp8graph.demo import run_demo
+
+    return run_demo(
+        steps=options.steps,
+        seed=options.seed,
+        recipe=options.recipe,
+        compiler=options.compiler,
+        out=options.out,
+    )
+
+
+def _explain(options: argparse.Namespace) -> int:
+    import torch
+
+    from fp8graph.backend import Backend
+    from fp8graph.errors import PolicyError
+    from fp8graph.explain import explain
+
+    policy = Backend(options.policy, recipe=options.recipe).policy
+    model = _meta_model(options.model)
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if not options.inference:
+        inputs["labels"] = tokens
+    report = explain(model, policy=policy, target=options.target, training=not options.inference, **inputs)
+    if options.html is not None:
+        report.to_html(options.html)
+        print(f"wrote {options.html}")
+    elif options.json:
+        print(json.dumps(report.to_dict(), indent=1))
+    elif options.graph is not None:
+        for view in report.graphs:
+            stages = {"before": view.before, "after": view.after, **view.stages}
+            if options.graph not in stages:
+                raise PolicyError(f"no stage {options.graph!r}. Stages: {', '.join(stages)}.")
+            print(f"# {view.name}\n{stages[options.graph]}")
+    else:
+        print(report)
+    return 0
+
+
+def _meta_model(name: str) -> Any:
+    """A Hugging Face causal LM without weights: from a config file, or a family's own defaults with 2 layers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from fp8graph.errors import PolicyError
+
+    path = Path(name)
+    try:
+        if path.exists():
+            config = AutoConfig.from_pretrained(path)
+        else:
+            config = AutoConfig.for_model(name)
+            config.num_hidden_layers = 2
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except (ValueError, OSError, KeyError) as error:
+        reason = str(error).splitlines()[0][:200]
+        raise PolicyError(f"cannot build a causal language model from {name!r}: {reason}") from None
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    import importlib.util
+    import platform
+    import shutil
+
+    import torch
+
+    from fp8graph import __version__, hardware
+
+    rows = [("fp8graph", __version__), ("python", platform.python_version())]
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    supported = (2, 11) <= (major, minor) <= (2, 15)
+    rows.append(("torch", torch.__version__ + ("" if supported else ": untested, 2.11 to 2.15 are supported")))
+    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
+    for device in devices:
+        found = hardware.of_device(device)
+        if device.type == "cpu":
+            text = "tensorwise: torch's reference GEMM, right numbers, no speed"
+        else:
+            text = f"{torch.cuda.get_device_name(device)}, {found.name}: tensorwise "
+            text += "native" if found.tensorwise_fp8 else f"emulated ({found.why_not})"
+        rows.append((str(device), text))
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))
+    rows.append(("default recipe", "tensorwise (Float8CurrentScaling)"))
+    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
+    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all there"))
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name.ljust(width)}  {text}")
+    return 0
