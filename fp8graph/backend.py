@@ -100,8 +100,7 @@ class Backend:
         if recipe is not None:
             resolve_recipe(recipe)
             self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)
-        # Names resolve to recipes now: a name registered again later is another policy.
-        self.policy_text = str(self.policy.to_dict())
+        self.policy_text = self.policy.identity()
 
     def bind(self, model: torch.nn.Module) -> None:
         """Learn the full names of ``model``'s parameters, by identity.

@@ -79,6 +79,8 @@ class Rule:
             raise PolicyError(f"{self}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
             raise PolicyError(f"{self}: optional must be True or False.")
+        for name in ("recipe", *GEMMS):
+            object.__setattr__(self, name, _normal(getattr(self, name)))
         for gemm in GEMMS:
             try:
                 self.recipe_for(gemm)
@@ -160,6 +162,7 @@ class Policy:
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise PolicyError(f"Policy(rules=...): {rule!r} is not a Rule. Write Rule(pattern, recipe).")
+        object.__setattr__(self, "default", _normal(self.default))
         resolve_recipe(self.default)
         speedup: object = self.min_speedup
         if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
@@ -181,6 +184,11 @@ class Policy:
                 source=f'no rule: op="{op}" is left alone unless a rule asks for it',
             )
         return Resolution(dict.fromkeys(GEMMS, resolve_recipe(self.default)), source="default")
+
+    def identity(self) -> str:
+        """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
+        recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
+        return repr((self.rules, recipes, resolve_recipe(self.default), self.min_speedup))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the structure of a policy file."""
@@ -234,6 +242,13 @@ class Policy:
         if isinstance(value, (str, os.PathLike)):
             return Policy.load(value)
         raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.")
+
+
+def _normal(recipe: Any) -> Any:
+    """One form for each recipe, so that equal policies compare equal; names stay names."""
+    if isinstance(recipe, dict):
+        return resolve_recipe(cast(dict[str, Any], recipe))
+    return None if recipe == HIGH_PRECISION else recipe
 
 
 def _recipe_to_plain(recipe: GemmRecipe) -> Any:

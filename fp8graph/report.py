@@ -133,7 +133,7 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, optional rules aside."""
-        current = str(self.policy.to_dict())
+        current = self.policy.identity()
         used = {gemm.rule for graph in self.graphs if graph.policy == current for gemm in graph.gemms}
         return [
             f"rule {index} {rule}"

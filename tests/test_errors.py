@@ -1,0 +1,59 @@
+"""Errors reach the user as themselves, from anywhere inside torch.compile."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import fp8graph
+from fp8graph import errors
+from helpers import ALL, MLP, eager_backend
+
+ERRORS = [getattr(errors, name) for name in errors.__all__]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_the_tree(error: type[fp8graph.Fp8GraphError]) -> None:
+    assert issubclass(error, fp8graph.Fp8GraphError)
+    assert issubclass(error, ValueError) == (error in (fp8graph.PolicyError, fp8graph.UnsupportedRecipeError))
+    copy = pickle.loads(pickle.dumps(error("what\nand why")))
+    assert (type(copy), str(copy)) == (error, "what\nand why")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_not_wrapped_by_dynamo(error: type[fp8graph.Fp8GraphError], fullgraph: bool) -> None:
+    def backend(_module: Any, _inputs: Any) -> Any:
+        raise error("the message")
+
+    with pytest.raises(error, match="the message"):
+        torch.compile(MLP(), backend=backend, fullgraph=fullgraph)(torch.randn(2, 32))
+
+
+def test_a_failing_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some exceptions of fake tensors would otherwise be a silent graph break."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+
+    from fp8graph import pipeline
+
+    def broken(_graph: Any, _compilation: Any) -> None:
+        raise DataDependentOutputException(torch.ops.aten.item.default)
+
+    monkeypatch.setattr(pipeline, "JOINT_PIPELINE", (*pipeline.JOINT_PIPELINE, broken))
+    with pytest.raises(fp8graph.Fp8GraphError, match="internal error in pass 'broken'.*Please report this"):
+        torch.compile(MLP(), backend=eager_backend(ALL))(torch.randn(2, 32))
+
+
+def test_an_error_loses_nothing() -> None:
+    """After the error the model is as it was, and compiles with a better policy."""
+    model, x = MLP(), torch.randn(2, 32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    bad = eager_backend(fp8graph.Policy([fp8graph.Rule("*", "tensorwise")]), strict=True)
+    with pytest.raises(fp8graph.Fp8CoverageError):
+        torch.compile(model.double(), backend=bad)(x.double())
+    model.float()
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    torch.compile(model, backend=eager_backend(ALL))(x)

@@ -1,0 +1,97 @@
+"""The package: what is in it, what it imports, and that a user's own ``models`` and ``passes`` do no harm."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import fp8graph
+from fp8graph.backend import named_backend
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_package_is_listed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {
+        file.parent for folder in ("fp8graph", "passes", "models") for file in (ROOT / folder).rglob("__init__.py")
+    }
+    real = {folder.resolve() for folder in folders}
+    found = {"fp8graph" if f.name == "fp8graph" else f"fp8graph.{f.name}" for f in real}
+    assert set(listed) == found
+
+
+@pytest.mark.parametrize("name", ["passes", "models"])
+def test_the_links(name: str) -> None:
+    link = ROOT / "fp8graph" / name
+    assert link.is_symlink()
+    assert os.readlink(link) == f"../{name}"
+
+
+@pytest.mark.parametrize("name", ["passes", "models"])
+def test_the_short_names_are_refused(name: str) -> None:
+    done = python(f"import {name}", ROOT)
+    assert done.returncode != 0
+    assert f"import fp8graph.{name}, not {name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["passes", "models"])
+def test_a_users_own_folders(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("mine = True")
+    code = f"import fp8graph, {name}; import fp8graph.{name} as ours; print({name}.mine, hasattr(ours, 'mine'))"
+    done = python(code, tmp_path)
+    assert done.stdout.split() == ["True", "False"], done.stderr
+
+
+def test_the_core_needs_torch_only(tmp_path: Path) -> None:
+    extras = ["rich", "matplotlib", "plotext", "transformers", "hypothesis"]
+    code = f"import fp8graph, sys; print([m for m in {extras} if m in sys.modules])"
+    assert python(code, tmp_path).stdout.strip() == "[]"
+
+
+def test_a_bare_checkout_has_the_backend(tmp_path: Path) -> None:
+    code = "import fp8graph, torch; print('fp8graph' in torch._dynamo.list_backends())"
+    assert python(code, tmp_path).stdout.strip() == "True"
+
+
+def test_an_installation_has_the_entry_point() -> None:
+    try:
+        importlib.metadata.distribution("fp8graph")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fp8graph is not installed here: a bare checkout registers the backend in code")
+    (entry,) = importlib.metadata.entry_points(group="torch_dynamo_backends", name="fp8graph")
+    assert entry.load() is named_backend
+
+
+def test_public_names_are_documented() -> None:
+    public = [
+        n
+        for n in vars(fp8graph)
+        if not n.startswith("_") and getattr(vars(fp8graph)[n], "__module__", "").startswith("fp8graph")
+    ]
+    assert {"Backend", "Policy", "Rule", "autocast", "compile", "explain", "backend_of", "Report"} <= set(public)
+    assert [name for name in public if not (getattr(fp8graph, name).__doc__ or "").strip()] == []
+    functions = [n for n in vars(fp8graph.numerics) if not n.startswith("_") and callable(vars(fp8graph.numerics)[n])]
+    own = [n for n in functions if getattr(vars(fp8graph.numerics)[n], "__module__", "") == "fp8graph.numerics"]
+    assert [n for n in own if not vars(fp8graph.numerics)[n].__doc__] == []
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "passes").glob("*.py")), ids=lambda f: f.name)
+def test_a_pass_fits_on_a_page(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 200
+    if file.stem != "__init__":
+        assert "->" in file.read_text().split('"""')[1]
