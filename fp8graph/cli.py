@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small Llama in bf16 and in FP8 and compare them")
-    demo.add_argument("--steps", type=_positive, default=200, help="training steps of each run (default 200)")
+    demo.add_argument("--steps", type=_positive, default=150, help="training steps of each run (default 150)")
     demo.add_argument("--seed", type=int, default=0)
     demo.add_argument("--recipe", default="tensorwise", help="the FP8 recipe (default tensorwise)")
     demo.add_argument("--compiler", choices=("inductor", "eager"), default="inductor")

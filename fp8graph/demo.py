@@ -41,11 +41,11 @@ class Run:
 
 
 def corpus() -> Tensor:
-    """The training text as bytes: pydoc's help topics, the same in every installation of one Python version."""
+    """The training text as ASCII bytes: pydoc's help topics, in every installation of Python."""
     import pydoc_data.topics
 
     texts = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
-    return torch.tensor(list("\n\n".join(texts).encode()), dtype=torch.long)
+    return torch.tensor(list("\n\n".join(texts).encode("ascii", "ignore")), dtype=torch.long)
 
 
 def batches(text: Tensor, steps: int, seed: int) -> list[Tensor]:
@@ -76,13 +76,13 @@ def build_model(seed: int) -> Any:
 def train(name: str, model: Any, backend: Any, data: Sequence[Tensor], console: Console) -> Run:
     """Train ``model`` through ``torch.compile(backend=backend)``: AdamW, linear warm-up, cosine decay."""
     compiled = torch.compile(model, backend=backend)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     warm_up = max(1, len(data) // 10)
     rate = torch.optim.lr_scheduler.SequentialLR(
         optimizer,
         [
             torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, len(data) - warm_up), 3e-4),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, len(data) - warm_up), 1e-4),
         ],
         [warm_up],
     )
@@ -134,12 +134,12 @@ def plot_terminal(bf16: Sequence[float], fp8: Sequence[float], width: int) -> st
     """Both loss curves as text."""
     plotext.clear_figure()
     plotext.theme("clear")
-    plotext.plot_size(min(width, 100), 18)
+    plotext.plot_size(min(width - 2, 100), 18)
     plotext.plot(list(range(len(bf16))), list(bf16), label="bf16", marker="o")
     plotext.plot(list(range(len(fp8))), list(fp8), label="FP8", marker="x")
     plotext.xlabel("step")
     plotext.title("loss (nats per byte)")
-    return str(plotext.build())
+    return plotext.uncolorize(str(plotext.build()))
 
 
 def sample(model: Any, prompt: str, length: int, seed: int) -> str:

@@ -19,6 +19,9 @@ from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import Quantizer
 from helpers import ALL, MLP, NONE, bits, compiled_step, same_bits
 
+# Inductor's C++ ignores emulate_precision_casts before torch 2.13; its Triton does not.
+CPU_CODE_EMULATES_PRECISION_CASTS = torch.__version__ >= "2.13"
+
 QUANTIZERS = [
     Quantizer(dtype=torch.float8_e4m3fn),
     Quantizer(dtype=torch.float8_e5m2),
@@ -71,7 +74,8 @@ def test_behind_fused_producers() -> None:
     fused = compiled_step(module, x, fp8graph.Backend(ALL))
     assert min(sqnr_db(e, f) for e, f in zip(eager, fused, strict=True)) > 30
     emulated = fp8graph.Backend(ALL, inductor_options={"emulate_precision_casts": True})
-    assert same_bits(eager, compiled_step(module, x, emulated))
+    identical = same_bits(eager, compiled_step(module, x, emulated))
+    assert identical == CPU_CODE_EMULATES_PRECISION_CASTS
 
 
 def producer_and_quantize(x: Tensor, w: Tensor) -> list[Tensor]:
@@ -99,7 +103,8 @@ def test_the_fraction_of_bytes_that_a_fused_norm_changes(
     assert sqnr_db(eager[0].float(), fused[0].float()) > sqnr
     options: dict[str, Any] = {"cpp.simdlen": 256, "emulate_precision_casts": True}
     torch._dynamo.reset()
-    assert same_bits(eager, torch.compile(producer_and_quantize, options=options)(x, w))
+    identical = same_bits(eager, torch.compile(producer_and_quantize, options=options)(x, w))
+    assert identical == CPU_CODE_EMULATES_PRECISION_CASTS
 
 
 @pytest.mark.slow
