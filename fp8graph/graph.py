@@ -14,6 +14,10 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
 
+# Matmuls that quantize rewrites, and those that are only reported.
+MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+GROUPED: Final = (aten._grouped_mm.default,)
+
 FORWARD: Final = "is_forward"
 BACKWARD: Final = "is_backward"
 
@@ -173,6 +177,12 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
             continue
         count = next(position)
         yield node, getattr(node.meta.get("desc"), "idx", count)  # PlainAOTInput(idx)
+
+
+def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """``(a, b)`` of a matmul node: addmm and baddbmm have the bias before them, grouped_mm the offsets after."""
+    a, b = cast(tuple[fx.Node, ...], node.args[:2] if node.target in GROUPED else node.args[-2:])
+    return a, b
 
 
 def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fp8graph.errors import Fp8CoverageError
-from fp8graph.graph import value
+from fp8graph.graph import matmul_arguments, value
 from fp8graph.policy import Policy
 from fp8graph.sites import Compilation, Gemm, Site
 
@@ -52,8 +52,7 @@ def gemm_records(compilation: Compilation) -> list[GemmRecord]:
 def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     decision = compilation.plan[gemm.node]
     out = value(gemm.node)
-    arguments = gemm.node.args[-2:]
-    a, b = (value(x) for x in arguments if isinstance(x, fx.Node))
+    a, b = map(value, matmul_arguments(gemm.node))
     dtypes = [a.dtype, b.dtype]
     if decision.recipe is not None:
         dtypes = [decision.recipe.quantizer(view.operand).dtype for view in (gemm.a, gemm.b)]

@@ -8,6 +8,7 @@ from typing import Literal, cast
 
 from torch import fx
 
+from fp8graph.graph import aten
 from fp8graph.hardware import Hardware
 from fp8graph.policy import Op, Policy, Resolution
 from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
@@ -40,8 +41,8 @@ class Gemm:
     @property
     def bias(self) -> fx.Node | None:
         """What addmm and baddbmm add. Read from the node: it may itself be a rewritten matmul."""
-        args = cast(tuple[fx.Node, ...], self.node.args)
-        return args[0] if len(args) == 3 else None
+        first, *_ = cast(tuple[fx.Node, ...], self.node.args)
+        return first if self.node.target in (aten.addmm.default, aten.baddbmm.default) else None
 
 
 @dataclass(kw_only=True, eq=False)

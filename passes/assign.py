@@ -16,7 +16,7 @@ from torch import fx
 from fp8graph import hardware
 from fp8graph.autocast import DISABLED, region_recipe
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import static_size, value
+from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.recipes import GEMMS, Recipe
 from fp8graph.sites import Compilation, Decision, Execution, Gemm, Site
@@ -95,6 +95,8 @@ def why_not(gemm: Gemm, resolution: Resolution) -> str | None:
         return f"operands of two dtypes: {a.dtype}, {b.dtype}"
     if value(gemm.node).dtype not in _HIGH_PRECISION_DTYPES:
         return f"the result is {value(gemm.node).dtype}"
+    if gemm.node.target in GROUPED:
+        return "grouped matmul: not rewritten in this version"
     if is_batched(gemm) and not resolution.by_user:
         return "batched matmul: torch has no scaled bmm; a rule that names it gets it emulated"
     return None
@@ -129,6 +131,4 @@ def _padding(gemm: Gemm) -> list[str]:
 
 def contraction_size(gemm: Gemm) -> int | torch.SymInt:
     """k of ``[m, k] @ [k, n]``."""
-    argument = gemm.node.args[1 if gemm.bias is not None else 0]
-    assert isinstance(argument, fx.Node)
-    return value(argument).shape[-1]
+    return value(matmul_arguments(gemm.node)[0]).shape[-1]

@@ -5,7 +5,7 @@
     dw = mm(permute(dy), x)                                        dgrad  dy rowwise  @ w columnwise
                                                                    wgrad  dy columnwise @ x columnwise
 
-Sees mm, addmm, bmm and baddbmm, through permutes, views and the bias. The graph is not changed. A backward
+Sees mm, addmm, bmm, baddbmm and grouped_mm, through permutes, views and the bias. The graph is not changed. A backward
 matmul belongs to the forward matmul with its ``seq_nr`` (bmm and code outside modules have no module stack in
 backward); which gemm it is follows from the operand that the two have in common. A backward matmul without a
 forward one is no site: attention kernels that decompose in backward only.
@@ -20,10 +20,12 @@ from torch import fx
 
 from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
-    aten,
+    GROUPED,
+    MATMULS,
     graph_inputs,
     is_backward,
     look_through_transposes,
+    matmul_arguments,
     module_path,
     nodes,
     split_source,
@@ -32,7 +34,7 @@ from fp8graph.graph import (
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.sites import Compilation, Gemm, OperandView, Parameter, Site
 
-MATMULS = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
+_SITES = (*MATMULS, *GROUPED)
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
@@ -41,13 +43,13 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     naming = _Naming(graph, parameters)
     sites: dict[fx.Node, Site] = {}
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
-    for node in nodes(graph, MATMULS):
+    for node in nodes(graph, _SITES):
         if is_backward(node):
             continue
         site = _forward_site(node, from_parameter, naming)
         sites[node] = site
         by_seq_nr[node.meta.get("seq_nr")].append(site)
-    for node in nodes(graph, MATMULS):
+    for node in nodes(graph, _SITES):
         if is_backward(node):
             candidates = by_seq_nr.get(node.meta.get("seq_nr"), [])
             for site, gemm in zip(candidates, (_backward_gemm(node, s) for s in candidates), strict=True):
@@ -59,14 +61,8 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.sites = list(sites.values())
 
 
-def _matmul_args(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """``(a, b)`` of a matmul node; addmm and baddbmm have the bias before them."""
-    a, b = cast(tuple[fx.Node, ...], node.args)[-2:]
-    return a, b
-
-
 def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) -> Site:
-    a, b = _matmul_args(node)
+    a, b = matmul_arguments(node)
     a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
     views: list[OperandView] = []
     for side, argument in (("a", a), ("b", b)):
@@ -88,7 +84,7 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) 
     return Site(
         fqn=fqn,
         index=index,
-        op="linear" if linear else "matmul",
+        op="grouped_mm" if node.target in GROUPED else "linear" if linear else "matmul",
         region=custom.get(REGION_KEY) if custom else None,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
@@ -96,7 +92,7 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) 
 
 def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
     """dgrad or wgrad of ``site``, if ``node`` contracts one of its forward operands with the gradient."""
-    a, b = _matmul_args(node)
+    a, b = matmul_arguments(node)
     fprop = site.gemms[0]
     arguments = [look_through_transposes(a), look_through_transposes(b)]
     taken = {gemm.gemm for gemm in site.gemms}
@@ -166,7 +162,7 @@ class _Naming:
             root, path = split_source(parameter.source)
             if parameter.bound == path or parameter.bound.endswith("." + path):
                 self._prefix[root] = parameter.bound.removesuffix(path).rstrip(".")
-        paths = (split_source(module_path(node)) for node in nodes(graph, MATMULS))
+        paths = (split_source(module_path(node)) for node in nodes(graph, _SITES))
         self._several_roots = len({root for root, path in paths if path}) > 1
         self._seen: Counter[str] = Counter()
 

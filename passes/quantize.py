@@ -21,9 +21,8 @@ import torch
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import aten, insert, known_equal, nodes, value
+from fp8graph.graph import MATMULS, aten, insert, known_equal, matmul_arguments, nodes, value
 from fp8graph.passes.assign import ALIGNMENT
-from fp8graph.passes.match import MATMULS
 from fp8graph.recipes import Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, OperandView
 
@@ -145,5 +144,5 @@ def _symbolic(size: int | torch.SymInt, node: fx.Node, emit: Callable[..., fx.No
     """A size as a graph argument: the number, or the node that computes it."""
     if isinstance(size, int):
         return size
-    b = node.args[2 if len(node.args) == 3 else 1]
-    return emit(aten.sym_size.int, b, value(cast(fx.Node, b)).ndim - 1)
+    _, b = matmul_arguments(node)
+    return emit(aten.sym_size.int, b, value(b).ndim - 1)

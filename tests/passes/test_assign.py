@@ -119,3 +119,22 @@ def test_the_general_policy_keeps_heads_and_routers() -> None:
     report = fp8graph.explain(Model(), x(16, 32))
     assert {g.fqn for g in report.gemms if not g.recipe} == {"router", "lm_head", "mlp.gate"}
     report.check()
+
+
+def test_grouped_matmuls_are_left_alone_and_said() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 32, 16).bfloat16())
+
+        def forward(self, a: Tensor, offsets: Tensor) -> Tensor:
+            return torch._grouped_mm(a, self.w, offs=offsets)
+
+    offsets = torch.tensor([8, 16], dtype=torch.int32)
+    report = fp8graph.explain(Experts(), x(16, 32, dtype=torch.bfloat16), offsets, policy=ALL)
+    assert [(g.op, g.gemm, g.recipe, g.k) for g in report.gemms] == [
+        ("grouped_mm", "fprop", None, 32), ("grouped_mm", "dgrad", None, 16), ("grouped_mm", "wgrad", None, 16),
+    ]  # fmt: skip
+    assert {g.reason for g in report.gemms} == {
+        "grouped matmul: not rewritten in this version (default asked for tensorwise)"
+    }
