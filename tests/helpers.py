@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
 from fp8graph import ops
@@ -29,6 +30,30 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Weight(nn.Module):
+    """One weight, used by ``body(weight, *inputs)``."""
+
+    def __init__(self, body: Any, *shape: int) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(shape))
+        self.body = body
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.body(self.w, *args)
+
+
+def graph_inputs_for(graph: fx.Graph, args: Iterable[Any]) -> list[Any]:
+    """``args`` with each tensor replaced by a new graph input that has its fake value."""
+    mode, result = FakeTensorMode(), list[Any]()
+    for argument in args:
+        if isinstance(argument, Tensor):
+            node = graph.placeholder(f"x{len(result)}")
+            node.meta["val"] = mode.from_tensor(argument)
+            argument = node
+        result.append(argument)
+    return result
 
 
 def eager_backend(policy: Any = ALL, **kwargs: Any) -> fp8graph.Backend:

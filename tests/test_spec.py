@@ -12,22 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8graph
 from fp8graph import ops, spec
 from fp8graph.graph import BACKWARD, FORWARD, PASS_KEY, aten
+from helpers import graph_inputs_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def graph_of(target: Any, *args: Any) -> fx.Graph:
     """One node, its value not computed by torch: the mistakes are the point."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-    node_args: list[Any] = []
-    for argument in args:
-        if isinstance(argument, Tensor):
-            node = graph.placeholder(f"x{len(node_args)}")
-            node.meta["val"] = mode.from_tensor(argument)
-            argument = node
-        node_args.append(argument)
+    graph = fx.Graph()
+    node_args = graph_inputs_for(graph, args)
     node = graph.call_function(target, tuple(node_args))
-    node.meta |= {PASS_KEY: "test", "val": mode.from_tensor(torch.empty(1))}
+    node.meta |= {PASS_KEY: "test", "val": FakeTensorMode().from_tensor(torch.empty(1))}
     graph.output([node])
     return graph
 

@@ -78,3 +78,31 @@ def test_what_backward_keeps_is_fp8() -> None:
         compiled(input_ids=tokens, labels=tokens)
     fp8 = [t for t in saved if t.dtype == torch.float8_e4m3fn]
     assert len(fp8) == 4 + 7  # the columnwise copies of 4 activations and 7 weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_dtypes_train(dtype: torch.dtype) -> None:
+    model, tokens = llama(1).to(dtype), ids()
+    loss = torch.compile(model, backend=eager_backend(None))(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert abs(loss.item() - model(input_ids=tokens, labels=tokens).loss.item()) < 0.02
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_master_weights_under_autocast_train() -> None:
+    model, tokens = llama(1).float(), ids()
+    backend = eager_backend(None)
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[float] = []
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == sorted(losses, reverse=True)
+    assert {g.dtypes[2] for g in backend.report.gemms if g.recipe} == {"bf16"}
+    counts = dialect_counts(backend.report.graphs[0].module.graph)
+    assert counts["quantize"] == expected_counts(1).quantized_tensors  # the casts of autocast are seen through

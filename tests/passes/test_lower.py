@@ -9,25 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import ops
 from fp8graph.graph import aten, graph_text, insert, nodes
 from fp8graph.passes.lower import lower
 from fp8graph.recipes import Float8CurrentScaling
-from helpers import same_bits
+from helpers import graph_inputs_for, same_bits
 
 
 def graph_with(target: Any, *args: Any) -> fx.Graph:
     """A graph of one dialect node; tensors among ``args`` become inputs."""
-    graph, mode = fx.Graph(), FakeTensorMode()
-    node_args: list[Any] = []
-    for argument in args:
-        if isinstance(argument, Tensor):
-            node = graph.placeholder(f"x{len(node_args)}")
-            node.meta["val"] = mode.from_tensor(argument)
-            argument = node
-        node_args.append(argument)
+    graph = fx.Graph()
+    node_args = graph_inputs_for(graph, args)
     first = next(a for a in node_args if isinstance(a, fx.Node))
     result = insert(graph, target, tuple(node_args), like=first, made_by="test")
     val = result.meta["val"]

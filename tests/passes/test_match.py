@@ -13,7 +13,7 @@ from fp8graph.graph import module_path, split_source
 from fp8graph.passes import JOINT_PIPELINE
 from fp8graph.policy import Policy
 from fp8graph.sites import Compilation, Site
-from helpers import MLP, NONE, view_of
+from helpers import MLP, NONE, Weight, view_of
 
 
 def sites_of(module: Any, *args: Tensor) -> list[Site]:
@@ -40,18 +40,6 @@ LINEAR = [
 ]
 
 
-class Functional(nn.Module):
-    """One weight, used by ``body``."""
-
-    def __init__(self, body: Any, *shape: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(shape))
-        self.body = body
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.body(self.w, *args)
-
-
 def x(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 
@@ -62,8 +50,8 @@ def x(*shape: int) -> Tensor:
         pytest.param(nn.Linear(32, 48, bias=False), (x(16, 32),), id="mm"),
         pytest.param(nn.Linear(32, 48), (x(16, 32),), id="addmm"),
         pytest.param(nn.Linear(32, 48), (x(2, 3, 16, 32),), id="views"),
-        pytest.param(Functional(lambda w, a: a.t() @ w.t(), 48, 32), (x(32, 16),), id="transposed input"),
-        pytest.param(Functional(lambda w, a: torch.einsum("bk,nk->bn", a, w), 48, 32), (x(16, 32),), id="einsum"),
+        pytest.param(Weight(lambda w, a: a.t() @ w.t(), 48, 32), (x(32, 16),), id="transposed input"),
+        pytest.param(Weight(lambda w, a: torch.einsum("bk,nk->bn", a, w), 48, 32), (x(16, 32),), id="einsum"),
     ],
 )
 def test_a_linear_has_three_gemms(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -72,13 +60,13 @@ def test_a_linear_has_three_gemms(module: nn.Module, args: tuple[Tensor, ...]) -
 
 
 def test_a_weight_stored_transposed_is_flipped() -> None:
-    (site,) = sites_of(Functional(lambda w, a: a @ w, 32, 48), x(16, 32))  # GPT-2: [K, N]
+    (site,) = sites_of(Weight(lambda w, a: a @ w, 32, 48), x(16, 32))  # GPT-2: [K, N]
     assert describe(site) == LINEAR
     assert [gemm.b.flipped for gemm in site.gemms if gemm.b.operand == "weight"] == [True, True]
 
 
 def test_the_roles_of_w_at_x() -> None:
-    report = fp8graph.explain(Functional(lambda w, a: w @ a, 48, 32), x(32, 16))
+    report = fp8graph.explain(Weight(lambda w, a: w @ a, 48, 32), x(32, 16))
     assert [(g.gemm, g.op, g.dtypes[:2]) for g in report.gemms] == [
         ("fprop", "linear", ("e4m3", "e4m3")),
         ("dgrad", "linear", ("e4m3", "e5m2")),  # dx = w.T @ dy
@@ -102,7 +90,7 @@ def test_sites_of_one_module_are_numbered() -> None:
     def body(w: Tensor, a: Tensor) -> Tensor:
         return (a @ w).relu() @ w
 
-    report = fp8graph.explain(Functional(body, 32, 32), x(16, 32))
+    report = fp8graph.explain(Weight(body, 32, 32), x(16, 32))
     assert [g.name for g in report.gemms if g.gemm == "fprop"] == ["w", "w[1]"]  # code at the root: the parameter
 
 
@@ -116,7 +104,7 @@ def test_sites_of_one_module_are_numbered() -> None:
     ],
 )
 def test_weights_reshaped_on_the_fly_are_weights(weight: Any, op: str) -> None:
-    report = fp8graph.explain(Functional(lambda w, a: a @ weight(w), 48, 32), x(16, 32))
+    report = fp8graph.explain(Weight(lambda w, a: a @ weight(w), 48, 32), x(16, 32))
     assert {g.op for g in report.gemms} == {op}
 
 

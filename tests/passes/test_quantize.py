@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph import Policy, Rule
-from helpers import ALL, NONE, stage, view_of
+from helpers import ALL, NONE, Weight, stage, view_of
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,16 +82,6 @@ def test_a_padded_result_is_sliced_before_the_bias() -> None:
         "slice_tensor: bf16[7, 40] = aten.slice.Tensor(fprop, 1, 0, 40)",
         "add_tensor: bf16[7, 40] = aten.add.Tensor(slice_tensor, primals_2)",
     ]
-
-
-class Weight(nn.Module):
-    def __init__(self, body: Any, *shape: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(shape))
-        self.body = body
-
-    def forward(self, *args: Tensor) -> Tensor:
-        return self.body(self.w, *args)
 
 
 def test_a_weight_stored_transposed_is_turned_round() -> None:
