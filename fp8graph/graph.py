@@ -151,7 +151,8 @@ def module_path(node: fx.Node) -> str:
     return list(stack.values())[-1][0] if stack else ""
 
 
-_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\]\.?""")
+# model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
+_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?:\.__self__)?\.?""")
 _STEP: Final = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
 
 

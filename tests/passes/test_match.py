@@ -124,6 +124,8 @@ def test_no_site_without_a_matmul() -> None:
 def test_module_paths_of_all_kinds() -> None:
     assert split_source("L['self'].model.layers.0.mlp") == ("self", "model.layers.0.mlp")
     assert split_source("L['self']") == ("self", "")
+    assert split_source("L['fn'].__self__.layers.0") == ("fn", "layers.0")
+    assert split_source("L['fn'].__self__._modules['0']._parameters['w']") == ("fn", "0.w")
     assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
     assert split_source("G['net'].head") == ("net", "head")
     assert split_source("model.layers.0") == ("", "model.layers.0")
