@@ -118,6 +118,11 @@ class Backend:
         eager_frames = compat.failed_frames(self._frames, self._created)
         return Report(graphs=views, policy=self.policy, eager_frames=eager_frames)
 
+    def check_strictly(self, *, everything: bool) -> None:
+        """Strict mode, at a call: raise for code that fell back to eager, and for ``everything`` in the report."""
+        if everything or compat.failed_frames(self._frames, self._created):
+            self.report.check()
+
     def check_records(self, records: Sequence[GemmRecord]) -> None:
         """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
         missing = [r for r in records if r.required and r.recipe is None and not r.by_profitability]

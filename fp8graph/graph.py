@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -170,14 +169,12 @@ def split_source(text: str) -> tuple[str, str]:
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
-    """The placeholders with their position among Dynamo's inputs; None for the gradients of the outputs."""
-    position = itertools.count()
+    """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
+
+    None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body).
+    """
     for node in graph.find_nodes(op="placeholder"):
-        if str(node.target).startswith("tangents"):
-            yield node, None
-            continue
-        count = next(position)
-        yield node, getattr(node.meta.get("desc"), "idx", count)  # PlainAOTInput(idx)
+        yield node, getattr(node.meta.get("desc"), "idx", None)  # PlainAOTInput(idx)
 
 
 def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:

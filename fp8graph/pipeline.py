@@ -68,7 +68,10 @@ class _Pass(CustomGraphPass):
 
 
 class JointPass(_Pass):
-    """match -> assign -> quantize -> share, on the joint graph. Leaves its findings on itself."""
+    """match -> assign -> quantize -> share, on the joint graph. Leaves its findings on itself.
+
+    Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,7 @@ class JointPass(_Pass):
         self._keep_module = keep_module
         self.before = ""
         self.inputs: tuple[str, ...] = ()
-        self.stages = compilation.stages
+        self.stages: dict[str, str] = {}  # pass name -> graph text after it
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
         self.module: fx.GraphModule | None = None
@@ -100,10 +103,12 @@ class JointPass(_Pass):
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
             if run.__name__ == "assign":  # the matmul nodes are still there
-                self.records = tuple(gemm_records(compilation))
+                records = gemm_records(compilation)
+                self.records = (*(self.records or ()), *records)
                 if self._check is not None:
-                    self._check(self.records)
-            compilation.stages[run.__name__] = graph_text(graph)
+                    self._check(records)
+            self.stages[run.__name__] = self.stages.get(run.__name__, "") + graph_text(graph)
+        compilation.sites, compilation.plan = [], {}  # their nodes would keep the graph alive
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map={}))

@@ -73,7 +73,7 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         self._calls += 1
         if self._backend.strict and self._calls > 1:  # every graph of the first step is known now
-            self._backend.report.check()
+            self._backend.check_strictly(everything=self._calls == 2)
         situation = self._situation(args)
         variant = self._variants.get(situation)
         if variant is None:

@@ -87,4 +87,3 @@ class Compilation:
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
-    stages: dict[str, str] = field(default_factory=dict[str, str])  # pass name -> graph text after it
