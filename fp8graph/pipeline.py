@@ -49,6 +49,10 @@ def _run(graph: fx.Graph, name: str, run: Callable[[], None], *, lowered: bool =
         ) from error
 
 
+def _append(text: str, more: str) -> str:
+    return f"{text}\n\n{more}" if text else more
+
+
 class _Pass(CustomGraphPass):
     """A custom pass of Inductor that runs another one (the user's) first."""
 
@@ -95,9 +99,9 @@ class JointPass(_Pass):
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         compilation = self._compilation
-        self.before = graph_text(graph)
+        self.before = _append(self.before, graph_text(graph))
         inputs = list(graph_inputs(graph))
-        self.training = any(index is None for _, index in inputs)
+        self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
         sources = dict(enumerate(compilation.sources))
         self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
         for run in JOINT_PIPELINE:
@@ -107,7 +111,7 @@ class JointPass(_Pass):
                 self.records = (*(self.records or ()), *records)
                 if self._check is not None:
                     self._check(records)
-            self.stages[run.__name__] = self.stages.get(run.__name__, "") + graph_text(graph)
+            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
         compilation.sites, compilation.plan = [], {}  # their nodes would keep the graph alive
         if self._keep_module:
             copy = fx.Graph()

@@ -260,6 +260,25 @@ def test_state_dict_and_copies_of_the_model_are_untouched() -> None:
     assert same_bits([ema(torch.ones(4, 32))], [model(torch.ones(4, 32))])
 
 
+def test_a_subgraph_of_a_higher_order_op_is_in_the_report() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, self.inner = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cond(x.sum() > 0, lambda h: self.inner(h), lambda h: h - 1, (self.before(x),))
+
+    backend = eager_backend()
+    model, x = Outer(), torch.randn(4, 32)
+    with torch.no_grad():
+        out = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert sqnr_db(model(x), out) > 24
+    records = {(g.op, g.recipe) for view in backend.report.graphs for g in view.gemms}
+    assert ("linear", "tensorwise") in records
+    assert backend.report.graphs[0].after.count("return ") == backend.report.graphs[0].before.count("return ")
+
+
 def test_no_more_graphs_than_inductor() -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
