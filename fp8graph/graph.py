@@ -49,6 +49,19 @@ def is_backward(node: fx.Node) -> bool:
     return "backward" in str(node.meta.get("partitioner_tag", ""))
 
 
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of backward: tagged so, or computed from the gradients of the outputs.
+
+    The backward of a custom autograd function carries no backward tag.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_gradient = node.op == "placeholder" and str(node.target).startswith("tangents")
+        if is_gradient or is_backward(node) or any(source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def static_size(size: int | torch.SymInt) -> int | None:
     """The size if it is static, else None. Never adds a guard."""
     return size if isinstance(size, int) else None

@@ -5,7 +5,7 @@
 
 Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
 (leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
-matmuls that nobody asked for. The graph is not changed.
+matmuls that nobody asked for, backward matmuls without a forward one. The graph is not changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     for site in compilation.sites:
         resolution = resolve(site, compilation)
         for gemm in site.gemms:
-            compilation.plan[gemm.node] = decide(gemm, resolution, compilation)
+            compilation.plan[gemm.node] = (
+                decide(gemm, resolution, compilation)
+                if site.gemms[0].gemm == "fprop"
+                else Decision(
+                    recipe=None,
+                    reason="a backward matmul without a forward one",
+                    execution="high precision",
+                    resolution=resolution,
+                )
+            )
 
 
 def resolve(site: Site, compilation: Compilation) -> Resolution:

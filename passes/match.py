@@ -8,7 +8,7 @@
 Sees mm, addmm, bmm, baddbmm and grouped_mm, through permutes, views and the bias. The graph is not changed. A backward
 matmul belongs to the forward matmul with its ``seq_nr`` (bmm and code outside modules have no module stack in
 backward); which gemm it is follows from the operand that the two have in common. A backward matmul without a
-forward one is no site: attention kernels that decompose in backward only.
+forward one (a custom autograd function's) is a site of its own, with a dgrad only; ``assign`` leaves it alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
     GROUPED,
     MATMULS,
+    backward_nodes,
     graph_inputs,
-    is_backward,
     look_through_transposes,
     matmul_arguments,
     module_path,
@@ -41,21 +41,21 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = _parameters(graph, compilation)
     from_parameter = _only_from_parameters(graph, set(parameters))
     naming = _Naming(graph, parameters)
+    backward = backward_nodes(graph)
     sites: dict[fx.Node, Site] = {}
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
     for node in nodes(graph, _SITES):
-        if is_backward(node):
-            continue
-        site = _forward_site(node, from_parameter, naming)
-        sites[node] = site
-        by_seq_nr[node.meta.get("seq_nr")].append(site)
+        if node not in backward:
+            sites[node] = _forward_site(node, from_parameter, naming)
+            by_seq_nr[node.meta.get("seq_nr")].append(sites[node])
     for node in nodes(graph, _SITES):
-        if is_backward(node):
-            candidates = by_seq_nr.get(node.meta.get("seq_nr"), [])
-            for site, gemm in zip(candidates, (_backward_gemm(node, s) for s in candidates), strict=True):
-                if gemm is not None:
+        if node in backward:
+            for site in by_seq_nr.get(node.meta.get("seq_nr"), []):
+                if (gemm := _backward_gemm(node, site)) is not None:
                     site.gemms.append(gemm)
                     break
+            else:
+                sites[node] = _backward_only_site(node, naming)
     for site in sites.values():
         site.gemms.sort(key=lambda gemm: GEMMS.index(gemm.gemm))
     compilation.sites = list(sites.values())
@@ -88,6 +88,16 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) 
         region=custom.get(REGION_KEY) if custom else None,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
+
+
+def _backward_only_site(node: fx.Node, naming: _Naming) -> Site:
+    views = [
+        OperandView(operand="grad_output", tensor=argument, flipped=False, layout="rowwise")
+        for argument in matmul_arguments(node)
+    ]
+    fqn, index = naming.name(node, None)
+    gemm = Gemm(node=node, gemm="dgrad", a=views[0], b=views[1])
+    return Site(fqn=fqn, index=index, op="matmul", region=None, gemms=[gemm])
 
 
 def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:

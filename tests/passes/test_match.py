@@ -138,3 +138,29 @@ def test_module_paths_of_all_kinds() -> None:
 def test_both_gradients_of_a_model() -> None:
     sites = sites_of(MLP(), x(16, 32))
     assert [describe(site) for site in sites] == [LINEAR] * 3
+
+
+def test_a_backward_matmul_without_a_forward_one_is_reported() -> None:
+    class Surrogate(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(w)
+            return a.cumsum(0)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+            return grads[0] @ ctx.saved_tensors[0], None
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32, 32), requires_grad=False)
+
+        def forward(self, a: Tensor) -> Tensor:
+            out = Surrogate.apply(a, self.w)
+            assert isinstance(out, Tensor)
+            return out
+
+    (gemm,) = fp8graph.explain(Model(), x(16, 32), policy=fp8graph.Policy(), training=True).gemms
+    assert (gemm.op, gemm.gemm, gemm.recipe) == ("matmul", "dgrad", None)
+    assert gemm.reason == "a backward matmul without a forward one"
