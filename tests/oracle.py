@@ -66,7 +66,7 @@ def round_to_float32(x: float) -> float:
 
 
 def scale(amax: float, dtype: torch.dtype, *, power_2_scale: bool = False, epsilon: float = 0.0) -> float:
-    """The current scale for one amax (DESIGN section 5)."""
+    """The current scale for one amax."""
     amax = max(amax, round_to_float32(epsilon)) if not math.isnan(amax) else amax
     if amax == 0 or math.isinf(amax) or math.isnan(amax):
         return 1.0

@@ -46,7 +46,7 @@ def test_autocast_works_called_from_code_that_dynamo_compiles_piecewise() -> Non
 
 
 def test_the_joint_graph_has_what_match_needs() -> None:
-    """DESIGN facts 1 and 4: module stacks in forward, sequence numbers that tie backward to it, ordered inputs."""
+    """Module stacks in forward, sequence numbers that tie backward to it, ordered inputs."""
     from fp8graph.graph import aten, is_backward, nodes
     from helpers import MLP, NONE, view_of
 
@@ -68,7 +68,7 @@ def test_eager_casts_that_numerics_does_not_rely_on() -> None:
 
 
 def test_a_python_numerator_divides_in_two_roundings() -> None:
-    """Why scales are tensor / tensor (fact 17)."""
+    """Why scales are tensor / tensor."""
     amax = torch.rand(100_000) + 0.5
     one_rounding = torch.div(torch.full_like(amax, 448.0), amax)
     assert not torch.equal(448.0 / amax, one_rounding)
