@@ -17,6 +17,7 @@ Two things that a reader should know:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -24,9 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fp8graph.recipes import FP8_MAX, LAYOUTS, Layout, OperandName, Quantizer, Recipe
-
-FLT_MAX: float = torch.finfo(torch.float32).max
+from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 
 def tensor_amax(x: Tensor) -> Tensor:
@@ -156,8 +155,10 @@ def quantize(x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout) ->
         layout: "rowwise" (data has x's shape) or "columnwise" (data is the transposed copy).
 
     Raises:
-        ValueError: for a layout that does not exist, an unusable dtype, or an empty tensor.
+        ValueError: for an operand or layout that does not exist, an unusable dtype, or an empty tensor.
     """
+    if operand not in OPERANDS:
+        raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, not {operand!r}")
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -201,6 +202,8 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     """
     if reference.shape != approximation.shape:
         raise ValueError(f"shapes differ: {tuple(reference.shape)}, {tuple(approximation.shape)}")
+    if torch.equal(reference, approximation):
+        return math.inf  # also where both are zero, empty or infinite: no noise
     signal = reference.detach().to(torch.float64)
     noise = signal - approximation.detach().to(torch.float64)
     return cast(float, (20.0 * torch.log10(signal.norm() / noise.norm())).item())

@@ -59,7 +59,7 @@ def _fake_scaled_mm(
 
 
 def _fake_dequantize(data: Tensor, _scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    return data.new_empty(data.shape, dtype=dtype)
+    return torch.empty_like(data, dtype=dtype)
 
 
 for _name, _reference, _fake in (

@@ -113,7 +113,8 @@ class Rule:
     def to_dict(self) -> dict[str, Any]:
         """The form of a policy file: only what differs from the defaults."""
         key = "regex" if isinstance(self.pattern, re.Pattern) else "pattern"
-        values: dict[str, Any] = {key: self.text, "recipe": _recipe_to_plain(self.recipe)}
+        text = _inline_flags(self.pattern) + self.text
+        values: dict[str, Any] = {key: text, "recipe": _recipe_to_plain(self.recipe)}
         if self.op != "linear":
             values["op"] = self.op
         for gemm in GEMMS:
@@ -188,7 +189,9 @@ class Policy:
     def identity(self) -> str:
         """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
-        return repr((self.rules, recipes, resolve_recipe(self.default), self.min_speedup))
+        # repr() of a compiled expression shows 200 characters of it: the text and the flags say it all
+        patterns = [(rule.text, _flags(rule.pattern), rule.op, rule.optional) for rule in self.rules]
+        return repr((patterns, recipes, resolve_recipe(self.default), self.min_speedup))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the structure of a policy file."""
@@ -249,6 +252,18 @@ def _normal(recipe: Any) -> Any:
     if isinstance(recipe, dict):
         return resolve_recipe(cast(dict[str, Any], recipe))
     return None if recipe == HIGH_PRECISION else recipe
+
+
+def _flags(pattern: str | re.Pattern[str]) -> int | None:
+    return pattern.flags if isinstance(pattern, re.Pattern) else None
+
+
+def _inline_flags(pattern: str | re.Pattern[str]) -> str:
+    """``(?i)`` and the like: flags given to re.compile, written into the expression. Empty for a glob."""
+    letters = {re.A: "a", re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x"}
+    flags = _flags(pattern) or 0
+    text = "".join(letter for flag, letter in letters.items() if flags & flag)
+    return f"(?{text})" if text else ""
 
 
 def _recipe_to_plain(recipe: GemmRecipe) -> Any:

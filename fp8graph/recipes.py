@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 
@@ -29,6 +28,7 @@ OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 
 # The largest finite value of each type (OCP 8-bit floating point, table 2).
+FLT_MAX: Final[float] = torch.finfo(torch.float32).max
 FP8_MAX: Final[dict[torch.dtype, float]] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
@@ -155,8 +155,8 @@ class Float8CurrentScaling(Recipe):
         if type(self.power_2_scale) is not bool:
             raise self._bad("power_2_scale", "True or False")
         epsilon: object = self.amax_epsilon
-        if type(epsilon) not in (int, float) or not (0.0 <= self.amax_epsilon < math.inf):
-            raise self._bad("amax_epsilon", "a finite number >= 0")
+        if type(epsilon) not in (int, float) or not (0.0 <= self.amax_epsilon <= FLT_MAX):
+            raise self._bad("amax_epsilon", "a finite number >= 0 that FP32 holds")
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(
@@ -169,9 +169,9 @@ class Float8CurrentScaling(Recipe):
 HIGH_PRECISION: Final = "high_precision"
 # Names that users type (NeMo's where it has one).
 _NAMES: dict[str, Recipe] = {"tensorwise": Float8CurrentScaling()}
-_BUILT_IN: Final = frozenset(_NAMES)
 # In the design, not in this version: a better message than "unknown".
 _PLANNED: Final = ("rowwise", "rowwise_with_gw_hp", "delayed", "blockwise", "mxfp8", "nvfp4")
+_BUILT_IN: Final = frozenset([*_NAMES, *_PLANNED])
 _TYPES: Final[dict[str, type[Recipe]]] = {"Float8CurrentScaling": Float8CurrentScaling}
 
 RecipeLike = Recipe | str | dict[str, Any] | None
@@ -224,10 +224,10 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     """
     fields = dict(values)
     kind = fields.pop("type", None)
-    if kind not in _TYPES:
+    if not isinstance(kind, str) or kind not in _TYPES:
         raise UnsupportedRecipeError(f"recipe type {kind!r} is unknown. Known: {', '.join(_TYPES)}.")
     recipe_type = _TYPES[kind]
     known = {field.name for field in dataclasses.fields(recipe_type)}
-    if unknown := sorted(fields.keys() - known):
+    if unknown := sorted(str(name) for name in fields.keys() - known):
         raise UnsupportedRecipeError(f"{kind} has no field {unknown[0]!r}. Fields: {', '.join(sorted(known))}.")
     return recipe_type(**fields)

@@ -77,6 +77,24 @@ def scale(amax: float, dtype: torch.dtype, *, power_2_scale: bool = False, epsil
     return result
 
 
+def round_to(x: Array, dtype: torch.dtype) -> Array:
+    """float32 numbers to ``dtype``, nearest even, as float32: bf16 by integer arithmetic, fp16 by numpy."""
+    assert x.dtype == np.float32
+    if dtype == torch.bfloat16:
+        bits = x.view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+        return np.where(np.isnan(x), np.float32(math.nan), rounded)
+    with np.errstate(over="ignore"):
+        return x.astype(np.float16).astype(np.float32) if dtype == torch.float16 else x
+
+
+def dequantize(codes: Array, scale_inv: float, dtype: torch.dtype, source: torch.dtype) -> Array:
+    """What codes of the FP8 type ``dtype`` stand for, rounded to ``source``, as float32."""
+    magnitude = table(dtype)[codes & 127]
+    values = np.where(codes >> 7, -magnitude, magnitude).astype(np.float32)
+    return round_to(values * np.float32(scale_inv), source)
+
+
 def quantize(
     x: Tensor, dtype: torch.dtype, *, power_2_scale: bool = False, epsilon: float = 0.0, columnwise: bool = False
 ) -> tuple[Array, float]:
@@ -98,7 +116,10 @@ def assert_codes(got: Tensor, expected: Array) -> None:
     wrong = np.argwhere(np.where(expected == 255, ~nan, codes != expected))
     if len(wrong):
         where = tuple(int(i) for i in wrong[0])
+        got_text, expected_text = (
+            f"{code:#04x} ({'-' if code >> 7 else ''}{table(got.dtype)[code & 127]})"
+            for code in (int(codes[where]), int(expected[where]))
+        )
         raise AssertionError(
-            f"{len(wrong)} of {codes.size} bytes differ, first at {where}: got {codes[where]:#04x} "
-            f"({table(got.dtype)[codes[where] & 127]}), expected {expected[where]:#04x}"
+            f"{len(wrong)} of {codes.size} bytes differ, first at {where}: got {got_text}, expected {expected_text}"
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 import fp8graph
 from fp8graph import errors
@@ -19,8 +21,9 @@ ERRORS = [getattr(errors, name) for name in errors.__all__]
 def test_the_tree(error: type[fp8graph.Fp8GraphError]) -> None:
     assert issubclass(error, fp8graph.Fp8GraphError)
     assert issubclass(error, ValueError) == (error in (fp8graph.PolicyError, fp8graph.UnsupportedRecipeError))
-    copy = pickle.loads(pickle.dumps(error("what\nand why")))
-    assert (type(copy), str(copy)) == (error, "what\nand why")
+    first = error("what\nand why")
+    for again in (pickle.loads(pickle.dumps(first)), copy.copy(first)):
+        assert (type(again), str(again), again.args) == (error, "what\nand why", ("what\nand why",))
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -29,8 +32,26 @@ def test_not_wrapped_by_dynamo(error: type[fp8graph.Fp8GraphError], fullgraph: b
     def backend(_module: Any, _inputs: Any) -> Any:
         raise error("the message")
 
-    with pytest.raises(error, match="the message"):
+    with pytest.raises(error, match="^the message") as caught:
         torch.compile(MLP(), backend=backend, fullgraph=fullgraph)(torch.randn(2, 32))
+    assert type(caught.value) is error
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_other_errors_are_wrapped(fullgraph: bool) -> None:
+    """The fact that the tests above are about. Should torch change, ShortenTraceback can go."""
+
+    def backend(_module: Any, _inputs: Any) -> Any:
+        raise ValueError("the message")
+
+    with pytest.raises(BackendCompilerFailed, match="the message"):
+        torch.compile(MLP(), backend=backend, fullgraph=fullgraph)(torch.randn(2, 32))
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_public_and_documented(name: str) -> None:
+    assert getattr(fp8graph, name) is getattr(errors, name)
+    assert getattr(errors, name).__doc__
 
 
 def test_a_failing_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fp8graph
 from fp8graph import INHERIT, Float8CurrentScaling, Policy, Rule
 from fp8graph.models import general_policy
 from fp8graph.models.general import HEADS
+from helpers import MLP, eager_backend
 
 TENSORWISE = Float8CurrentScaling()
 
@@ -25,6 +30,15 @@ TENSORWISE = Float8CurrentScaling()
         ("layers.[0-3].*", ["layers.2.q"], ["layers.4.q", "layers.12.q"]),
         (re.compile(r"layers\.[0-3]\..*"), ["layers.3.q"], ["model.layers.3.q", "layers.30.q"]),
         ("*", ["", "a", "a.b"], []),
+        ("layers.1*", ["layers.1", "layers.10", "layers.1.q"], ["layers.2"]),
+        ("layers.?.q", ["layers.1.q"], ["layers.10.q", "layers..q"]),
+        ("layers.[!0].q", ["layers.1.q"], ["layers.0.q"]),
+        ("a.b", ["a.b"], ["aXb"]),
+        ("", [""], ["a"]),
+        (re.compile("lm_head"), ["lm_head"], ["model.lm_head", "lm_head2"]),
+        (re.compile("a|ab"), ["a", "ab"], ["abc", "b"]),
+        (re.compile("Lm_Head"), [], ["lm_head", "LM_HEAD"]),
+        (re.compile("Lm_Head", re.IGNORECASE), ["lm_head", "LM_HEAD"], ["lm_heads"]),
     ],
 )
 def test_patterns_match_the_whole_name(pattern: Any, matching: list[str], others: list[str]) -> None:
@@ -36,6 +50,23 @@ def test_the_first_match_wins() -> None:
     policy = Policy([Rule("a.*", None), Rule("*.b", "tensorwise"), Rule("*", None)])
     sources = {name: policy.resolve(name, "linear").source for name in ("a.b", "c.b", "c")}
     assert sources == {"a.b": 'rule 0 "a.*"', "c.b": 'rule 1 "*.b"', "c": 'rule 2 "*"'}
+    assert [policy.resolve(name, "linear").rule for name in ("a.b", "c.b", "c")] == [0, 1, 2]
+    assert Policy().resolve("c", "linear").rule is None
+
+
+def test_a_rule_for_another_op_is_passed_over() -> None:
+    policy = Policy([Rule("a", None, op="matmul"), Rule("a", "tensorwise")])
+    assert policy.resolve("a", "linear").rule == 1
+    assert policy.resolve("a", "matmul").rule == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "by_user"),
+    [(Policy([Rule("a", "tensorwise")]), True), (Policy([Rule("a", None, optional=True)]), False), (Policy(), False)],
+)
+def test_who_asked(policy: Policy, by_user: bool) -> None:
+    """Strict mode holds us to what a rule of the user asks; neither the default nor an optional rule is one."""
+    assert policy.resolve("a", "linear").by_user is by_user
 
 
 @pytest.mark.parametrize(
@@ -56,6 +87,9 @@ def test_the_default_covers_linears_and_grouped_matmuls() -> None:
     policy = Policy()
     for op, recipe in (("linear", TENSORWISE), ("grouped_mm", TENSORWISE), ("matmul", None)):
         assert set(policy.resolve("x", op).recipes.values()) == {recipe}
+        assert set(Policy(default=None).resolve("x", op).recipes.values()) == {None}
+    asked = Policy([Rule("*", "tensorwise", op="matmul")]).resolve("x", "matmul").recipes
+    assert set(asked.values()) == {TENSORWISE}
     assert policy.resolve("x", "matmul").source.endswith("left alone unless a rule asks for it")
 
 
@@ -65,6 +99,8 @@ def test_the_default_covers_linears_and_grouped_matmuls() -> None:
         (Rule("*", "tensorwise"), (TENSORWISE, TENSORWISE, TENSORWISE)),
         (Rule("*", "tensorwise", wgrad=None), (TENSORWISE, TENSORWISE, None)),
         (Rule("*", None, fprop="tensorwise"), (TENSORWISE, None, None)),
+        (Rule("*", None, fprop=INHERIT, dgrad=TENSORWISE.to_dict()), (None, TENSORWISE, None)),
+        (Rule("*", "high_precision", wgrad=TENSORWISE), (None, None, TENSORWISE)),
         (Rule("*", "tensorwise", dgrad="high_precision", wgrad=INHERIT), (TENSORWISE, None, TENSORWISE)),
     ],
 )
@@ -104,15 +140,118 @@ wgrad = "high_precision"
 """
 
 
+# FULL, as one writes it by hand
+FULL_TOML = """
+default = { type = "Float8CurrentScaling", power_2_scale = true }
+min_speedup = 1.1
+rules = [
+    { pattern = "lm_head", recipe = "high_precision" },
+    { regex = 'layers\\.[0-3]\\..*', recipe = { type = "Float8CurrentScaling" } },
+    { pattern = "*.down_proj", recipe = "tensorwise", wgrad = "high_precision", op = "*", optional = true },
+]
+"""
+
+
 def test_round_trip() -> None:
     assert Policy.from_dict(json.loads(json.dumps(FULL.to_dict()))) == FULL
     assert Policy.coerce(FULL.to_dict()) == FULL
     assert Policy.coerce(FULL) is FULL
+    assert Policy.from_dict({}) == Policy()
+    assert Policy.from_dict(Policy().to_dict()) == Policy()
+
+
+def test_a_rules_dict_holds_what_differs_from_the_defaults() -> None:
+    assert [rule.to_dict() for rule in FULL.rules] == [
+        {"pattern": "lm_head", "recipe": "high_precision"},
+        {"regex": r"layers\.[0-3]\..*", "recipe": TENSORWISE.to_dict()},
+        {"pattern": "*.down_proj", "recipe": "tensorwise", "op": "*", "wgrad": "high_precision", "optional": True},
+    ]
+
+
+@pytest.mark.parametrize("flags", [re.IGNORECASE, re.VERBOSE, re.IGNORECASE | re.DOTALL])
+def test_a_round_trip_keeps_the_flags_of_a_regular_expression(flags: re.RegexFlag) -> None:
+    """What a policy file or a report says must decide as the policy did."""
+    policy = Policy([Rule(re.compile(r"Layers\.\d+ \. q  # the query", flags), None), Rule("*q*", "tensorwise")])
+    again = Policy.from_dict(json.loads(json.dumps(policy.to_dict())))
+    for name in ("layers.3.q", "Layers.3.q", "Layers.3 . q  # the query", "layers.3 . q  # the query"):
+        assert again.resolve(name, "linear").rule == policy.resolve(name, "linear").rule, name
+
+
+@pytest.mark.parametrize("copied", [pickle.loads(pickle.dumps(FULL)), copy.deepcopy(FULL)])
+def test_copies(copied: Policy) -> None:
+    assert copied == FULL
+    assert copied.rules[0].wgrad is INHERIT
+    assert copied.identity() == FULL.identity()
+
+
+def test_equal_policies_are_written_in_many_ways() -> None:
+    alike = [
+        Policy([Rule("a", None)], default=TENSORWISE.to_dict()),
+        Policy((Rule("a", "high_precision"),), default=TENSORWISE),
+        Policy(iter([Rule("a", None)]), default=Float8CurrentScaling()),  # pyright: ignore
+    ]
+    assert alike[0] == alike[1] == alike[2]
+    assert len({policy.identity() for policy in alike}) == 1
+
+
+LONG = "|".join(f"model.layers.{i}.self_attn.q_proj" for i in range(20))
+DIFFERENT = [
+    Policy(),
+    Policy(default=None),
+    Policy(default=Float8CurrentScaling(amax_epsilon=1e-9)),
+    Policy(min_speedup=0),
+    Policy([Rule("a", None)]),
+    Policy([Rule("a", "tensorwise")]),
+    Policy([Rule("a", None, op="matmul")]),
+    Policy([Rule("a", None, wgrad="tensorwise")]),
+    Policy([Rule("a", None, dgrad="tensorwise")]),
+    Policy([Rule("a", None, optional=True)]),
+    Policy([Rule("a", None), Rule("b", "tensorwise")]),
+    Policy([Rule("b", "tensorwise"), Rule("a", None)]),
+    Policy([Rule(re.compile("a"), None)]),
+    Policy([Rule(re.compile("a", re.IGNORECASE), None)]),
+    # longer than what repr() of a compiled expression shows
+    Policy([Rule(re.compile(f"{LONG}|lm_head"), None)]),
+    Policy([Rule(re.compile(f"{LONG}|score"), None)]),
+    Policy([Rule(f"{LONG}|lm_head", None)]),
+    Policy([Rule(f"{LONG}|score", None)]),
+]
+
+
+def test_policies_that_decide_differently_have_different_identities() -> None:
+    """The identity is part of the compile cache's key, and what tells a backend that set_policy changed something."""
+    by_identity: dict[str, list[Policy]] = {}
+    for policy in DIFFERENT:
+        by_identity.setdefault(policy.identity(), []).append(policy)
+    assert [same for same in by_identity.values() if len(same) > 1] == []
+
+
+def test_set_policy_is_obeyed_where_long_expressions_differ_at_their_ends() -> None:
+    backend = eager_backend(Policy([Rule(re.compile(f"{LONG}|up"), None)]))
+    model, x = torch.compile(MLP(), backend=backend), torch.randn(4, 32)
+    model(x)
+    backend.set_policy(Policy([Rule(re.compile(f"{LONG}|down"), None)]))
+    model(x)
+    left = [{gemm.fqn for gemm in graph.gemms if gemm.recipe is None} for graph in backend.report.graphs]
+    assert left == [{"up"}, {"down"}]
+
+
+def test_a_name_means_what_it_stands_for_when_the_policy_is_used() -> None:
+    """A name that is registered anew is a change of the policy."""
+    fp8graph.register_recipe("test_policy_identity", Float8CurrentScaling())
+    policy = Policy(default="test_policy_identity")
+    before = policy.identity()
+    fp8graph.register_recipe("test_policy_identity", Float8CurrentScaling(power_2_scale=True))
+    assert policy.identity() != before
 
 
 def test_files(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text(json.dumps(FULL.to_dict()))
-    assert Policy.load(tmp_path / "p.json") == FULL
+    assert Policy.load(tmp_path / "p.json") == Policy.coerce(str(tmp_path / "p.json")) == FULL
+    (tmp_path / "full.toml").write_text(FULL_TOML)
+    assert Policy.load(str(tmp_path / "full.toml")) == Policy.coerce(tmp_path / "full.toml") == FULL
+    (tmp_path / "empty.toml").write_text("")
+    assert Policy.load(tmp_path / "empty.toml") == Policy()
     (tmp_path / "p.toml").write_text(TOML)
     policy = Policy.coerce(str(tmp_path / "p.toml"))
     assert policy.min_speedup == 0
@@ -138,6 +277,28 @@ def test_files(tmp_path: Path) -> None:
         ("p.toml", "[[rules]]\nregex = '('\nrecipe = 'tensorwise'", r"regex '\(' does not compile"),
         ("p.toml", "[[rules]]\npattern = 3\nrecipe = 'tensorwise'", "must be a glob"),
         ("p.toml", "min_speedup = -1", "min_speedup=-1.*finite number >= 0"),
+        ("p.toml", "min_speedup = true", "min_speedup=True.*finite number >= 0"),
+        ("p.toml", "min_speedup = inf", "min_speedup=inf.*finite number >= 0"),
+        ("p.toml", "min_speedup = '1'", "min_speedup='1'.*finite number >= 0"),
+        ("p.toml", "default = 'nosuch'", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
+        ("p.toml", "default = 3", "3 is not a recipe"),
+        ("p.toml", "default = { type = 'Nope' }", "recipe type 'Nope' is unknown"),
+        ("p.toml", "default = { type = ['a'] }", r"recipe type \['a'\] is unknown"),
+        ("p.toml", "default = { type = 'Float8CurrentScaling', fp8_format = 'E5M2' }", "E5M2 by E5M2"),
+        ("p.toml", "[[rules]]\npattern = 'a'\nrecipe = { type = ['a'] }", r"recipe type \['a'\] is unknown"),
+        ("p.toml", "[[rules]]\npattern = 'a'\nrecipe = { type = 'Float8CurrentScaling', x = 1 }", "has no field 'x'"),
+        ("p.toml", "[[rules]]\npattern = 'a'\nrecipe = 'tensorwise'\nwgrad = 1", "1 is not a recipe"),
+        ("p.toml", "[[rules]]\npattern = 'a'\nrecipe = 'tensorwise'\nop = 'conv'", "op must be one of linear.*'conv'"),
+        ("p.toml", "[[rules]]\npattern = 'a'\nrecipe = 'tensorwise'\nop = ['linear']", "op must be one of linear"),
+        (
+            "p.toml",
+            "[[rules]]\npattern = 'a'\nrecipe = 'tensorwise'\noptional = 'yes'",
+            "optional must be True or False",
+        ),
+        ("p.toml", "[[rules]]\nregex = 3\nrecipe = 'tensorwise'", "regex 3 does not compile"),
+        ("p.json", '{"rules": [{"pattern": null, "recipe": null}]}', "must be a glob"),
+        ("p.json", '{"rules": null}', "'rules' must be a list"),
+        ("p.json", "3", "a table of rules is needed"),
     ],
 )
 def test_bad_files_say_which_file_and_what(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -147,9 +308,19 @@ def test_bad_files_say_which_file_and_what(tmp_path: Path, name: str, text: str,
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(fp8graph.PolicyError, match="cannot be read"):
-        Policy.load(tmp_path / "nosuch.toml")
+@pytest.mark.parametrize("name", ["nosuch.toml", "folder", "latin1.toml"])
+def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "latin1.toml").write_bytes(b"# caf\xe9")
+    with pytest.raises(fp8graph.PolicyError, match=f"policy file .*{name}: cannot be read"):
+        Policy.load(tmp_path / name)
+
+
+def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
+    (tmp_path / "p.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(fp8graph.PolicyError, match="malformed TOML"):
+        Policy.load(tmp_path / "p.py")
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -164,13 +335,41 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         (lambda: Policy(Rule("a", None)), "a list of Rule is needed"),  # pyright: ignore
         (lambda: Policy(["lm_head"]), "'lm_head' is not a Rule"),  # pyright: ignore
         (lambda: Policy(default="nosuch"), "unknown recipe 'nosuch'"),
+        (lambda: Rule("a", INHERIT), "INHERIT is not a recipe"),  # pyright: ignore
+        (lambda: Rule("a", None, op=None), "op must be one of linear, matmul, grouped_mm, .*, not None"),  # pyright: ignore
+        (lambda: Rule(None, None), "the pattern must be a glob .* not NoneType"),  # pyright: ignore
+        (lambda: Rule("a", 7), "7 is not a recipe"),  # pyright: ignore
+        (lambda: Policy(None), "a list of Rule is needed, not None"),  # pyright: ignore
+        (lambda: Policy([("lm_head", None)]), "is not a Rule. Write Rule"),  # pyright: ignore
+        (lambda: Policy(default=INHERIT), "INHERIT is not a recipe"),  # pyright: ignore
+        (lambda: Policy(min_speedup=-0.5), "min_speedup=-0.5.*finite number >= 0"),
+        (lambda: Policy(min_speedup=float("inf")), "min_speedup=inf.*finite number >= 0"),
+        (lambda: Policy(min_speedup=True), "min_speedup=True.*finite number >= 0"),
+        (lambda: Policy(min_speedup=None), "min_speedup=None.*finite number >= 0"),  # pyright: ignore
+        (lambda: Policy.from_dict(3), "policy: a table is needed, not 3"),  # pyright: ignore
+        (lambda: Policy.from_dict({3: 1}), "unknown key '3'"),  # pyright: ignore
+        (lambda: Policy.coerce(None), "must be a Policy, a dict or a path, not None"),  # pyright: ignore
         (lambda: Policy(min_speedup=float("nan")), "finite number >= 0"),
         (lambda: Policy.coerce(3), "must be a Policy, a dict or a path"),  # pyright: ignore
     ],
 )
 def test_bad_values(make: Any, message: str) -> None:
-    with pytest.raises(fp8graph.Fp8GraphError, match=message):
+    with pytest.raises(fp8graph.Fp8GraphError, match=message) as caught:
         make()
+    assert isinstance(caught.value, ValueError)
+
+
+def test_rules_and_policies_are_frozen() -> None:
+    for value, name in ((Rule("a", None), "recipe"), (Policy(), "default")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, name, "tensorwise")
+
+
+def test_the_rules_of_a_policy_are_its_own() -> None:
+    rules = [Rule("a", None)]
+    policy = Policy(rules)
+    rules.clear()
+    assert policy.resolve("a", "linear").rule == 0
 
 
 def test_settings_are_keyword_only() -> None:

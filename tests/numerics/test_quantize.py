@@ -76,11 +76,64 @@ def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
         oracle.assert_codes(numerics.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
 
 
+@pytest.mark.parametrize("dtype", FP8)
+def test_the_oracle_knows_the_value_of_every_code(dtype: torch.dtype) -> None:
+    values = torch.arange(128, dtype=torch.uint8).view(dtype).double().numpy()
+    np.testing.assert_array_equal(values, oracle.table(dtype))
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype) -> None:
+    """Every midpoint of two codes, one FP32 step below and above it; past the largest: saturated."""
+    finite = oracle.table(dtype)[np.isfinite(oracle.table(dtype))].astype(np.float32)
+    ties, lower = (finite[:-1] + finite[1:]) / 2, np.arange(len(finite) - 1)  # exact in FP32
+    infinity = np.float32(math.inf)
+    cases = [
+        (ties, lower + lower % 2),
+        (np.nextafter(ties, -infinity), lower),
+        (np.nextafter(ties, infinity), lower + 1),
+        (finite, np.arange(len(finite))),
+        (finite[-1:] * np.float32(1.0625), [len(finite) - 1]),
+        (np.nextafter(finite[-1:], infinity), [len(finite) - 1]),
+        (np.array([oracle.FLT_MAX, math.inf], np.float32), [len(finite) - 1] * 2),
+    ]
+    for numbers, codes in cases:
+        for sign, bit in ((1, 0), (-1, 128)):
+            got = numerics.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
+            oracle.assert_codes(got, np.asarray(codes, np.uint8) | np.uint8(bit))
+
+
+def test_a_difference_is_reported_with_its_place_its_byte_and_both_values() -> None:
+    codes = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(E4M3)
+    expected = codes.view(torch.uint8).numpy().copy()
+    oracle.assert_codes(codes, expected)
+    expected[1, 0] = 0xBC
+    with pytest.raises(AssertionError, match=r"1 of 4 .* at \(1, 0\): got 0x44 \(3.0\), expected 0xbc \(-1.5\)"):
+        oracle.assert_codes(codes, expected)
+
+
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("fields", [{}, {"power_2_scale": True}, {"amax_epsilon": 1e-3}])
 @pytest.mark.parametrize("shape", [(16, 32), (1, 1), (303, 300), (7, 1), (2, 3, 5, 8)])
 def test_shapes_and_dtypes(source: torch.dtype, fields: dict[str, Any], shape: tuple[int, ...]) -> None:
     check(torch.randn(shape).to(source), **fields)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("amax", [1e-44, 1e-40, 1e-38, 6e-37, 1.3e-36, 1.8e-34, 1e-7, 3e4, 1e30, 3e38])
+@pytest.mark.parametrize("fields", [{}, {"power_2_scale": True}, {"amax_epsilon": 1e-36}])
+def test_magnitudes(source: torch.dtype, amax: float, fields: dict[str, Any]) -> None:
+    """Subnormal elements, scales that overflow FP32 (below fp8_max / FLT_MAX), the largest numbers there are."""
+    x = torch.randn(6, 8)
+    check((x / x.abs().max() * amax).to(source), **fields)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_an_epsilon_above_the_amax_sets_the_scale(source: torch.dtype) -> None:
+    x = torch.rand(4, 4).to(source)
+    check(x, amax_epsilon=8.0)
+    q = numerics.quantize(x, Float8CurrentScaling(amax_epsilon=8.0), "input", "rowwise")
+    assert q.scale_inv == torch.tensor(448.0 / 8.0).reciprocal()
 
 
 @pytest.mark.parametrize(
@@ -89,11 +142,16 @@ def test_shapes_and_dtypes(source: torch.dtype, fields: dict[str, Any], shape: t
         pytest.param(lambda x: x.t(), id="transposed"),
         pytest.param(lambda x: x[::2, 1::3], id="strided"),
         pytest.param(lambda x: x[:1].expand(8, -1), id="expanded"),
+        pytest.param(lambda x: x[:, :1].expand(-1, 5), id="expanded columns"),
+        pytest.param(lambda x: x[5:9, 3:4], id="one column of many"),
         pytest.param(lambda x: x.view(4, 8, 24).permute(1, 2, 0), id="permuted"),
+        pytest.param(lambda x: x.expand(3, -1, -1), id="expanded batch"),
+        pytest.param(lambda x: x.view(2, 16, 4, 6).permute(0, 3, 1, 2), id="channels last"),
     ],
 )
-def test_non_contiguous_inputs(view: Any) -> None:
-    check(view(torch.randn(32, 24).bfloat16()))
+@pytest.mark.parametrize("source", SOURCES)
+def test_non_contiguous_inputs(view: Any, source: torch.dtype) -> None:
+    check(view(torch.randn(32, 24).to(source)))
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -112,24 +170,42 @@ def test_special_elements(source: torch.dtype, special: float, alone: bool) -> N
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_tensor(data: st.DataObject) -> None:
-    rows, columns = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
+    """Any values in any dense or strided view of 2 to 4 dims."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=2, max_size=4))
     numbers = st.floats(width=32) | st.floats(-1e3, 1e3, width=32)
-    values = data.draw(st.lists(numbers, min_size=rows * columns, max_size=rows * columns))
-    x = torch.tensor(values, dtype=torch.float32).reshape(rows, columns).to(data.draw(st.sampled_from(SOURCES)))
-    check(x, power_2_scale=data.draw(st.booleans()))
+    values = data.draw(st.lists(numbers, min_size=math.prod(sizes), max_size=math.prod(sizes)))
+    x = torch.tensor(values, dtype=torch.float32).reshape(sizes).to(data.draw(st.sampled_from(SOURCES)))
+    x = x.permute(data.draw(st.permutations(range(x.ndim))))
+    x = x[..., :: data.draw(st.integers(1, 2))]
+    check(x, power_2_scale=data.draw(st.booleans()), amax_epsilon=data.draw(st.sampled_from([0.0, 1e-12, 10.0])))
 
 
-@pytest.mark.parametrize("multiples", [(1, 1), (1, 16), (16, 16), (8, 32)])
-def test_padding_adds_zeros_and_changes_nothing_else(multiples: tuple[int, int]) -> None:
-    x = torch.randn(20, 24)
-    row, column, scale_inv = numerics.quantize_layouts(x, E4M3, False, 0.0, multiples, multiples)
-    plain_row, plain_column, plain_scale_inv = numerics.quantize_layouts(x, E4M3, False, 0.0, [1, 1], [1, 1])
-    assert torch.equal(scale_inv, plain_scale_inv)
-    for padded, plain in ((row, plain_row), (column, plain_column)):
-        rows, columns = plain.shape
-        assert padded.shape == (rows + -rows % multiples[0], columns + -columns % multiples[1])
-        assert torch.equal(padded.float()[:rows, :columns], plain.float())
-        assert padded.float().abs().sum() == plain.float().abs().sum()
+MULTIPLES = st.sampled_from([(1, 1), (1, 16), (16, 16), (8, 32), (3, 5)])
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_padding_adds_zero_bytes_and_changes_nothing_else(data: st.DataObject) -> None:
+    """The multiples are those of the result: [rows, columns] of the rowwise, [columns, rows] of the columnwise copy."""
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=3))
+    dtype, rowwise, columnwise = data.draw(st.tuples(st.sampled_from(FP8), MULTIPLES, MULTIPLES))
+    x = torch.randn(sizes).to(data.draw(st.sampled_from(SOURCES)))
+    x[..., 0, 0] = -0.0  # byte 0x80: padding must be 0x00
+    x = x.transpose(0, -1) if data.draw(st.booleans()) else x
+    outputs = numerics.quantize_layouts(x, dtype, False, 0.0, rowwise, columnwise)
+    for got, multiples, transposed in zip(outputs, (rowwise, columnwise), (False, True), strict=False):
+        codes, scale_inv = oracle.quantize(x, dtype, columnwise=transposed)
+        last = [(0, -size % multiple) for size, multiple in zip(codes.shape[-2:], multiples, strict=True)]
+        oracle.assert_codes(got, np.pad(codes, [(0, 0)] * (codes.ndim - 2) + last))
+        assert got.is_contiguous()
+        assert outputs[-1].item() == scale_inv
+
+
+@pytest.mark.parametrize(("rowwise", "columnwise", "shapes"), [([1, 1], [], [(3, 5)]), ([], [1, 1], [(5, 3)])])
+def test_only_the_layouts_asked_for(rowwise: list[int], columnwise: list[int], shapes: list[Any]) -> None:
+    *data, scale_inv = numerics.quantize_layouts(torch.randn(3, 5), E4M3, False, 0.0, rowwise, columnwise)
+    assert [d.shape for d in data] == shapes
+    assert scale_inv.shape == ()
 
 
 def test_formats() -> None:
@@ -141,30 +217,95 @@ def test_formats() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_representable_tensors_quantize_without_loss(source: torch.dtype) -> None:
-    x = (torch.randn(24, 40) * 3).to(source)
-    recipe = Float8CurrentScaling(power_2_scale=True)
-    once = numerics.cast_to_representable(x, recipe, "input")
-    assert (once.shape, once.dtype) == (x.shape, x.dtype)
-    q = numerics.quantize(x, recipe, "input", "columnwise")
-    assert torch.equal(numerics.dequantize(q), once)
-    assert torch.equal(numerics.cast_to_representable(once, recipe, "input"), once)
-    assert 25 < numerics.sqnr_db(x, once) < 40
+@pytest.mark.parametrize("layout", ["rowwise", "columnwise"])
+@pytest.mark.parametrize(("operand", "dtype"), [("weight", E4M3), ("grad_output", E5M2)])
+def test_dequantize(source: torch.dtype, layout: Layout, operand: Any, dtype: torch.dtype) -> None:
+    """``data * scale_inv`` in FP32, then one rounding to the source's dtype; back in the source's orientation."""
+    for shape in ((8, 24), (2, 3, 5)):
+        x = torch.randn(shape).to(source)
+        q = numerics.quantize(x, Float8CurrentScaling(), operand, layout)
+        got = numerics.dequantize(q)
+        codes, scale_inv = oracle.quantize(x, dtype)
+        expected = oracle.dequantize(codes, scale_inv, dtype, source)
+        assert (got.shape, got.dtype, q.layout, q.dtype) == (x.shape, source, layout, source)
+        np.testing.assert_array_equal(got.float().numpy(), expected)
 
 
-def test_dequantize_rounds_once() -> None:
-    q = numerics.quantize(torch.randn(8, 8), Float8CurrentScaling(), "input", "rowwise")
-    exact = q.data.double() * q.scale_inv.double()
-    assert torch.equal(numerics.dequantize(q), exact.float())
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("power_2", [False, True])
+@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x: x, id="contiguous"),
+        pytest.param(lambda x: x.t(), id="transposed"),
+        pytest.param(lambda x: x[::2, 1::3], id="strided"),
+        pytest.param(lambda x: x.view(4, 6, 40), id="batched"),
+    ],
+)
+def test_representable_tensors_quantize_without_loss(
+    source: torch.dtype, power_2: bool, operand: Any, view: Any
+) -> None:
+    """Casting again changes no bit, whatever the magnitude.
+
+    One exception: in FP32, ``fp8_max / amax`` and its reciprocal are both rounded, so a scale that is no power of
+    two comes back two FP32 steps off at most. The FP8 bytes are then the same.
+    """
+    recipe = Float8CurrentScaling(power_2_scale=power_2)
+    for magnitude in (3.0, 1e-3, 7e3) + ((1e-30, 1e30) if source != torch.float16 else ()):
+        x = view((torch.randn(24, 40) * magnitude).to(source))
+        once = numerics.cast_to_representable(x, recipe, operand)
+        twice = numerics.cast_to_representable(once, recipe, operand)
+        assert (once.shape, once.dtype) == (x.shape, x.dtype)
+        assert 18 < numerics.sqnr_db(x, once) < 40
+        if source == torch.float32 and not power_2:
+            steps = (once.contiguous().view(torch.int32) - twice.contiguous().view(torch.int32)).abs()
+            assert steps.max() <= 2
+            before, after = (numerics.quantize(t, recipe, operand, "rowwise").data for t in (x, once))
+            assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
+        else:
+            assert torch.equal(once, twice)
+
+
+def test_representable_is_what_both_layouts_stand_for() -> None:
+    x, recipe = torch.randn(24, 40), Float8CurrentScaling()
+    columnwise = numerics.dequantize(numerics.quantize(x, recipe, "input", "columnwise"))
+    assert torch.equal(columnwise, numerics.cast_to_representable(x, recipe, "input"))
+
+
+def test_numerics_leave_their_input_alone() -> None:
+    x = torch.randn(8, 8)
+    copy = x.clone()
+    numerics.cast_to_representable(x, Float8CurrentScaling(), "input")
+    assert torch.equal(x, copy)
 
 
 def test_sqnr() -> None:
     x = torch.tensor([3.0, 4.0])
     assert numerics.sqnr_db(x, x) == math.inf
     assert numerics.sqnr_db(x, torch.zeros(2)) == 0.0
+    assert numerics.sqnr_db(x, -x) == pytest.approx(-20 * math.log10(2))
+    assert numerics.sqnr_db(x, 1.1 * x.double()) == pytest.approx(20.0, abs=1e-5)
+    assert numerics.sqnr_db(torch.zeros(2), x) == -math.inf
+    assert math.isnan(numerics.sqnr_db(x, x * math.nan))
+    assert numerics.sqnr_db(x.requires_grad_(), x.detach()) == math.inf
     assert numerics.sqnr_db(x, x + torch.tensor([0.3, 0.4])) == pytest.approx(20.0, abs=1e-5)
     with pytest.raises(ValueError, match="shapes differ"):
         numerics.sqnr_db(x, torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "x", [torch.zeros(3), torch.zeros(0), torch.tensor([1.0, math.inf, -math.inf])], ids=["zeros", "empty", "infinite"]
+)
+def test_equal_tensors_have_no_noise(x: Tensor) -> None:
+    assert numerics.sqnr_db(x, x.clone()) == math.inf
+
+
+@pytest.mark.parametrize("operand", ["grad-output", "inputs", ""])
+def test_an_operand_that_does_not_exist(operand: Any) -> None:
+    """A typo must not choose a dtype: "grad-output" is not E4M3."""
+    with pytest.raises(ValueError, match="operand.*input, weight, grad_output"):
+        numerics.quantize(torch.zeros(2, 2), Float8CurrentScaling(), operand, "rowwise")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +313,10 @@ def test_sqnr() -> None:
     [
         (torch.zeros(2, 2), "diagonal", "layout must be one of rowwise, columnwise"),
         (torch.zeros(2, 2).int(), "rowwise", "cannot quantize torch.int32"),
+        (torch.zeros(2, 2).double(), "rowwise", "cannot quantize torch.float64: bf16, fp16 and fp32 only"),
+        (torch.zeros(2, 2).to(E4M3), "rowwise", "cannot quantize torch.float8_e4m3fn"),
+        (torch.zeros(2, 2) * 1j, "rowwise", "cannot quantize torch.complex64"),
+        (torch.tensor(1.0), "rowwise", "needs 2 dims"),
         (torch.zeros(2), "rowwise", "needs 2 dims"),
         (torch.zeros(0, 2), "rowwise", "one element"),
     ],
