@@ -23,8 +23,13 @@ from fp8graph.explain import explain as explain
 from fp8graph.policy import INHERIT as INHERIT
 from fp8graph.policy import Policy as Policy
 from fp8graph.policy import Rule as Rule
+from fp8graph.recipes import DelayedScaling as DelayedScaling
+from fp8graph.recipes import Float8BlockScaling as Float8BlockScaling
 from fp8graph.recipes import Float8CurrentScaling as Float8CurrentScaling
+from fp8graph.recipes import Float8RowwiseScaling as Float8RowwiseScaling
 from fp8graph.recipes import Format as Format
+from fp8graph.recipes import MXFP8BlockScaling as MXFP8BlockScaling
+from fp8graph.recipes import NVFP4BlockScaling as NVFP4BlockScaling
 from fp8graph.recipes import register_recipe as register_recipe
 from fp8graph.report import GemmRecord as GemmRecord
 from fp8graph.report import GraphView as GraphView

@@ -140,6 +140,7 @@ def _doctor(_options: argparse.Namespace) -> int:
     import torch
 
     from fp8graph import __version__, hardware
+    from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
 
     rows = [("fp8graph", __version__), ("python", platform.python_version())]
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
@@ -149,10 +150,12 @@ def _doctor(_options: argparse.Namespace) -> int:
     for device in devices:
         found = hardware.of_device(device)
         if device.type == "cpu":
-            text = "tensorwise: torch's reference GEMM, right numbers, no speed"
+            text = "torch's reference GEMM, right numbers, no speed; "
         else:
-            text = f"{torch.cuda.get_device_name(device)}, {found.name}: tensorwise "
-            text += "native" if found.tensorwise_fp8 else f"emulated ({found.why_not})"
+            text = f"{torch.cuda.get_device_name(device)}, {found.name}; "
+        recipes = {name: resolve_recipe(name) for name in RECIPE_NAMES}
+        native = [name for name, r in recipes.items() if r and r.quantizer("input").scaling in found.scalings]
+        text += f"native: {', '.join(native) or 'none'}; other recipes are emulated"
         rows.append((str(device), text))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))

@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
+import sympy
 import torch
 from torch import fx
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch._inductor.codegen.cpp import CppScheduling
+from torch.utils._sympy.functions import FloorDiv
+
+# What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
+CPU_SCALINGS: Final = frozenset({"tensor", "delayed"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,9 +43,39 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     columnwise copy is such a transpose, so rewritten CPU graphs use 256-bit vectors, which are not affected.
     """
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+    if on_cpu:
+        fix_cpu_loop_split()
     if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
         return {"cpp.simdlen": 256}
     return {}
+
+
+def fix_cpu_loop_split() -> None:
+    """Keep Inductor's C++ backend from splitting a loop into parts that do not fill it.
+
+    ``CppScheduling.try_loop_split`` (pytorch#132389) turns a loop over n that reads ``x[i // 32]`` into n // 32 loops
+    of 32: for n = 40 the last 8 elements are never written (one scale per tile with a ragged edge), and two nodes
+    of different sizes fail its assertion (both layouts of one tensor). Torch has no switch for it; it is an
+    optimization, so it is left out where it would go wrong. Idempotent.
+    """
+    original = CppScheduling.try_loop_split
+    if hasattr(original, "_fp8graph_original"):
+        return
+
+    def try_loop_split(self: Any, nodes: list[Any]) -> list[Any]:
+        sizes: set[Any] = set()
+        for node in nodes:
+            (index_size, _), body, _ = node.node.get_default_sizes_body()
+            sizes.add(tuple(index_size))
+            for expression in body.indexing_exprs.values():
+                for division in expression.find(FloorDiv) if isinstance(expression, sympy.Expr) else ():
+                    variable, divisor = division.args
+                    if body.var_ranges.get(variable, 0) % divisor != 0:
+                        return nodes
+        return original(self, nodes) if len(sizes) == 1 else nodes
+
+    try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
+    CppScheduling.try_loop_split = try_loop_split
 
 
 def orig_backend(compiled: Any) -> Any:

@@ -16,6 +16,7 @@ aten = torch.ops.aten
 # Matmuls that quantize rewrites, and those that are only reported.
 MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 GROUPED: Final = (aten._grouped_mm.default,)
+SITES: Final = (*MATMULS, *GROUPED)
 
 FORWARD: Final = "is_forward"
 BACKWARD: Final = "is_backward"
@@ -80,9 +81,10 @@ def insert(
     like: fx.Node,
     made_by: str,
     name: str | None = None,
+    kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
-    """Insert ``target(*args)`` at the current insertion point, with a fake value and ``like``'s metadata."""
-    node = graph.create_node("call_function", target, args, name=name)
+    """Insert ``target(*args, **kwargs)`` at the current insertion point, with a fake value and ``like``'s metadata."""
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
     node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
     node.meta[PASS_KEY] = made_by
     update_value(node)
@@ -91,12 +93,12 @@ def insert(
 
 def update_value(node: fx.Node) -> None:
     """Compute the fake value of ``node`` from those of its arguments."""
-    args = cast(Any, fx.map_arg(node.args, lambda x: x.meta["val"]))
+    args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"]))
     if node.target is operator.getitem:
         node.meta["val"] = args[0][args[1]]
         return
     with fake_mode_of(node.all_input_nodes[0]):
-        node.meta["val"] = cast(Any, node.target)(*args)
+        node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
 
 def fake_mode_of(node: fx.Node) -> Any:
@@ -261,7 +263,7 @@ def graph_text(graph: fx.Graph) -> str:
             continue
         target = target.removeprefix("torch.ops.").removesuffix(".default")
         names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
-        arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=True)]
+        arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
         arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
         path = split_source(module_path(node))[1] if target.endswith("mm") else ""
         lines.append(f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else ""))

@@ -1,25 +1,64 @@
-"""What a device can multiply: native FP8 GEMMs or emulation.
+"""What a device can multiply: native low-precision GEMMs or emulation.
 
-Per-tensor FP8 from sm_89 (Ada). On CPU torch has a reference ``_scaled_mm``: right numbers, no speed.
+Per-tensor FP8 from sm_89 (Ada), rows and blocks from sm_90 (Hopper), MXFP8 and NVFP4 from sm_100 (Blackwell). On CPU
+torch has a reference ``_scaled_mm`` for tensors and rows: right numbers, no speed.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from fp8graph import compat
 from fp8graph.errors import PolicyError
+from fp8graph.recipes import Quantizer, Scaling
+
+# What the sizes of a native GEMM [m, k] @ [k, n] are multiples of; operands are padded with zeros to it.
+# 16 is cuBLAS's; tiles are whole along k; 1x128 scales are stored m-major, 16 bytes apart.
+ALIGNMENT: Final[dict[Scaling, tuple[int, int, int]]] = {
+    "tensor": (1, 16, 16),
+    "delayed": (1, 16, 16),
+    "row": (1, 16, 16),
+    "block": (4, 16, 128),
+    "mxfp8": (1, 16, 32),
+    "nvfp4": (1, 16, 32),
+}
+_NAMES: Final[dict[Scaling, str]] = {
+    "tensor": "FP8 GEMM",
+    "delayed": "FP8 GEMM",
+    "row": "FP8 GEMM with one scale a row",
+    "block": "FP8 GEMM with one scale a tile",
+    "mxfp8": "MXFP8 GEMM",
+    "nvfp4": "NVFP4 GEMM",
+}
+# cuBLAS: tiles of a and b; not 128x128 with 128x128
+_TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device, as far as FP8 is concerned."""
+    """One device, as far as low precision is concerned."""
 
     name: str  # "cpu", "sm_90", "sm_100", or the device type
-    tensorwise_fp8: bool  # torch._scaled_mm with one FP32 scale per tensor
-    why_not: str = ""  # the reason for emulation, for the report
+    scalings: frozenset[str]  # those that torch._scaled_mm multiplies
+
+    def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
+        if a.scaling not in self.scalings:
+            return f"{self.name} has no {_NAMES[a.scaling]}"
+        if self.name == "cpu":
+            return None
+        if a.scaling == "row" and out_dtype != torch.bfloat16:
+            return f"one scale a row gives bf16 results only, not {str(out_dtype).removeprefix('torch.')}"
+        if a.scaling == "block" and (a.block, b.block) not in _TILES:
+            (am, ak), (bm, bk) = a.block, b.block
+            return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
+        if a.scaling == "mxfp8" and torch.float8_e5m2 in (a.dtype, b.dtype):
+            return "MXFP8 GEMMs take E4M3 only"
+        return None
 
 
 def from_target(target: str) -> Hardware:
@@ -29,14 +68,21 @@ def from_target(target: str) -> Hardware:
         PolicyError: (a ``ValueError``) for anything else.
     """
     if target == "cpu":
-        return Hardware(name="cpu", tensorwise_fp8=True)
+        return Hardware(name="cpu", scalings=compat.CPU_SCALINGS)
     match = re.fullmatch(r"sm_(\d+)(\d)a?", target) if isinstance(target, str) else None
     if match is None:
         raise PolicyError(f"target must be 'cpu' or like 'sm_90', not {target!r}.")
-    capability = (int(match[1]), int(match[2]))
-    if capability >= (8, 9):
-        return Hardware(name=target, tensorwise_fp8=True)
-    return Hardware(name=target, tensorwise_fp8=False, why_not=f"{target} has no FP8 GEMM")
+    major, minor = int(match[1]), int(match[2])
+    scalings: set[Scaling] = set()
+    if (major, minor) >= (8, 9):
+        scalings |= {"tensor", "delayed"}
+    if major >= 9:
+        scalings |= {"row"}
+    if (major, minor) == (9, 0):  # Blackwell's block scaling is MXFP8
+        scalings |= {"block"}
+    if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
+        scalings |= {"mxfp8", "nvfp4"}
+    return Hardware(name=target, scalings=frozenset(scalings))
 
 
 def of_device(device: torch.device) -> Hardware:
@@ -46,4 +92,4 @@ def of_device(device: torch.device) -> Hardware:
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
         return from_target(f"sm_{major}{minor}")
-    return Hardware(name=device.type, tensorwise_fp8=False, why_not=f"no FP8 GEMM known for device {device.type!r}")
+    return Hardware(name=f"device {device.type!r}", scalings=frozenset())

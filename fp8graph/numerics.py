@@ -4,9 +4,14 @@ The dialect ops run them, ``lower`` traces them into aten, ``fp8graph.numerics``
 All amax and scale arithmetic is FP32. Casts round to nearest even and saturate. NaN elements stay NaN,
 +-inf becomes +-fp8_max.
 
-Two things that a reader should know:
+What a reader should know:
 
 * ``scale`` multiplies: ``x_fp8 = cast(x * scale)``. ``scale_inv = 1 / scale`` is what a GEMM needs.
+* A tile is (rows, elements along the contraction dim). Ragged edges are tiles of their own: they are quantized as if
+  filled with zeros, which change no amax.
+* Gradients carry overflow (``carry_overflow``): where the amax is inf, ``scale_inv`` is inf instead of what the
+  recipe says. Saturation would otherwise hide an overflow from ``torch.amp.GradScaler``: dy = inf would give a finite
+  wgrad. MXFP8 does so by itself: 448 * 2^127 is inf.
 * Compiled by Inductor, a quantize that is fused behind a pointwise producer (norm, SiLU * up, add) sees
   the producer's FP32 value, not its bf16 rounding: torch's fusion keeps registers in FP32. About 2 % of the
   bytes then differ, by one FP8 step (up to 8 % where bf16 would have rounded the largest element, and with it
@@ -20,46 +25,28 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fp8graph import compat
+from fp8graph.formats import (
+    biased_exponent,
+    cast_to_e2m1,
+    exp2_biased,
+    nvfp4_global_scale,
+    pack_e2m1,
+    saturating_cast,
+    scale_from_amax,
+    unpack_e2m1,
+)
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 
 def tensor_amax(x: Tensor) -> Tensor:
     """``max |x|`` as an FP32 scalar; NaN if any element is NaN. Exact: every dtype taken widens to FP32."""
     return x.abs().amax().to(torch.float32)
-
-
-def scale_from_amax(amax: Tensor, fp8_max: float, *, power_2_scale: bool = False, amax_epsilon: float = 0.0) -> Tensor:
-    """``fp8_max / max(amax, epsilon)`` with Transformer Engine's edge cases. FP32 in, FP32 out, any shape.
-
-    amax 0, inf or nan -> 1; a quotient that overflows -> FLT_MAX; ``power_2_scale`` clears the mantissa.
-    Source: ``compute_scale_from_amax``, Transformer Engine ``common/recipe/recipe_common.cuh``.
-    """
-    if amax_epsilon > 0.0:
-        amax = amax.clamp_min(amax_epsilon)  # NaN passes through
-    # Tensor / tensor: one IEEE division. (python float) / tensor would be reciprocal * float: two roundings.
-    scale = torch.div(torch.full_like(amax, fp8_max), amax)
-    scale = scale.clamp_max(FLT_MAX)
-    usable = (amax > 0.0) & (amax <= FLT_MAX)  # False for 0, inf and nan
-    scale = torch.where(usable, scale, torch.ones_like(scale))
-    if power_2_scale:
-        # sign and exponent bits only; 0xFF800000 as a signed 32-bit integer
-        bits = torch.bitwise_and(scale.view(torch.int32), -(1 << 23))
-        scale = bits.view(torch.float32)
-    return scale
-
-
-def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 -> FP8, round to nearest even, saturating; NaN stays NaN.
-
-    The clamp is explicit because torch's casts differ: E4M3 saturates only from 2.12 on, E5M2 never.
-    """
-    fp8_max = FP8_MAX[dtype]
-    return x.clamp_min(-fp8_max).clamp_max(fp8_max).to(dtype)
 
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -70,6 +57,66 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
     return torch.constant_pad_nd(x, [0, pad_columns, 0, pad_rows], 0.0)
 
 
+def _tiles(x: Tensor, block: Sequence[int]) -> Tensor:
+    """[..., R, C] -> [..., R / rows, rows, C / columns, columns]; both sizes are multiples of the block's."""
+    *batch, rows, columns = x.shape
+    return x.reshape(*batch, rows // block[0], block[0], columns // block[1], block[1])
+
+
+def _untile(tiles: Tensor) -> Tensor:
+    *batch, row_tiles, rows, column_tiles, columns = tiles.shape
+    return tiles.reshape(*batch, row_tiles * rows, column_tiles * columns)
+
+
+def _quantize_tiles(
+    x: Tensor,
+    dtype: torch.dtype,
+    scaling: str,
+    block: Sequence[int],
+    power_2_scale: bool,
+    amax_epsilon: float,
+    carry_overflow: bool,
+    global_scale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; all of a row for "row"."""
+    *_, rows, columns = x.shape
+    if scaling == "row":
+        block = (1, columns)
+    tiles = _tiles(pad_to_multiple(x, *block), block)
+    amax = tiles.abs().amax(dim=(-3, -1)).to(torch.float32)  # [..., R / rows, C / columns]
+    if scaling == "mxfp8":
+        exponent = biased_exponent(amax, FP8_MAX[dtype])
+        scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
+        scale_inv = exponent.to(torch.uint8)
+    elif global_scale is not None:  # nvfp4
+        scale_inv = saturating_cast(amax * (global_scale / 6.0), torch.float8_e4m3fn)
+        scale = (scale_inv.to(torch.float32) * global_scale.reciprocal()).reciprocal().clamp_max(FLT_MAX)
+    else:
+        largest = torch.finfo(x.dtype).max if scaling == "block" else FLT_MAX
+        scale = scale_from_amax(
+            amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
+        )
+        scale_inv = _with_overflow(scale.reciprocal(), amax) if carry_overflow else scale.reciprocal()
+    scaled = _untile(tiles.to(torch.float32) * scale.unsqueeze(-2).unsqueeze(-1))
+    if scaling == "nvfp4":
+        return pack_e2m1(cast_to_e2m1(scaled))[..., :rows, :].contiguous(), scale_inv
+    return saturating_cast(scaled[..., :rows, :columns], dtype).contiguous(), scale_inv
+
+
+def _with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
+    """``scale_inv``, and inf where the amax is inf."""
+    return torch.where(amax > FLT_MAX, amax, scale_inv)
+
+
+def output_names(scaling: str, rowwise: Sequence[int], columnwise: Sequence[int]) -> list[str]:
+    """What ``quantize_layouts`` returns, in order."""
+    layouts = [name for name, wanted in zip(LAYOUTS, (rowwise, columnwise), strict=True) if wanted]
+    if scaling in ("tensor", "delayed"):
+        return [*layouts, "scale_inv", *(["amax"] if scaling == "delayed" else [])]
+    names = [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
+    return [*names, "global_scale_inv"] if scaling == "nvfp4" else names
+
+
 def quantize_layouts(
     x: Tensor,
     dtype: torch.dtype,
@@ -77,31 +124,108 @@ def quantize_layouts(
     amax_epsilon: float,
     rowwise: Sequence[int],
     columnwise: Sequence[int],
+    *,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    carry_overflow: bool = False,
+    scales: Tensor | None = None,
+    row: int = 0,
 ) -> list[Tensor]:
-    """What a ``fp8graph::quantize`` node computes: each layout asked for, then ``scale_inv``.
+    """What a ``fp8graph::quantize`` node computes; :func:`output_names` names the results.
 
     Args:
         x: [..., rows, columns], any strides, bf16, fp16 or fp32. rowwise keeps the shape; columnwise is the
             transposed copy [..., columns, rows]. Both results are contiguous.
         rowwise, columnwise: empty for "not needed", else two multiples that the sizes of the *result* are
             padded to with zeros (GEMMs want 16).
+        scaling, block: see :class:`fp8graph.recipes.Quantizer`. Each layout has scales of its own then:
+            "row" FP32 [..., rows, 1]; "block" FP32, "mxfp8" uint8 (E8M0) and "nvfp4" E4M3
+            [..., ceil(rows / block[0]), ceil(columns / block[1])]. nvfp4's data are bytes [..., rows, columns / 2]
+            with the columns padded to a multiple of 16.
+        carry_overflow: an infinite amax makes ``scale_inv`` infinite.
+        scales, row: for "delayed": [2, tensors], scale and scale_inv, and the column of this tensor; None is 1.
     """
-    scale = scale_from_amax(tensor_amax(x), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
     outputs: list[Tensor] = []
+    scale_invs: list[Tensor] = []
+    amax = scale = global_scale = None
+    if scaling in ("tensor", "delayed", "nvfp4"):
+        amax = tensor_amax(x)
+    if scaling == "tensor":
+        scale = scale_from_amax(
+            cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
+        )
+        scale_inv = scale.reciprocal()
+    elif scaling == "delayed":
+        if scales is None:  # the first step's
+            scales = torch.ones((2, 1), device=x.device)
+        scale, scale_inv = (scales[i, row].clone() for i in range(2))  # scalars of their own
+    elif scaling == "nvfp4":
+        global_scale = nvfp4_global_scale(cast(Tensor, amax))
+        scale_inv = global_scale.reciprocal()
+    else:
+        scale_inv = None
     for multiples, transposed in ((rowwise, False), (columnwise, True)):
         if not multiples:
             continue
         source = x.transpose(-2, -1) if transposed else x
         source = pad_to_multiple(source, multiples[0], multiples[1])
-        data = saturating_cast(source.to(torch.float32) * scale, dtype)
-        outputs.append(data.contiguous())
-    outputs.append(scale.reciprocal())
-    return outputs
+        if scale is not None:
+            outputs.append(saturating_cast(source.to(torch.float32) * scale, dtype).contiguous())
+        else:
+            settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
+            data, layout_scale_inv = _quantize_tiles(source, *settings)
+            outputs.append(data)
+            scale_invs.append(layout_scale_inv)
+    if scale_inv is not None:
+        scale_invs.append(_with_overflow(scale_inv, cast(Tensor, amax)) if carry_overflow else scale_inv)
+    if scaling == "delayed":
+        scale_invs.append(cast(Tensor, amax))
+    return [*outputs, *scale_invs]
 
 
-def dequantize_data(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
-    """``data * scale_inv`` in FP32, rounded once to ``dtype``."""
-    return (data.to(torch.float32) * scale_inv).to(dtype)
+def decode(
+    data: Tensor,
+    scale_inv: Tensor,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    global_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """``data * scale_inv`` in FP32: what quantized numbers stand for."""
+    if scaling in ("tensor", "delayed", "row"):
+        return data.to(torch.float32) * scale_inv
+    values = unpack_e2m1(data) if scaling == "nvfp4" else data.to(torch.float32)
+    *_, rows, columns = values.shape
+    if scaling == "mxfp8":
+        scale_inv = exp2_biased(scale_inv.to(torch.int32))
+    tiles = _tiles(pad_to_multiple(values, *block), block)
+    tiles = tiles * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1)
+    values = _untile(tiles)[..., :rows, :columns]
+    return values if global_scale_inv is None else values * global_scale_inv
+
+
+def dequantize_data(
+    data: Tensor,
+    scale_inv: Tensor,
+    dtype: torch.dtype,
+    *,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    global_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """:func:`decode`, rounded once to ``dtype``."""
+    return decode(data, scale_inv, scaling, block, global_scale_inv).to(dtype)
+
+
+def swizzle_scales(scale_inv: Tensor) -> Tensor:
+    """Scales [rows, k tiles] -> flat, in the order in which Blackwell's tensor cores read them.
+
+    Padded with zeros to 128 rows x 4 tiles; each such block is 512 scales: rows 0, 32, 64, 96 (4 tiles each), then
+    1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
+    """
+    padded = pad_to_multiple(scale_inv.view(torch.uint8), 128, 4)
+    rows, tiles = padded.shape
+    blocks = padded.reshape(rows // 128, 4, 32, tiles // 4, 4)  # [row block, 32-row group, row in it, tile block, tile]
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale_inv.dtype)
 
 
 def scaled_mm(
@@ -112,40 +236,87 @@ def scaled_mm(
     bias: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
 ) -> Tensor:
     """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
+    What the device's tensor cores cannot multiply (anything but per-tensor scales on a CPU, where torch 2.12 and
+    later also do rows) is decoded to FP32 first; ``assign`` emits this op only where that does not happen, except
+    to look at a GPU's graph on a CPU.
+
     Args:
         a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).
-        scale_inv_a, scale_inv_b: FP32 scalars.
+        scale_inv_a, scale_inv_b: as ``quantize_layouts`` returns them.
         bias: [n] in ``out_dtype`` (bf16 or fp16), or None.
+        scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
+        global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
     """
-    return torch._scaled_mm(
-        a,  # [m, k] row-major
-        b.t(),  # [k, n] column-major: no copy
-        scale_inv_a,
-        scale_inv_b,
-        bias=bias,
-        out_dtype=out_dtype,
+    if a.device.type == "cpu" and scaling not in compat.CPU_SCALINGS:
+        values_a = decode(a, scale_inv_a, scaling, block_a, global_scale_inv_a)
+        values_b = decode(b, scale_inv_b, scaling, block_b, global_scale_inv_b)
+        result = values_a @ values_b.t()
+        return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
+    operands = [(a, scale_inv_a, block_a), (b, scale_inv_b, block_b)]
+    (data_a, scales_a), (data_b, scales_b) = (_for_tensor_cores(*operand, scaling) for operand in operands)
+    scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
+    fp4 = global_scale_inv_a is not None and global_scale_inv_b is not None
+    result = torch._scaled_mm(
+        data_a,  # [m, k] row-major
+        data_b.t(),  # [k, n] column-major: no copy
+        scales_a,
+        scales_b,
+        bias=None if fp4 else bias,
+        out_dtype=torch.float32 if fp4 else out_dtype,
         use_fast_accum=use_fast_accum,
     )
+    if fp4:  # v1 of torch's op has no place for the global scales
+        result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
+        result = (result if bias is None else result + bias).to(out_dtype)
+    return result
+
+
+def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], scaling: str) -> tuple[Tensor, Tensor]:
+    """Data and scales of one operand in the types and layouts that torch._scaled_mm takes on a GPU."""
+    if scaling == "mxfp8":
+        return data, swizzle_scales(scale_inv).view(torch.float8_e8m0fnu)
+    if scaling == "nvfp4":
+        rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale a row
+        return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
+    if scaling == "block" and block[0] == 1:
+        return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
+    if scaling == "block":
+        tiles = scale_inv.shape[1]
+        return data, pad_to_multiple(scale_inv, 1, 4)[:, :tiles]  # [rows / 128, k / 128], rows 16 bytes apart
+    return data, scale_inv
 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor:
-    """An FP8 tensor and its scale.
+    """Quantized numbers and their scales.
 
     ``data``: FP8, the shape of the source (rowwise) or its transpose over the last two dims (columnwise),
-    contiguous. ``scale_inv``: FP32 scalar, ``dequantized = data * scale_inv``. ``dtype``: the source's.
+    contiguous; nvfp4: two E2M1 codes a byte. ``scale_inv``: FP32 scalar, or one scale per tile (see
+    :func:`quantize_layouts`). ``dtype``, ``shape``: the source's.
     """
 
     data: Tensor
     scale_inv: Tensor
     layout: Layout
     dtype: torch.dtype
+    shape: torch.Size
+    quantizer: Quantizer
+    global_scale_inv: Tensor | None = None  # nvfp4: FP32 scalar
+    amax: Tensor | None = None  # delayed: what goes into the history
 
 
-def quantize(x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout) -> QuantizedTensor:
+def quantize(
+    x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout, *, scale: Tensor | None = None
+) -> QuantizedTensor:
     """Quantize ``x`` as ``recipe`` quantizes ``operand``.
 
     Args:
@@ -153,6 +324,7 @@ def quantize(x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout) ->
         recipe: a recipe object.
         operand: "input", "weight" or "grad_output".
         layout: "rowwise" (data has x's shape) or "columnwise" (data is the transposed copy).
+        scale: for DelayedScaling, an FP32 scalar; None is the first step's 1.
 
     Raises:
         ValueError: for an operand or layout that does not exist, an unusable dtype, or an empty tensor.
@@ -166,10 +338,24 @@ def quantize(x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout) ->
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"cannot quantize shape {tuple(x.shape)}: needs 2 dims and one element")
     quantizer = recipe.quantizer(operand)
+    if scale is not None and quantizer.scaling != "delayed":
+        raise ValueError(f"scale= is for DelayedScaling: {recipe.name} makes its own")
+    extra = quantizer_kwargs(quantizer)
+    if quantizer.scaling == "delayed":
+        extra["scales"] = None if scale is None else torch.stack([scale, scale.reciprocal()]).reshape(2, 1)
     keep: tuple[list[int], list[int]] = ([1, 1], [])
     rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
-    data, scale_inv = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise)
-    return QuantizedTensor(data=data, scale_inv=scale_inv, layout=layout, dtype=x.dtype)
+    results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)
+    outputs = dict(zip(output_names(quantizer.scaling, rowwise, columnwise), results, strict=True))
+    return QuantizedTensor(
+        data=outputs.pop(layout),
+        scale_inv=outputs.pop("scale_inv" if "scale_inv" in outputs else f"{layout}_scale_inv"),
+        layout=layout,
+        dtype=x.dtype,
+        shape=x.shape,
+        quantizer=quantizer,
+        **outputs,
+    )
 
 
 def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
@@ -177,9 +363,18 @@ def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
     return quantizer.dtype, quantizer.power_2_scale, quantizer.amax_epsilon
 
 
+def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
+    """The rest of a quantizer: keyword arguments of the dialect ops, only what differs from the defaults."""
+    values = {"scaling": quantizer.scaling} if quantizer.scaling != "tensor" else {}
+    return {**values, "block": list(quantizer.block)} if any(quantizer.block) else values
+
+
 def dequantize(q: QuantizedTensor) -> Tensor:
     """The values that ``q`` stands for, in the source's shape and dtype (one rounding to that dtype)."""
-    x = dequantize_data(q.data, q.scale_inv, q.dtype)
+    extra = quantizer_kwargs(q.quantizer)
+    x = dequantize_data(q.data, q.scale_inv, q.dtype, **extra, global_scale_inv=q.global_scale_inv)
+    columns = q.shape[-2 if q.layout == "columnwise" else -1]
+    x = x[..., :columns]  # nvfp4 pads the columns
     return x.transpose(-2, -1) if q.layout == "columnwise" else x
 
 

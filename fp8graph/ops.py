@@ -1,8 +1,8 @@
 """The dialect: the ops that fp8graph's graphs are written in, between match and lower.
 
-    quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise) -> [data..., scale_inv]
-    scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum) -> [m, n]
-    dequantize(data, scale_inv, dtype) -> [same shape]
+    quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
+    scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
+    dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -21,12 +21,16 @@ from fp8graph import numerics
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
-    " int[] rowwise, int[] columnwise) -> Tensor[]",
+    ' int[] rowwise, int[] columnwise, *, str scaling="tensor", int[] block=[], bool carry_overflow=False,'
+    " Tensor? scales=None, int row=0) -> Tensor[]",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
-    " ScalarType out_dtype, bool use_fast_accum) -> Tensor",
-    "dequantize": "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
+    ' ScalarType out_dtype, bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
+    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
+    "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
+    " Tensor? global_scale_inv=None) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
+_SCALE_DTYPE: Final = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 
 def _fake_quantize(
@@ -36,14 +40,32 @@ def _fake_quantize(
     _amax_epsilon: float,
     rowwise: Sequence[int],
     columnwise: Sequence[int],
+    *,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    carry_overflow: bool = False,
+    scales: Tensor | None = None,
+    row: int = 0,
 ) -> list[Tensor]:
     *batch, rows, columns = x.shape
-    outputs: list[Tensor] = []
+    shapes: list[tuple[list[int], torch.dtype]] = []
+    scale_shapes: list[tuple[list[int], torch.dtype]] = []
     for multiples, sizes in ((rowwise, (rows, columns)), (columnwise, (columns, rows))):
         if multiples:
             padded = [size + -size % m for size, m in zip(sizes, multiples, strict=True)]
-            outputs.append(x.new_empty([*batch, *padded], dtype=dtype))
-    return [*outputs, x.new_empty([], dtype=torch.float32)]
+            tile = block if scaling != "row" else (1, padded[1])
+            tiles = [-(-size // t) for size, t in zip(padded, tile, strict=True)] if tile else []
+            if scaling == "nvfp4":
+                padded[1] = (padded[1] + -padded[1] % block[1]) // 2
+            shapes.append(([*batch, *padded], dtype))
+            scale_shapes.append(([*batch, *tiles], _SCALE_DTYPE.get(scaling, torch.float32)))
+    scalar = ([], torch.float32)
+    names = numerics.output_names(scaling, rowwise, columnwise)
+    if scaling in ("tensor", "delayed"):
+        scale_shapes = [scalar] * (len(names) - len(shapes))
+    elif scaling == "nvfp4":
+        scale_shapes.append(scalar)
+    return [x.new_empty(shape, dtype=dtype) for shape, dtype in [*shapes, *scale_shapes]]
 
 
 def _fake_scaled_mm(
@@ -54,11 +76,16 @@ def _fake_scaled_mm(
     _bias: Tensor | None,
     out_dtype: torch.dtype,
     _use_fast_accum: bool,
+    **_kwargs: Any,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _fake_dequantize(data: Tensor, _scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+def _fake_dequantize(
+    data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
+) -> Tensor:
+    if scaling == "nvfp4":
+        return data.new_empty([*data.shape[:-1], data.shape[-1] * 2], dtype=dtype)
     return torch.empty_like(data, dtype=dtype)
 
 

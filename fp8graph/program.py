@@ -95,7 +95,7 @@ class Program:
             region=situation.region,
             sources=self._sources,
             parameters={
-                index: Parameter(source=source, bound=name)
+                index: Parameter(source=source, index=index, bound=name)
                 for (index, source), name in zip(self._parameters.items(), bound, strict=True)
             },
         )

@@ -52,8 +52,25 @@ class Site:
     fqn: str
     index: int  # among the sites of the same module
     op: Op
+    parameter: int | None = None  # graph input that the weight comes from
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateRow:
+    """Whose scale it is: one tensor of one site under one recipe (delayed scaling)."""
+
+    fqn: str
+    index: int  # among the sites of the same module
+    parameter: int | None  # graph input that the site's weight comes from
+    operand: OperandName
+    recipe: Recipe
+
+    @staticmethod
+    def of(site: Site, operand: OperandName, recipe: Recipe) -> StateRow:
+        """The row of ``site``'s ``operand``."""
+        return StateRow(fqn=site.fqn, index=site.index, parameter=site.parameter, operand=operand, recipe=recipe)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +90,7 @@ class Parameter:
     """A graph input that is a parameter."""
 
     source: str  # Dynamo's name for it, L['self']._modules[...]...
+    index: int  # among the graph's inputs
     bound: str = ""  # its FQN, if the user bound the model (backend.bind)
 
 

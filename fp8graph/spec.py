@@ -13,10 +13,12 @@ from torch import fx
 
 from fp8graph import ops
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import PASS_KEY, aten, is_backward, static_size, value
+from fp8graph.graph import PASS_KEY, aten, is_backward, known_equal, static_size, value
+from fp8graph.hardware import ALIGNMENT
+from fp8graph.numerics import output_names
 from fp8graph.recipes import FP8_MAX
 
-_ALIGNMENT = 16
+_SCALE_DTYPES: dict[str, torch.dtype] = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 
 def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
@@ -56,51 +58,63 @@ def _quantize(node: fx.Node) -> str | None:
     if not rowwise and not columnwise:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
-    if len(outputs) != bool(rowwise) + bool(columnwise) + 1:
+    scaling = cast(str, node.kwargs.get("scaling", "tensor"))
+    if len(outputs) != len(output_names(scaling, rowwise, columnwise)):
         return f"{len(outputs)} outputs"
+    if (scaling in ("block", "mxfp8", "nvfp4")) != bool(node.kwargs.get("block")):
+        return f"scaling {scaling} with tiles {node.kwargs.get('block')}"
     return None
 
 
 def _scaled_mm(node: fx.Node) -> str | None:
     *tensors, bias = cast(list[fx.Node], node.args[:5])
-    a, b, scale_a, scale_b = map(value, tensors)
-    out_dtype = cast(torch.dtype, node.args[5])
-    return _gemm(a, b, scale_a, scale_b, value(bias) if bias is not None else None, out_dtype)
+    a, b, *scales = map(value, tensors)
+    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
+    if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
+        return problem
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    _, *multiples = ALIGNMENT[scaling]
+    for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * packed), multiples, strict=True):
+        if (fixed := static_size(size)) is not None and fixed % multiple:
+            return f"{name} = {fixed} is not a multiple of {multiple}"
+    for side, operand, scale in zip("ab", (a, b), scales, strict=True):
+        block = cast(Any, node.kwargs.get(f"block_{side}", ()))
+        sizes = operand.shape[0], operand.shape[1] * packed
+        if scaling == "row":
+            block = (1, sizes[1])
+        wanted = [-(-size // tile) for size, tile in zip(sizes, block, strict=True)] if block else []
+        fits = [known_equal(*pair) for pair in zip(wanted, scale.shape, strict=False)]
+        if len(wanted) != scale.ndim or not all(fits) or scale.dtype != _SCALE_DTYPES.get(scaling, torch.float32):
+            return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
+    return None
 
 
 def _aten_scaled_mm(node: fx.Node) -> str | None:
-    a, b, scale_a, scale_b = (value(n) for n in cast(Any, node.args[:4]))
+    a, b, *scales = (value(n) for n in cast(Any, node.args[:4]))
     bias, out_dtype = cast(Any, node.kwargs.get("bias", None)), node.kwargs.get("out_dtype", None)
     rest = dict(enumerate(node.args))
     bias, out_dtype = bias or rest.get(4), out_dtype or rest.get(6)
-    bias = value(bias) if isinstance(bias, fx.Node) else None
-    return _gemm(a, b.t(), scale_a, scale_b, bias, cast(torch.dtype, out_dtype))
+    for name, size in (("k", a.shape[1]), ("n", b.shape[1])):
+        if (fixed := static_size(size)) is not None and fixed % 16:
+            return f"{name} = {fixed} is not a multiple of 16"
+    for side, scale in zip("ab", scales, strict=True):
+        fits = scale.ndim == 1 if scale.dtype != torch.float32 else scale.numel() == 1 or scale.ndim == 2
+        if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn):
+            return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)}"
+    return _gemm(a, b.t(), value(bias) if isinstance(bias, fx.Node) else None, cast(torch.dtype, out_dtype))
 
 
-def _gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> str | None:
-    """The rules of a per-tensor FP8 GEMM on Hopper: a [m, k] and b [n, k], both contiguous along k."""
+def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:
+    """The rules that all low-precision GEMMs share: a [m, k] and b [n, k], both contiguous along k."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
     for name, tensor in (("a", a), ("b", b)):
-        if tensor.dtype not in FP8_MAX:
+        if tensor.dtype not in (*FP8_MAX, torch.float4_e2m1fn_x2):
             return f"operand {name} is {tensor.dtype}"
         if not tensor.is_contiguous():
             return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "E5M2 x E5M2 does not exist"
-    for name, size in (("k", a.shape[1]), ("n", b.shape[0])):
-        if (fixed := static_size(size)) is not None and fixed % _ALIGNMENT:
-            return f"{name} = {fixed} is not a multiple of {_ALIGNMENT}"
-    for scale in (scale_a, scale_b):
-        if scale.dtype != torch.float32 or scale.numel() != 1:
-            return "a scale that is not one FP32 number"
     if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
         return f"cuBLAS cannot add a {bias.dtype} bias of {bias.ndim} dims to {out_dtype}"
     return None

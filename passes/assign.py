@@ -17,12 +17,12 @@ from fp8graph import hardware
 from fp8graph.autocast import DISABLED, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
+from fp8graph.hardware import ALIGNMENT
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.recipes import GEMMS, Recipe
-from fp8graph.sites import Compilation, Decision, Execution, Gemm, Site
+from fp8graph.sites import Compilation, Decision, Gemm, Site
 
 _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ALIGNMENT = 16  # cuBLAS: k and n of an FP8 GEMM are multiples of 16
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
@@ -73,6 +73,13 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         if resolution.source.startswith("rule") or resolution.source == "default":
             reason += ": high precision"
         return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution)
+    if not recipe.covers(gemm.gemm):
+        return Decision(
+            recipe=None,
+            reason=f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision",
+            execution="high precision",
+            resolution=resolution,
+        )
     if (obstacle := why_not(gemm, resolution)) is not None:
         return Decision(
             recipe=None,
@@ -81,12 +88,12 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
             resolution=resolution,
             required=resolution.by_user,
         )
-    execution, note = _execution(gemm, compilation)
-    notes = [resolution.source, *_padding(gemm), *note]
+    obstacle = _emulation(gemm, recipe, compilation)
+    notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe))]
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),
-        execution=execution,
+        execution="emulated" if obstacle else "native",
         resolution=resolution,
         required=resolution.by_user,
     )
@@ -117,24 +124,23 @@ def is_batched(gemm: Gemm) -> bool:
     return out.ndim == 3 and static_size(out.shape[0]) != 1
 
 
-def _execution(gemm: Gemm, compilation: Compilation) -> tuple[Execution, list[str]]:
+def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:
+    """Why this GEMM is emulated, or None if the device multiplies it."""
+    if is_batched(gemm):
+        return "torch has no scaled bmm"
     device = compilation.hardware or hardware.of_device(value(gemm.node).device)
-    if is_batched(gemm):
-        return "emulated", ["emulated: torch has no scaled bmm"]
-    if not device.tensorwise_fp8:
-        return "emulated", [f"emulated: {device.why_not}"]
-    return "native", []
+    a, b = (recipe.quantizer(view.operand) for view in (gemm.a, gemm.b))
+    return device.obstacle(a, b, value(gemm.node).dtype)
 
 
-def _padding(gemm: Gemm) -> list[str]:
-    if is_batched(gemm):
-        return []
-    shape, inner = value(gemm.node).shape, contraction_size(gemm)
-    sizes = {"k": static_size(inner), "n": static_size(shape[-1])}
+def _padding(gemm: Gemm, recipe: Recipe) -> list[str]:
+    *_, m, n = value(gemm.node).shape
+    multiples = ALIGNMENT[recipe.quantizer(gemm.a.operand).scaling]
+    sizes = {"m": static_size(m), "n": static_size(n), "k": static_size(contraction_size(gemm))}
     return [
-        f"{name} {size} padded to {size + -size % ALIGNMENT}"
-        for name, size in sizes.items()
-        if size is not None and size % ALIGNMENT
+        f"{name} {size} padded to {size + -size % multiple}"
+        for (name, size), multiple in zip(sizes.items(), multiples, strict=True)
+        if size is not None and size % multiple
     ]
 
 

@@ -39,17 +39,17 @@ def _signature(node: fx.Node) -> Any:
             return tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, str(x.device)
         return str(argument)
 
-    return node.target, tuple(describe(argument) for argument in node.args)
+    return node.target, *map(describe, node.args), *((name, describe(x)) for name, x in sorted(node.kwargs.items()))
 
 
 def _trace(node: fx.Node) -> fx.Graph:
-    """The reference function as an aten graph; its placeholders are the node's tensor arguments in order."""
-    values = [value(a) for a in node.args if isinstance(a, fx.Node)]
+    """The reference function as an aten graph; its placeholders are the node's input nodes in order."""
+    values = [value(a) for a in node.all_input_nodes]
 
     def reference(*values: torch.Tensor) -> Any:
-        remaining = iter(values)
-        args = [next(remaining) if isinstance(a, fx.Node) else a for a in node.args]
-        return ops.REFERENCE[node.target](*args)
+        given = dict(zip(node.all_input_nodes, values, strict=True))
+        args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), given.__getitem__))
+        return ops.REFERENCE[node.target](*args, **kwargs)
 
     with fake_mode_of(node), torch.no_grad():
         # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
@@ -59,7 +59,7 @@ def _trace(node: fx.Node) -> fx.Graph:
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:
     placeholders = body.find_nodes(op="placeholder")
-    arguments = [a for a in node.args if isinstance(a, fx.Node)]
+    arguments = node.all_input_nodes
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
     with graph.inserting_before(node):
         results: Any = graph.graph_copy(body, copies)

@@ -13,7 +13,7 @@ forward one (a custom autograd function's) is a site of its own, with a dgrad on
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any, cast
 
 from torch import fx
@@ -21,34 +21,31 @@ from torch import fx
 from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
     GROUPED,
-    MATMULS,
+    SITES,
     backward_nodes,
     graph_inputs,
     look_through_transposes,
     matmul_arguments,
-    module_path,
     nodes,
-    split_source,
     value_key,
 )
+from fp8graph.naming import Naming
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.sites import Compilation, Gemm, OperandView, Parameter, Site
-
-_SITES = (*MATMULS, *GROUPED)
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = _parameters(graph, compilation)
     from_parameter = _only_from_parameters(graph, set(parameters))
-    naming = _Naming(graph, parameters)
+    naming = Naming(graph, parameters)
     backward = backward_nodes(graph)
     sites: dict[fx.Node, Site] = {}
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
-    for node in nodes(graph, _SITES):
+    for node in nodes(graph, SITES):
         if node not in backward:
             sites[node] = _forward_site(node, from_parameter, naming)
             by_seq_nr[node.meta.get("seq_nr")].append(sites[node])
-    for node in nodes(graph, _SITES):
+    for node in nodes(graph, SITES):
         if node in backward:
             for site in by_seq_nr.get(node.meta.get("seq_nr"), []):
                 if (gemm := _backward_gemm(node, site)) is not None:
@@ -61,7 +58,7 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.sites = list(sites.values())
 
 
-def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) -> Site:
+def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: Naming) -> Site:
     a, b = matmul_arguments(node)
     a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
     views: list[OperandView] = []
@@ -79,23 +76,24 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: _Naming) 
         )
     linear = a in from_parameter or b in from_parameter
     weight = a if a_is_weight else b
-    fqn, index = naming.name(node, weight if linear else None)
+    fqn, index, parameter = naming.name(node, weight if linear else None)
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     return Site(
         fqn=fqn,
         index=index,
         op="grouped_mm" if node.target in GROUPED else "linear" if linear else "matmul",
         region=custom.get(REGION_KEY) if custom else None,
+        parameter=parameter,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
 
 
-def _backward_only_site(node: fx.Node, naming: _Naming) -> Site:
+def _backward_only_site(node: fx.Node, naming: Naming) -> Site:
     views = [
         OperandView(operand="grad_output", tensor=argument, flipped=False, layout="rowwise")
         for argument in matmul_arguments(node)
     ]
-    fqn, index = naming.name(node, None)
+    fqn, index, _ = naming.name(node, None)
     gemm = Gemm(node=node, gemm="dgrad", a=views[0], b=views[1])
     return Site(fqn=fqn, index=index, op="matmul", region=None, gemms=[gemm])
 
@@ -160,40 +158,3 @@ def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.N
         elif all(s in result or s in constants for s in sources):
             result.add(node)
     return result
-
-
-class _Naming:
-    """FQNs for sites. Paths are relative to the compiled frame; bound parameters make them absolute."""
-
-    def __init__(self, graph: fx.Graph, parameters: dict[fx.Node, Parameter]) -> None:
-        self._parameters = parameters
-        self._prefix: dict[str, str] = {}  # root variable of the frame -> FQN of that module
-        for parameter in parameters.values():
-            root, path = split_source(parameter.source)
-            if parameter.bound == path or parameter.bound.endswith("." + path):
-                self._prefix[root] = parameter.bound.removesuffix(path).rstrip(".")
-        paths = (split_source(module_path(node)) for node in nodes(graph, _SITES))
-        self._several_roots = len({root for root, path in paths if path}) > 1
-        self._seen: Counter[str] = Counter()
-
-    def name(self, node: fx.Node, weight: fx.Node | None) -> tuple[str, int]:
-        """``(fqn, index among the sites of that module)``."""
-        root, path = split_source(module_path(node))
-        prefix = self._prefix.get(root)
-        parameter = self._parameter_under(weight)
-        if parameter is not None:
-            parameter_root, parameter_path = split_source(parameter.source)
-            if parameter.bound and parameter.bound.endswith(parameter_path):
-                prefix = parameter.bound.removesuffix(parameter_path).rstrip(".")
-            if not path:  # code at the root of the frame: the parameter's own name
-                root, path = parameter_root, parameter_path
-        if prefix is None:
-            prefix = root if self._several_roots else ""
-        fqn = ".".join(part for part in (prefix, path) if part)
-        self._seen[fqn] += 1
-        return fqn, self._seen[fqn] - 1
-
-    def _parameter_under(self, node: fx.Node | None) -> Parameter | None:
-        while node is not None and node not in self._parameters:
-            node = node.all_input_nodes[0] if node.all_input_nodes else None
-        return None if node is None else self._parameters[node]

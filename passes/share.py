@@ -19,11 +19,10 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph import ops
+from fp8graph import numerics, ops
 from fp8graph.graph import insert, nodes, update_value, value_key
-from fp8graph.passes.quantize import OPERAND_KEY
-from fp8graph.recipes import LAYOUTS
-from fp8graph.sites import Compilation
+from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
+from fp8graph.sites import Compilation, StateRow
 
 _NAME = "share"
 
@@ -46,8 +45,7 @@ class _Group:
 def share(graph: fx.Graph, compilation: Compilation) -> None:
     groups: dict[Any, list[_Group]] = {}
     for node in nodes(graph, (ops.quantize,)):
-        x, *quantizer = node.args[:-2]
-        candidates = groups.setdefault((value_key(cast(fx.Node, x)), *quantizer), [])
+        candidates = groups.setdefault(_key(node), [])
         layouts = _layouts(node)
         group = next((g for g in candidates if g.takes(layouts)), None)
         if group is None:
@@ -58,6 +56,14 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
             if len(group.members) > 1:
                 _merge(graph, group)
     graph.eliminate_dead_code()
+
+
+def _key(node: fx.Node) -> Any:
+    """Equal for nodes that may become one: tensor, quantizer and, with a state, the recipe that updates it."""
+    x, *quantizer = node.args[:-2]
+    rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
+    recipes = {row.recipe for row in rows}
+    return value_key(cast(fx.Node, x)), *quantizer, repr(sorted(node.kwargs.items())), *recipes
 
 
 def _layouts(node: fx.Node) -> list[list[int]]:
@@ -78,9 +84,11 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
     last = next(reversed(outputs.values()))
     with graph.inserting_after(last):
         for position, name in reversed(list(enumerate(after))):
-            if name not in outputs:
+            if name not in outputs and name != "amax":
                 label = f"{first.meta[OPERAND_KEY]}_{name}"
                 outputs[name] = insert(graph, getitem, (first, position), like=first, made_by=_NAME, name=label)
+    if ROWS_KEY in first.meta:  # the first one's row is used, the others are other names for it
+        first.meta[ROWS_KEY] = [row for member in group.members for row in member.meta[ROWS_KEY]]
     for other in others:
         names = _outputs(other)
         for user in list(other.users):
@@ -91,5 +99,4 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
 
 def _outputs(node: fx.Node) -> list[str]:
     """The names of a quantize node's outputs, in order."""
-    present = zip(LAYOUTS, _layouts(node), strict=True)
-    return [*(name for name, layout in present if layout), "scale_inv"]
+    return numerics.output_names(cast(str, node.kwargs.get("scaling", "tensor")), *_layouts(node))

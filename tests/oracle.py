@@ -17,6 +17,7 @@ from torch import Tensor
 
 FLT_MAX = float(np.finfo(np.float32).max)
 Array = npt.NDArray[Any]
+E4M3 = torch.float8_e4m3fn
 
 
 @cache
@@ -44,14 +45,25 @@ def fp8_max(dtype: torch.dtype) -> float:
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
     """The code of each float64 number: nearest, ties to the even code, saturating; 255 marks NaN."""
+    return _nearest(x, finite_table(dtype))
+
+
+def finite_table(dtype: torch.dtype | None) -> Array:
+    """The finite non-negative values of an FP8 type, or of E2M1 (None)."""
+    if dtype is None:
+        return np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     values = table(dtype)
-    finite = values[np.isfinite(values)]
+    return values[np.isfinite(values)]
+
+
+def _nearest(x: Array, finite: Array) -> Array:
     magnitude = np.minimum(np.abs(x), finite[-1])
     upper = np.searchsorted(finite, magnitude).clip(0, len(finite) - 1)
     lower = np.maximum(upper - 1, 0)
     to_upper, to_lower = finite[upper] - magnitude, magnitude - finite[lower]
     take_upper = (to_upper < to_lower) | ((to_upper == to_lower) & (upper % 2 == 0))
-    code = np.where(take_upper, upper, lower).astype(np.uint8) | (np.signbit(x).astype(np.uint8) << 7)
+    sign_bit = 7 if len(finite) > 8 else 3  # FP8, E2M1
+    code = np.where(take_upper, upper, lower).astype(np.uint8) | (np.signbit(x).astype(np.uint8) << sign_bit)
     return np.where(np.isnan(x), np.uint8(255), code)
 
 
@@ -65,13 +77,22 @@ def round_to_float32(x: float) -> float:
         return math.copysign(math.inf, x)
 
 
-def scale(amax: float, dtype: torch.dtype, *, power_2_scale: bool = False, epsilon: float = 0.0) -> float:
+def scale(
+    amax: float,
+    dtype: torch.dtype,
+    *,
+    power_2_scale: bool = False,
+    epsilon: float = 0.0,
+    largest: float = FLT_MAX,
+    top: float | None = None,
+) -> float:
     """The current scale for one amax."""
     amax = max(amax, round_to_float32(epsilon)) if not math.isnan(amax) else amax
     if amax == 0 or math.isinf(amax) or math.isnan(amax):
         return 1.0
     # float64 division of two float32 numbers, rounded once more: equal to IEEE float32 division
-    result = min(round_to_float32(fp8_max(dtype) / amax), FLT_MAX)
+    result = round_to_float32((top or fp8_max(dtype)) / amax)
+    result = largest if math.isinf(result) else result
     if power_2_scale:
         result = math.ldexp(1.0, math.frexp(result)[1] - 1)
     return result
@@ -106,6 +127,63 @@ def quantize(
         scaled = (values.astype(np.float32) * np.float32(factor)).astype(np.float64)
     codes = cast(np.swapaxes(scaled, -1, -2) if columnwise else scaled, dtype)
     return codes, round_to_float32(1.0 / factor)
+
+
+def e8m0(amax: float, dtype: torch.dtype) -> int:
+    """The E8M0 exponent of ``amax * (1 / fp8_max)`` rounded up: logarithms where the product moves bits."""
+    x = float(np.float32(amax) * np.float32(1.0 / fp8_max(dtype)))
+    if math.isnan(x):
+        return 255
+    if math.isinf(x):
+        return 254
+    if x == 0:
+        return 0
+    mantissa, exponent = math.frexp(x)  # x = mantissa * 2 ** exponent, 0.5 <= mantissa < 1
+    return min(max(127 + exponent - (mantissa == 0.5), 0), 254)
+
+
+def quantize_tiles(x: Tensor, quantizer: Any, *, columnwise: bool = False) -> tuple[Array, Array, float]:
+    """``(codes, scale_inv of each tile, global scale_inv)``, one tile after another, in Python.
+
+    ``codes`` of E2M1 are not packed; an E8M0 scale comes as its exponent, an E4M3 scale as its value.
+    """
+    fp4 = quantizer.scaling == "nvfp4"
+    values = x.float().numpy().astype(np.float32)
+    values = np.swapaxes(values, -2, -1) if columnwise else values
+    rows, columns = values.shape[-2:]
+    tile_rows, tile_columns = (1, columns) if quantizer.scaling == "row" else quantizer.block
+    grid = -(-rows // tile_rows), -(-columns // tile_columns)
+    codes = np.zeros(values.shape, np.uint8)
+    scale_inv = np.zeros((*values.shape[:-2], *grid), np.float64)
+    whole = float(np.abs(values).max())
+    global_scale = scale(whole, E4M3, top=448.0 * 6.0) if fp4 else 1.0
+    inverse_of = lambda v: round_to_float32(1.0 / v) if v else math.inf  # noqa: E731
+    for index in np.ndindex(*values.shape[:-2], *grid):
+        *batch, i, j = index
+        where = (*batch, slice(i * tile_rows, (i + 1) * tile_rows), slice(j * tile_columns, (j + 1) * tile_columns))
+        tile = values[where]
+        amax = float(np.abs(tile).max())
+        if quantizer.scaling == "mxfp8":
+            stored = float(e8m0(amax, quantizer.dtype))
+            factor = math.nan if stored == 255 else math.ldexp(1.0, 127 - int(stored))
+        elif fp4:
+            product = np.float32(amax) * np.float32(round_to_float32(global_scale / 6.0))
+            code = int(cast(np.array([product], np.float64), E4M3)[0])
+            stored = math.nan if code == 255 else float(table(E4M3)[code])
+            inverse = inverse_of(global_scale)
+            factor = inverse_of(float(np.float32(stored) * np.float32(inverse))) if stored == stored else math.nan
+            factor = min(factor, FLT_MAX) if factor == factor else factor
+        else:
+            settings = {"power_2_scale": quantizer.power_2_scale, "epsilon": quantizer.amax_epsilon}
+            largest = float(torch.finfo(x.dtype).max) if quantizer.scaling == "block" else FLT_MAX
+            factor = scale(amax, quantizer.dtype, **settings, largest=largest)
+            stored = inverse_of(factor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            scaled = (tile * np.float32(factor)).astype(np.float64)
+        fp4_codes = _nearest(np.nan_to_num(scaled, nan=0.0), finite_table(None))  # E2M1 has no NaN
+        codes[where] = fp4_codes if fp4 else cast(scaled, quantizer.dtype)
+        scale_inv[index] = stored
+    return codes, scale_inv, inverse_of(global_scale)
 
 
 def assert_codes(got: Tensor, expected: Array) -> None:

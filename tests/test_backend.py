@@ -316,7 +316,7 @@ def test_users_inductor_passes_run_first() -> None:
     ("options", "message"),
     [
         ({"recipe": "nosuch"}, "unknown recipe 'nosuch'"),
-        ({"recipe": "delayed"}, "not available in this version"),
+        ({"recipe": "delay"}, "unknown recipe 'delay'"),
         ({"typo": 1}, "no option 'typo'"),
         ({"policy": "nosuch.toml"}, "nosuch.toml: cannot be read"),
         ({"policy": {"rule": []}}, "unknown key 'rule'"),

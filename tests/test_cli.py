@@ -73,7 +73,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "default recipe     tensorwise" in out
-    assert "cpu                tensorwise" in out
+    assert "native: tensorwise, " in out
 
 
 @pytest.mark.parametrize("arguments", [[], ["nosuch"], ["demo", "--steps", "0"], ["demo", "--compiler", "x"]])

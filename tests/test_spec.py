@@ -40,8 +40,8 @@ BAD = [
     pytest.param((fp8(16, 32, dtype=E5M2), fp8(16, 32, dtype=E5M2), ONE, ONE, None), "E5M2 x E5M2", id="e5m2"),
     pytest.param((fp8(16, 24), fp8(16, 24), ONE, ONE, None), "k = 24 is not a multiple of 16", id="k alignment"),
     pytest.param((fp8(16, 32), fp8(24, 32), ONE, ONE, None), "n = 24 is not a multiple of 16", id="n alignment"),
-    pytest.param((fp8(16, 32), fp8(16, 32), ONE.double(), ONE, None), "not one FP32 number", id="scale dtype"),
-    pytest.param((fp8(16, 32), fp8(16, 32), ONE, torch.ones(2), None), "not one FP32 number", id="scale shape"),
+    pytest.param((fp8(16, 32), fp8(16, 32), ONE.double(), ONE, None), "a has scales torch.float64", id="scale dtype"),
+    pytest.param((fp8(16, 32), fp8(16, 32), ONE, torch.ones(2), None), "b has scales torch.float32", id="scale shape"),
     pytest.param((fp8(16, 32), fp8(16, 32), ONE, ONE, torch.zeros(16)), "cannot add a torch.float32", id="bias"),
 ]  # fmt: skip
 

@@ -99,9 +99,9 @@ def test_per_gemm_overrides() -> None:
 def test_padding_is_in_the_reason() -> None:
     report = fp8graph.explain(nn.Linear(20, 40), x(7, 20), policy=ALL)
     assert [g.reason for g in report.gemms] == [
-        "default; k 20 padded to 32; n 40 padded to 48",
-        "default; k 40 padded to 48; n 20 padded to 32",
-        "default; k 7 padded to 16; n 20 padded to 32",
+        "default; n 40 padded to 48; k 20 padded to 32",
+        "default; n 20 padded to 32; k 40 padded to 48",
+        "default; n 20 padded to 32; k 7 padded to 16",
     ]
 
 

@@ -1,0 +1,212 @@
+"""Rows, blocks, MXFP8 and NVFP4, bit for bit against the oracle: every tile, both layouts, ragged edges."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
+from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, formats, numerics
+from fp8graph.recipes import LAYOUTS, Recipe
+from helpers import same_bits
+
+SOURCES = [torch.bfloat16, torch.float32, torch.float16]
+RECIPES: list[tuple[str, Recipe, Any]] = [
+    ("1x128", Float8BlockScaling(), "input"),
+    ("1x128 FP32 scales", Float8BlockScaling(power_2_scale=False), "input"),
+    ("128x128", Float8BlockScaling(), "weight"),
+    ("1x128 E5M2", Float8BlockScaling(fp8_format="HYBRID"), "grad_output"),  # pyright: ignore[reportArgumentType]
+    ("2x48 with an epsilon", Float8BlockScaling(x_block=(2, 48), amax_epsilon=0.5), "input"),
+    ("row", Float8RowwiseScaling(), "input"),
+    ("row FP32 scales", Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0), "grad_output"),
+    ("1x32 E8M0", MXFP8BlockScaling(), "weight"),
+    ("1x32 E8M0 E5M2", MXFP8BlockScaling(fp8_format="HYBRID"), "grad_output"),  # pyright: ignore[reportArgumentType]
+    ("1x16 FP4", NVFP4BlockScaling(), "input"),
+    ("16x16 FP4", NVFP4BlockScaling(), "weight"),
+]
+each_recipe = pytest.mark.parametrize(("recipe", "operand"), [pytest.param(r, o, id=n) for n, r, o in RECIPES])
+
+
+def check(x: Tensor, recipe: Recipe, operand: Any) -> None:
+    quantizer = recipe.quantizer(operand)
+    for layout in ("rowwise", "columnwise"):
+        q = numerics.quantize(x, recipe, operand, layout)
+        codes, scale_inv, global_scale_inv = oracle.quantize_tiles(x, quantizer, columnwise=layout == "columnwise")
+        got = q.scale_inv.float().numpy()
+        np.testing.assert_array_equal(got, scale_inv.astype(np.float32))
+        if quantizer.scaling == "nvfp4":
+            unpacked = np.stack([q.data.numpy() & 15, q.data.numpy() >> 4], -1).reshape(*q.data.shape[:-1], -1)
+            nan = np.repeat(np.repeat(np.isnan(scale_inv), quantizer.block[0], -2), quantizer.block[1], -1)
+            padding = [(0, 0)] * (codes.ndim - 1) + [(0, unpacked.shape[-1] - codes.shape[-1])]
+            nan = nan[..., : codes.shape[-2], : unpacked.shape[-1]]  # the codes under a NaN scale say nothing
+            np.testing.assert_array_equal(np.where(nan, 0, unpacked), np.where(nan, 0, np.pad(codes, padding)))
+            assert q.global_scale_inv is not None
+            assert q.global_scale_inv.item() == global_scale_inv
+        else:
+            oracle.assert_codes(q.data, codes)
+        assert numerics.dequantize(q).shape == x.shape
+
+
+@each_recipe
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", [(128, 256), (303, 300), (1, 1), (17, 129), (2, 33, 50)])
+def test_shapes(recipe: Recipe, operand: Any, source: torch.dtype, shape: tuple[int, ...]) -> None:
+    check(torch.randn(shape).to(source) * torch.logspace(-3, 3, shape[-1]).to(source), recipe, operand)
+
+
+@each_recipe
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("special", [0.0, 1e-45, 1e-38, "max", math.inf, -math.inf, math.nan])
+def test_special_tiles(recipe: Recipe, operand: Any, source: torch.dtype, special: Any) -> None:
+    """Whole tiles of one number beside normal ones; one such element in a tile of normal numbers."""
+    number = torch.finfo(source).max if special == "max" else special
+    x = torch.randn(140, 150).to(source)
+    x[:130, :130] = number
+    check(x, recipe, operand)
+    x = torch.randn(20, 150).to(source)
+    x[3, 140] = number
+    check(x, recipe, operand)
+
+
+@each_recipe
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_any_tensor(recipe: Recipe, operand: Any, data: st.DataObject) -> None:
+    sizes = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 40)))
+    numbers = st.floats(width=32) | st.floats(-1e3, 1e3, width=32)
+    pool = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=8)))
+    x = pool[torch.randint(len(pool), sizes)].to(data.draw(st.sampled_from(SOURCES)))
+    check(x, recipe, operand)
+
+
+def test_e8m0_rounds_up() -> None:
+    """Transformer Engine's table, and every power of two and its neighbours."""
+    one = torch.tensor(1.0)
+    table = {0.0: 0x00, 1.0: 0x7F, torch.nextafter(one, one * 2).item(): 0x80, math.inf: 0xFE, math.nan: 0xFF}
+    for amax, exponent in table.items():
+        assert formats.biased_exponent(torch.tensor(amax), 1.0).item() == exponent
+    powers = torch.ldexp(torch.ones(253), torch.arange(-125, 128))
+    for x, up in ((powers, 0), (powers.nextafter(powers * 0), 0), (powers.nextafter(one * math.inf), 1)):
+        expected = (torch.arange(-125, 128) + 127 + up).clamp(max=254)
+        assert torch.equal(formats.biased_exponent(x, 1.0), expected.int())
+    assert (formats.biased_exponent(torch.tensor([448.0, 447.0, 449.0]), 448.0) == torch.tensor([127, 127, 128])).all()
+
+
+def test_e8m0_decodes() -> None:
+    got = formats.exp2_biased(torch.arange(256, dtype=torch.int32)).double().numpy()
+    np.testing.assert_array_equal(got, [*(2.0 ** (e - 127) for e in range(255)), math.nan])
+
+
+def test_every_e2m1_code_and_every_midpoint() -> None:
+    values = oracle.finite_table(None)
+    assert formats.unpack_e2m1(torch.arange(16, dtype=torch.uint8)).tolist()[::2] == [*values, *-values]
+    ties = (values[:-1] + values[1:]) / 2
+    for numbers, codes in (
+        (ties, [0, 2, 2, 4, 4, 6, 6]),
+        (np.nextafter(ties.astype(np.float32), np.float32(0)), range(7)),
+        (np.nextafter(ties.astype(np.float32), np.float32(9)), range(1, 8)),
+        (np.array([6.5, 1e30, math.inf]), [7, 7, 7]),
+    ):
+        x = torch.tensor(np.asarray(numbers), dtype=torch.float32)
+        assert formats.cast_to_e2m1(x).tolist() == list(codes)
+        assert formats.cast_to_e2m1(-x).tolist() == [code | 8 for code in codes]
+    codes = torch.randint(16, (3, 10), dtype=torch.uint8)
+    packed = formats.pack_e2m1(codes)
+    assert packed.shape == (3, 5)
+    assert packed[0, 0] == codes[0, 0] + 16 * codes[0, 1]
+
+
+@each_recipe
+def test_dequantize_is_data_times_scale(recipe: Recipe, operand: Any) -> None:
+    """In float64, tile by tile; FP32 rounds once (NVFP4: once more for the global scale)."""
+    quantizer = recipe.quantizer(operand)
+    x = torch.randn(70, 150)
+    q = numerics.quantize(x, recipe, operand, "rowwise")
+    codes, scale_inv, global_scale_inv = oracle.quantize_tiles(x, quantizer)
+    fp4 = quantizer.scaling == "nvfp4"
+    finite, sign = oracle.finite_table(None if fp4 else quantizer.dtype), 8 if fp4 else 128
+    values = np.where(codes & sign, -1.0, 1.0) * finite[codes & (sign - 1)]
+    scales = np.exp2(scale_inv - 127) if quantizer.scaling == "mxfp8" else scale_inv
+    rows, columns = (1, 150) if quantizer.scaling == "row" else quantizer.block
+    exact = values * np.repeat(np.repeat(scales, rows, 0), columns, 1)[:70, :150]
+    exact = (exact.astype(np.float32) * np.float32(global_scale_inv)) if fp4 else exact.astype(np.float32)
+    np.testing.assert_array_equal(numerics.dequantize(q).numpy(), exact)
+
+
+def test_square_tiles_hold_the_same_numbers_in_both_layouts() -> None:
+    x = torch.randn(256, 384)
+    for recipe in (Float8BlockScaling(), NVFP4BlockScaling()):
+        quantized = [numerics.quantize(x, recipe, "weight", layout) for layout in LAYOUTS]
+        row, column = map(numerics.dequantize, quantized)
+        assert torch.equal(row, column)
+
+
+def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
+    """cuBLAS's formula for the offset of scale (row, tile), one at a time."""
+    rows, tiles = scales.shape
+    padded_rows, padded_tiles = rows + -rows % 128, tiles + -tiles % 4
+    out = [0] * (padded_rows * padded_tiles)
+    for row in range(rows):
+        for tile in range(tiles):
+            block = (row // 128) * (padded_tiles // 4) + tile // 4
+            out[block * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + tile % 4] = int(scales[row, tile])
+    return out
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
+def test_swizzled_scales(rows: int, tiles: int) -> None:
+    """What Blackwell's tensor cores read, byte by byte, padding included."""
+    scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
+    expected = swizzled_by_hand(scales.numpy())
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        got = numerics.swizzle_scales(scales.view(dtype))
+        assert (got.dtype, got.shape) == (dtype, (len(expected),))
+        assert got.view(torch.uint8).tolist() == expected
+
+
+def test_the_order_of_a_swizzled_block() -> None:
+    scales = torch.arange(128, dtype=torch.uint8).reshape(128, 1).expand(128, 4)
+    assert numerics.swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
+
+
+@each_recipe
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: Any, bias: bool) -> None:
+    """The dialect's reference on a CPU: FP32 accumulation of k products, one rounding."""
+    a = numerics.quantize(torch.randn(12, 256), recipe, "input", "rowwise")
+    b = numerics.quantize(torch.randn(48, 256), recipe, "weight", "rowwise")
+    blocks = {"block_a": a.quantizer.block, "block_b": b.quantizer.block}
+    extra: Any = {"global_scale_inv_a": a.global_scale_inv, "global_scale_inv_b": b.global_scale_inv}
+    vector = torch.randn(48) if bias else None
+    args = (a.data, b.data, a.scale_inv, b.scale_inv, vector, torch.float32, False)
+    got = numerics.scaled_mm(*args, scaling=a.quantizer.scaling, **blocks, **extra)
+    exact = numerics.dequantize(a).double() @ numerics.dequantize(b).double().T
+    exact = exact if vector is None else exact + vector.double()
+    assert (got.double() - exact).abs().max() <= 256 * 2.0**-24 * exact.abs().max()
+
+
+@each_recipe
+def test_gradients_carry_overflow(recipe: Recipe, operand: Any) -> None:
+    """An inf in dy reaches what GradScaler looks at; without one nothing changes."""
+    quantizer = recipe.quantizer("grad_output")
+    args, kwargs = numerics.quantizer_args(quantizer), numerics.quantizer_kwargs(quantizer)
+    x = torch.randn(40, 64)
+    plain, carrying = (
+        numerics.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=c) for c in (False, True)
+    )
+    assert same_bits(plain, carrying)
+    x[7, 9] = -math.inf
+    outputs = numerics.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=True)
+    named = dict(zip(numerics.output_names(quantizer.scaling, [1, 1], [1, 1]), outputs, strict=True))
+    for layout, place in (("rowwise", (7, 9)), ("columnwise", (9, 7))):
+        values = numerics.decode(
+            named[layout], named[f"{layout}_scale_inv"], **kwargs, global_scale_inv=named.get("global_scale_inv")
+        )
+        assert values[place] == -math.inf

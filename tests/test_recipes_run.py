@@ -1,0 +1,154 @@
+"""Every recipe on every kind of linear: it runs, both gradients are right, or the report says why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8graph
+from fp8graph import Float8BlockScaling, Format, Policy, Rule, numerics
+from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
+from helpers import MLP, compiled_step, eager_backend, step, view_of
+
+# dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
+BOUND = {"tensorwise": 24.0, "delayed": 24.0, "nvfp4": 15.0}
+SHAPES: list[tuple[tuple[int, ...], int, bool]] = [  # of x, outputs, bias
+    ((32, 128), 256, False),
+    ((2, 16, 128), 128, True),
+    ((30, 40), 20, False),  # no size is a multiple of any block
+    ((2, 5, 300), 303, True),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("shape", "outputs", "bias"), SHAPES)
+def test_linear(recipe: str, dtype: torch.dtype, shape: tuple[int, ...], outputs: int, bias: bool) -> None:
+    module = nn.Linear(shape[-1], outputs, bias=bias).to(dtype)
+    x = torch.randn(shape).to(dtype).requires_grad_()
+    backend = eager_backend(Policy(default=recipe))
+    results = compiled_step(module, x, backend, fullgraph=True)
+    for name, got, exact in zip(
+        ("fprop", "dgrad", "wgrad"), results, step(module, x, parameters=module.parameters()), strict=False
+    ):
+        assert numerics.sqnr_db(exact, got) >= BOUND.get(recipe, 26.0), name
+    gemms = {g.gemm: g for g in backend.report.gemms}
+    assert set(gemms) == {"fprop", "dgrad", "wgrad"}
+    for name, gemm in gemms.items():
+        if recipe == "rowwise_with_gw_hp" and name == "wgrad":
+            assert (gemm.recipe, gemm.reason) == (None, "default: rowwise leaves wgrad in high precision")
+        else:
+            assert gemm.recipe is not None
+            assert gemm.execution == ("native" if "emulated" not in gemm.reason else "emulated")
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", Float8BlockScaling(x_block=(2, 48))])
+@pytest.mark.parametrize("fmt", [Format.E4M3, Format.HYBRID])
+def test_operand_dtypes_are_in_the_graph(recipe: Any, fmt: Format) -> None:
+    """HYBRID: E4M3 forward, E5M2 gradients; E4M3: everywhere E4M3. From the quantize nodes of the graph."""
+    recipe = type(resolved := resolve_recipe(recipe))(fp8_format=fmt)
+    assert isinstance(resolved, Recipe)
+    view = view_of(nn.Linear(64, 32), torch.randn(16, 64, requires_grad=True), policy=Policy(default=recipe))
+    lines = [line for line in view.after.splitlines() if "fp8graph.quantize(" in line]
+    gradient = "e5m2" if fmt is Format.HYBRID else "e4m3"
+    assert lines
+    for line in lines:
+        assert f"dtype={gradient if line.startswith('quantize_grad') else 'e4m3'}" in line
+
+
+def test_why_emulated_is_in_the_report() -> None:
+    reasons = {
+        name: fp8graph.explain(nn.Linear(64, 32), torch.randn(16, 64), policy=Policy(default=name), target=target)
+        .gemms[0]
+        .reason
+        for name, target in [("blockwise", "cpu"), ("mxfp8", "sm_90"), ("nvfp4", "sm_90"), ("rowwise", "sm_89")]
+    }
+    assert reasons == {
+        "blockwise": "default; emulated: cpu has no FP8 GEMM with one scale a tile",
+        "mxfp8": "default; emulated: sm_90 has no MXFP8 GEMM",
+        "nvfp4": "default; emulated: sm_90 has no NVFP4 GEMM",
+        "rowwise": "default; emulated: sm_89 has no FP8 GEMM with one scale a row",
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "dtype", "reason"),
+    [
+        ("rowwise", "sm_90", torch.bfloat16, None),
+        ("rowwise", "sm_90", torch.float32, "one scale a row gives bf16 results only, not float32"),
+        ("blockwise", "sm_90", torch.bfloat16, None),
+        (Float8BlockScaling(x_block=(2, 64)), "sm_90", torch.bfloat16, "no GEMM for tiles of 2x64 and 128x128"),
+        (Float8BlockScaling(x_block=(128, 128)), "sm_90", torch.bfloat16, "no GEMM for tiles of 128x128 and 128x128"),
+        ("blockwise", "sm_100", torch.bfloat16, "sm_100 has no FP8 GEMM with one scale a tile"),
+        ("mxfp8", "sm_100", torch.bfloat16, None),
+        ("nvfp4", "sm_100", torch.bfloat16, None),
+        ("mxfp8", "sm_120", torch.bfloat16, "sm_120 has no MXFP8 GEMM"),
+        ("delayed", "sm_89", torch.float16, None),
+    ],
+)
+def test_native_where_the_device_can(recipe: Any, target: str, dtype: torch.dtype, reason: str | None) -> None:
+    """The reason is in the report; what is native passes spec.py's layout, type and alignment rules."""
+    module, x = nn.Linear(60, 44).to(dtype), torch.randn(3, 10, 60).to(dtype)
+    report = fp8graph.explain(module, x.requires_grad_(), policy=Policy(default=recipe), target=target, training=True)
+    gemm = report.gemms[0]
+    assert (gemm.execution, "emulated" in gemm.reason) == (("native", False) if reason is None else ("emulated", True))
+    assert (reason or "") in gemm.reason
+    module(x)  # the graph of another device runs here too
+    assert report.graphs[0].module is not None
+
+
+def test_recipes_mix_within_a_site() -> None:
+    """fprop, dgrad and wgrad each under another recipe, layer by layer."""
+    rules = [
+        Rule("gate", "rowwise", dgrad="tensorwise", wgrad="blockwise"),
+        Rule("up", "nvfp4", wgrad=None),
+        Rule("down", "delayed", dgrad="mxfp8"),
+    ]
+    backend = eager_backend(Policy(rules))
+    module, x = MLP(), torch.randn(16, 32, requires_grad=True)
+    compiled_step(module, x, backend)
+    got = {(g.fqn, g.gemm): g.recipe for g in backend.report.gemms}
+    assert got == {
+        ("gate", "fprop"): "rowwise",
+        ("gate", "dgrad"): "tensorwise",
+        ("gate", "wgrad"): "blockwise",
+        ("up", "fprop"): "nvfp4",
+        ("up", "dgrad"): "nvfp4",
+        ("up", "wgrad"): None,
+        ("down", "fprop"): "delayed",
+        ("down", "dgrad"): "mxfp8",
+        ("down", "wgrad"): "delayed",
+    }
+
+
+def test_rowwise_scales_are_those_of_the_contracted_rows() -> None:
+    """Each gemm against float64 with the scales written out: rows of x and w, of dy and w.T, of dy.T and x.T."""
+    module, x = nn.Linear(48, 32, bias=False), torch.randn(16, 48, requires_grad=True)
+    backend = eager_backend(Policy(default="rowwise"))
+    got = compiled_step(module, x, backend)
+    dy = torch.linspace(-1.0, 1.0, 16 * 32).reshape(16, 32)
+
+    def quantized(t: torch.Tensor) -> torch.Tensor:
+        scale = torch.exp2(torch.floor(torch.log2(448.0 / t.abs().amax(1, keepdim=True).double())))
+        return ((t.double() * scale).float().to(torch.float8_e4m3fn)).double() / scale
+
+    w = module.weight.detach()
+    pairs = [(x.detach(), w), (dy, w.T), (dy.T, x.detach().T)]
+    for result, (a, b) in zip(got, pairs, strict=True):
+        exact = quantized(a) @ quantized(b).T
+        assert (result.double() - exact).abs().max() <= 64 * 2.0**-24 * exact.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "nvfp4"])
+def test_compiled_is_eager_bit_for_bit(recipe: str) -> None:
+    """Operands that are graph inputs, ragged tiles, both layouts: Inductor's code and the dialect agree."""
+    module, x = nn.Linear(150, 70).bfloat16(), torch.randn(2, 35, 150).bfloat16().requires_grad_()
+    eager = compiled_step(module, x, eager_backend(Policy(default=recipe)))
+    inductor = compiled_step(module, x, fp8graph.Backend(Policy(default=recipe)))
+    for name, a, b in zip(("fprop", "dgrad", "wgrad"), eager, inductor, strict=False):
+        # emulated GEMMs are FP32 matmuls: their order of summation is the library's choice
+        assert numerics.sqnr_db(a, b) >= 50, name
