@@ -5,7 +5,7 @@ TORCH ?= 2.13.0
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?= -n 2
 
-.PHONY: demo test lint clean test-torch
+.PHONY: demo test lint clean test-torch train-recipes
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -35,6 +35,10 @@ lint: .venv/ready
 
 test-torch: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
+# one small Llama per recipe and seed beside bf16; writes benchmarks/results/train_recipes_cpu.*
+train-recipes: .venv/ready
+	.venv/bin/python -m benchmarks.train_recipes
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info

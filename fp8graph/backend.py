@@ -19,6 +19,7 @@ from fp8graph.policy import Policy
 from fp8graph.program import Program
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report import GemmRecord, Report
+from fp8graph.state import State
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 _COMPILERS: Final = ("inductor", "eager")
@@ -80,6 +81,7 @@ class Backend:
         self.inductor_options: Final = _checked_inductor_options(inductor_options)
         self.hardware: Final = hardware.from_target(target) if target is not None else None
         self.names: Final = Names()
+        self.state: Final = State()
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
@@ -110,6 +112,29 @@ class Backend:
         reports see full FQNs.
         """
         self.names.bind(model)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The scaling state: for each tensor of each layer under a recipe with a state its scale and amax history.
+
+        Plain tensors under plain strings: ``torch.save`` (loads with ``weights_only=True``) and safetensors both take
+        it. Empty but for a version where no recipe has a state.
+
+        Raises:
+            StateError: two layers have one name (see :meth:`bind`).
+        """
+        return self.state.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Bring back what :meth:`state_dict` gave, before the first step or later. All or nothing.
+
+        Entries of layers that were not compiled yet wait for them; those that nothing asked for are in
+        ``str(backend.report)``.
+
+        Raises:
+            StateError: another version, truncated, a scale that is not finite and positive, a layer that was compiled
+                already and is missing. The message says which; the old state is then intact.
+        """
+        self.state.load_state_dict(state_dict)
 
     @property
     def report(self) -> Report:

@@ -175,7 +175,7 @@ def run_demo(
         "On a CPU this shows the numbers, not the speed: FP8 GEMMs are slower than bf16 there."
     )
     plain: Any = "inductor" if compiler == "inductor" else "aot_eager"
-    with _quiet():
+    with quiet():
         bf16 = train("bf16", build_model(seed), plain, data, console)
         fp8 = train("FP8 ", build_model(seed), backend, data, console)
 
@@ -191,7 +191,7 @@ def run_demo(
 
     with torch.no_grad():
         reference = fp8.model(input_ids=data[-1]).logits
-        with _quiet():
+        with quiet():
             quantized = torch.compile(fp8.model, backend=Backend(recipe=recipe, compiler="eager"))(input_ids=data[-1])
     difference, good = judge(bf16.losses, fp8.losses)
     console.rule("Result")
@@ -219,7 +219,7 @@ def run_demo(
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def quiet() -> Any:
     """No warnings of torch and transformers between the progress bars."""
     import logging
     import warnings

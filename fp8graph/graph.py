@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
@@ -34,6 +36,7 @@ _INHERITED: Final = (
     "stack_trace",
     "fwd_stack_trace",
 )
+NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
 
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -105,6 +108,27 @@ def fake_mode_of(node: fx.Node) -> Any:
     """The FakeTensorMode that ``node``'s value lives in (several outputs share one)."""
     val = node.meta["val"]
     return cast(Any, val[0] if isinstance(val, (list, tuple)) else val).fake_mode
+
+
+def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Graph:
+    """``function(*arguments)`` as an aten graph that Inductor fuses; its placeholders are the arguments in order."""
+    values = [value(argument) for argument in arguments]
+    with fake_mode_of(arguments[0]), torch.no_grad():
+        # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
+        fresh = [v.new_empty_strided(v.size(), v.stride()) for v in values]
+        return make_fx(function, decomposition_table=select_decomp_table())(*fresh).graph
+
+
+def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, like: fx.Node, made_by: str) -> Any:
+    """Copy ``body`` to the insertion point with ``like``'s metadata; returns what the body returns, as nodes."""
+    placeholders = body.find_nodes(op="placeholder")
+    copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
+    results: Any = graph.graph_copy(body, copies)
+    for copy in copies.values():
+        if copy not in arguments:
+            copy.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
+            copy.meta[PASS_KEY] = made_by
+    return results
 
 
 def swaps_last_dims(node: fx.Node) -> bool:

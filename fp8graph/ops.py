@@ -3,6 +3,7 @@
     quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
+    read_scales(page) -> [2, tensors];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -17,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph import numerics
+from fp8graph import delayed, numerics
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
@@ -28,6 +29,8 @@ _SCHEMAS: Final[dict[str, str]] = {
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
     "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
+    "read_scales": "(Tensor page) -> Tensor",
+    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
 _SCALE_DTYPE: Final = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
@@ -89,10 +92,20 @@ def _fake_dequantize(
     return torch.empty_like(data, dtype=dtype)
 
 
+def _fake_read_scales(page: Tensor) -> Tensor:
+    return page.new_empty((delayed.HEADER, page.shape[1]))
+
+
+def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
+    return torch.empty_like(page)
+
+
 for _name, _reference, _fake in (
     ("quantize", numerics.quantize_layouts, _fake_quantize),
     ("scaled_mm", numerics.scaled_mm, _fake_scaled_mm),
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
+    ("read_scales", delayed.read_scales, _fake_read_scales),
+    ("update_page", delayed.updated_page, _fake_update_page),
 ):
     _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _reference, "CompositeExplicitAutograd")
@@ -101,10 +114,14 @@ for _name, _reference, _fake in (
 quantize = torch.ops.fp8graph.quantize.default
 scaled_mm = torch.ops.fp8graph.scaled_mm.default
 dequantize = torch.ops.fp8graph.dequantize.default
+read_scales = torch.ops.fp8graph.read_scales.default
+update_page = torch.ops.fp8graph.update_page.default
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     quantize: numerics.quantize_layouts,
     scaled_mm: numerics.scaled_mm,
     dequantize: numerics.dequantize_data,
+    read_scales: delayed.read_scales,
+    update_page: delayed.updated_page,
 }
 DIALECT: Final = frozenset(REFERENCE)

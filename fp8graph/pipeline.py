@@ -18,7 +18,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.report import GemmRecord, gemm_records
-from fp8graph.sites import Compilation
+from fp8graph.sites import Compilation, PageLayout
 
 GraphPass = Callable[[fx.Graph], None]
 
@@ -56,7 +56,7 @@ def _append(text: str, more: str) -> str:
 class _Pass(CustomGraphPass):
     """A custom pass of Inductor that runs another one (the user's) first."""
 
-    def __init__(self, identity: str, first: GraphPass | Sequence[GraphPass] | None) -> None:
+    def __init__(self, identity: str | None, first: GraphPass | Sequence[GraphPass] | None) -> None:
         self._identity = identity
         self._first = [first] if callable(first) else list(first or ())
 
@@ -66,7 +66,7 @@ class _Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._first]
-        if None in others:
+        if self._identity is None or None in others:
             return None  # an anonymous pass: torch must not cache
         return json.dumps([type(self).__name__, self._identity, *map(str, others)])
 
@@ -80,7 +80,7 @@ class JointPass(_Pass):
     def __init__(
         self,
         compilation: Compilation,
-        identity: str,
+        identity: str | None,
         first: GraphPass | Sequence[GraphPass] | None = None,
         check: Callable[[Sequence[GemmRecord]], None] | None = None,
         keep_module: bool = False,
@@ -96,11 +96,17 @@ class JointPass(_Pass):
         self.training = False
         self.module: fx.GraphModule | None = None
 
+    @property
+    def pages(self) -> tuple[PageLayout, ...]:
+        """The pages of scaling state that the graph wants."""
+        return self._compilation.pages
+
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         compilation = self._compilation
         self.before = _append(self.before, graph_text(graph))
         inputs = list(graph_inputs(graph))
+        compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
         sources = dict(enumerate(compilation.sources))
         self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)

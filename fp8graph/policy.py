@@ -186,6 +186,11 @@ class Policy:
             )
         return Resolution(dict.fromkeys(GEMMS, resolve_recipe(self.default)), source="default")
 
+    def recipes(self) -> set[Recipe]:
+        """Every recipe that a rule or the default may give."""
+        named = [resolve_recipe(self.default), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
+        return {recipe for recipe in named if recipe is not None}
+
     def identity(self) -> str:
         """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]

@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from fp8graph import compat
+from fp8graph import compat, delayed
 from fp8graph.autocast import REGION_KEY, current_region, region_recipe
 from fp8graph.errors import Fp8GraphError
+from fp8graph.graph import NO_GRAD_KEY
 from fp8graph.pipeline import JointPass, LowerPass, source_hash
 from fp8graph.policy import INHERIT
-from fp8graph.recipes import Recipe
+from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.report import GraphView
-from fp8graph.sites import Compilation, Parameter
+from fp8graph.sites import Compilation, PageLayout, Parameter
 
 if TYPE_CHECKING:
     from fp8graph.backend import Backend
@@ -44,6 +45,14 @@ class Situation:
     policy: str
     region: str | Recipe | None
     names: tuple[str, ...]  # bound FQNs of the graph's parameters, "" where not bound
+
+
+@dataclasses.dataclass(frozen=True)
+class _Variant:
+    """A compiled graph and the pages of scaling state that it takes after Dynamo's inputs."""
+
+    run: Callable[..., Any]
+    layouts: Sequence[PageLayout]
 
 
 class Program:
@@ -64,7 +73,8 @@ class Program:
         self._fake_inputs = [
             node.meta.get("example_value", x) for node, x in zip(placeholders, example_inputs, strict=True)
         ]
-        self._variants: dict[Situation, Callable[..., Any]] = {}
+        self._variants: dict[Situation, _Variant] = {}
+        self._gradients = torch.is_grad_enabled()
         self._calls = 0
         self.views: dict[Situation, GraphView] = {}
         situation = self._situation(example_inputs)
@@ -80,46 +90,58 @@ class Program:
             context = self._tracing_context
             with tracing(context) if context is not None else contextlib.nullcontext():
                 variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
-        return variant(*args)
+        if not variant.layouts:
+            return variant.run(*args)
+        return variant.run(*args, *self._backend.state.tensors(variant.layouts, args, self._backend.names))
 
     def _situation(self, args: Sequence[Any]) -> Situation:
         names = self._backend.names
         bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
         return Situation(policy=self._backend.policy_text, region=current_region(), names=bound)
 
-    def _compilation(self, situation: Situation) -> Compilation:
+    def _compilation(self, situation: Situation, layouts: Sequence[PageLayout] = ()) -> Compilation:
         bound = situation.names or ("",) * len(self._parameters)
         return Compilation(
             policy=self._backend.policy,
             hardware=self._backend.hardware,
             region=situation.region,
             sources=self._sources,
+            records_amaxes=self._gradients,
+            page_inputs=tuple(range(len(self._sources), len(self._sources) + len(layouts))),
             parameters={
                 index: Parameter(source=source, index=index, bound=name)
                 for (index, source), name in zip(self._parameters.items(), bound, strict=True)
             },
         )
 
-    def _compile(self, situation: Situation, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _compile(self, situation: Situation, inputs: Sequence[Any]) -> _Variant:
         backend = self._backend
         options = dict(backend.inductor_options)
         identity = self._identity(situation)
+        recipes = self._recipes(situation)
+        layouts = self._trace(situation).pages if any(isinstance(r, DelayedScaling) for r in recipes) else ()
         joint = JointPass(
-            self._compilation(situation),
-            identity,
+            self._compilation(situation, layouts),
+            None if any(has_code(r) for r in recipes) else identity,
             first=options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass),
             check=backend.check_records if backend.strict else None,
         )
         if backend.may_rewrite(situation.region, self._regions()):
             options = {**compat.cpu_codegen_patches(inputs), **options}
-        compiled = self._run_compile_fx(joint, options, inputs, eager=backend.compiler == "eager")
-        self.views[situation] = self._view(situation, joint, identity, options)
+        compiled = self._run_compile_fx(joint, options, inputs, layouts, eager=backend.compiler == "eager")
+        self.views[situation] = self._view(situation, joint, identity, options, layouts)
         if backend.strict:
             backend.check_records(self.views[situation].gemms)
-        return compiled
+        return _Variant(compiled, layouts)
 
     def _run_compile_fx(
-        self, joint: JointPass, options: dict[str, Any], inputs: Sequence[Any], *, eager: bool
+        self,
+        joint: JointPass,
+        options: dict[str, Any],
+        inputs: Sequence[Any],
+        layouts: Sequence[PageLayout],
+        *,
+        eager: bool,
     ) -> Callable[..., Any]:
         options = dict(options)
         first = options.pop("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
@@ -132,30 +154,38 @@ class Program:
         if eager:
             patches["force_disable_caches"] = True
             extra["inner_compile"] = _run_eagerly
-        module = copy_dynamo_graph(self._module)  # compile_fx takes ownership; Dynamo reads its graph again
-        return cast(Callable[..., Any], compile_fx(module, list(inputs), config_patches=patches, **extra))
+        module = copy_dynamo_graph(self._module, self._gradients)  # compile_fx takes it; Dynamo reads its graph again
+        pages = _page_inputs(module, layouts, inputs)
+        return cast(Callable[..., Any], compile_fx(module, [*inputs, *pages], config_patches=patches, **extra))
 
-    def _trace(self, situation: Situation) -> JointPass:
-        """Run the passes again without code generation: for a report after a cache hit, for ``.module``."""
-        joint = JointPass(self._compilation(situation), "", keep_module=True)
+    def _trace(self, situation: Situation, layouts: Sequence[PageLayout] = ()) -> JointPass:
+        """Run the passes without code generation: to find the pages, for a cached report, for ``.module``."""
+        joint = JointPass(self._compilation(situation, layouts), "", keep_module=True)
         context = self._tracing_context
         fresh = TracingContext(context.fake_mode) if context is not None else None
         with tracing(fresh) if fresh is not None else contextlib.nullcontext():
-            self._run_compile_fx(joint, {}, self._fake_inputs, eager=True)
+            self._run_compile_fx(joint, {}, self._fake_inputs, layouts, eager=True)
         return joint
 
-    def _view(self, situation: Situation, joint: JointPass, identity: str, options: dict[str, Any]) -> GraphView:
+    def _view(
+        self,
+        situation: Situation,
+        joint: JointPass,
+        identity: str,
+        options: dict[str, Any],
+        layouts: Sequence[PageLayout],
+    ) -> GraphView:
         """The report's view of a variant. On a compile cache hit no pass ran: it comes from the cache too."""
 
         def module() -> fx.GraphModule:
-            return cast(fx.GraphModule, self._trace(situation).module)
+            return cast(fx.GraphModule, self._trace(situation, layouts).module)
 
         store = Path(cache_dir()) / "fp8graph" / f"{self._key(identity, options)}.json"
         if joint.records is None:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 stored = GraphView.from_dict(json.loads(store.read_text(encoding="utf-8")))
                 return dataclasses.replace(stored, load_module=module)
-            joint = self._trace(situation)
+            joint = self._trace(situation, layouts)
         view = GraphView(
             name=self._name(),
             training=joint.training,
@@ -179,6 +209,16 @@ class Program:
                 owner = next(iter(stack.values()))[1]
                 return f"{owner if isinstance(owner, str) else owner.__name__} {kind}".rpartition(".")[2]
         return f"function {kind}"
+
+    def _recipes(self, situation: Situation) -> set[Recipe]:
+        """Every recipe that may apply to a GEMM of this graph."""
+        found: set[Recipe] = set(self._backend.policy.recipes())
+        for region in (situation.region, *self._regions()):
+            with contextlib.suppress(Fp8GraphError):  # `assign` says so, and where
+                recipe = region_recipe(region)
+                if isinstance(recipe, Recipe):
+                    found.add(recipe)
+        return found
 
     def _regions(self) -> set[Any]:
         custom = (node.meta.get("custom") or {} for node in self._module.graph.nodes)
@@ -230,23 +270,57 @@ def _write(path: Path, text: str) -> None:
 
 def _run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
     """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = [placeholders.index(copy.args[0]) for copy in copies if copy.args[0] in placeholders]
 
     def run(args: list[Any]) -> Any:
         values = list(args)
         args.clear()  # boxed calling convention: the caller's references go
-        return module(*values)
+        # a page may be saved for the backward of another call, which is to read what this one writes
+        with torch.autograd._unsafe_preserve_version_counter(tuple(values[index] for index in written)):
+            return module(*values)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
-def copy_dynamo_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph that AOTAutograd takes for the original."""
+def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
+    """A copy of Dynamo's graph that AOTAutograd takes for the original.
+
+    Nodes inside ``torch.no_grad`` regions are marked (``NO_GRAD_KEY``): nothing else tells them apart later.
+    """
     graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
     graph.output(graph.graph_copy(module.graph, copies))
+    enabled = gradients
     for original, copy in copies.items():
         if hasattr(original, "_dynamo_source"):
             copy._dynamo_source = original._dynamo_source  # pyright: ignore
+        if original.target is torch._C._set_grad_enabled:
+            enabled = cast(bool, original.args[0])
+        elif gradients and not enabled:
+            copy.meta["custom"] = {**(original.meta.get("custom") or {}), NO_GRAD_KEY: True}
     result = fx.GraphModule(module, graph)
     result.meta = module.meta
     return result
+
+
+def _page_inputs(module: fx.GraphModule, layouts: Sequence[PageLayout], inputs: Sequence[Any]) -> list[Any]:
+    """Append a graph input for each page; returns the fake tensors to trace with."""
+    if not layouts:
+        return []
+    mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
+    assert mode is not None
+    fakes: list[Any] = []
+    last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
+    for index, layout in enumerate(layouts):
+        page = delayed.new_page(layout.recipe.amax_history_len, len(layout.rows), layout.device)
+        fakes.append(mode.from_tensor(page, static_shapes=True))
+        with module.graph.inserting_after(last):
+            last = module.graph.placeholder(f"fp8graph_state_{index}")
+        last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
+        # a tensor that stays where it is, like a parameter: no copy of it for a CUDA graph
+        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        last.meta["example_value"] = fakes[-1]
+    module.recompile()
+    return fakes

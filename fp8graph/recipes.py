@@ -401,6 +401,11 @@ class NVFP4BlockScaling(Recipe):
         return Quantizer(dtype=E2M1X2, scaling="nvfp4", block=(16, 16) if square else (1, 16))
 
 
+def has_code(recipe: Recipe) -> bool:
+    """Whether a field is a function: nothing that a cache key could name."""
+    return any(callable(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
+
+
 HIGH_PRECISION: Final = "high_precision"
 # Names that users type (NeMo's where it has one).
 _NAMES: dict[str, Recipe] = {

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+import torch
 from torch import fx
 
 from fp8graph.graph import aten
 from fp8graph.hardware import Hardware
 from fp8graph.policy import Op, Policy, Resolution
-from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
+from fp8graph.recipes import DelayedScaling, GemmName, Layout, OperandName, Recipe
 
 Execution = Literal["native", "emulated", "high precision"]
 
@@ -53,6 +54,7 @@ class Site:
     index: int  # among the sites of the same module
     op: Op
     parameter: int | None = None  # graph input that the weight comes from
+    use: int = 0  # among the sites with that parameter that run with gradients, or among those without
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])
 
@@ -62,15 +64,25 @@ class StateRow:
     """Whose scale it is: one tensor of one site under one recipe (delayed scaling)."""
 
     fqn: str
-    index: int  # among the sites of the same module
+    use: int  # of the weight in the graph: a layer that runs twice has two rows; not counting uses without gradients
     parameter: int | None  # graph input that the site's weight comes from
     operand: OperandName
     recipe: Recipe
 
-    @staticmethod
-    def of(site: Site, operand: OperandName, recipe: Recipe) -> StateRow:
-        """The row of ``site``'s ``operand``."""
-        return StateRow(fqn=site.fqn, index=site.index, parameter=site.parameter, operand=operand, recipe=recipe)
+
+@dataclass(frozen=True, kw_only=True)
+class PageLayout:
+    """One tensor of scaling state that a graph takes as an input: see ``fp8graph/delayed.py``.
+
+    ``rows``: one entry a column of the page. Tensors that are quantized once for several sites share a column, and
+    all of their rows are names of it.
+    """
+
+    recipe: DelayedScaling
+    fp8_max: float
+    backward: bool  # read and updated in backward
+    device: torch.device
+    rows: tuple[tuple[StateRow, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,5 +115,9 @@ class Compilation:
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
+    subgraph: bool = False  # the body of a higher-order op
+    records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
+    page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
+    pages: tuple[PageLayout, ...] = ()  # found by pass `state`
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])

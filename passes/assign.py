@@ -19,7 +19,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
 from fp8graph.hardware import ALIGNMENT
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
-from fp8graph.recipes import GEMMS, Recipe
+from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, Site
 
 _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -80,7 +80,10 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
             execution="high precision",
             resolution=resolution,
         )
-    if (obstacle := why_not(gemm, resolution)) is not None:
+    obstacle = why_not(gemm, resolution)
+    if obstacle is None and compilation.subgraph and isinstance(recipe, DelayedScaling):
+        obstacle = "delayed scaling has no state inside a higher-order op"
+    if obstacle is not None:
         return Decision(
             recipe=None,
             reason=f"{obstacle} ({resolution.source} asked for {recipe.name})",

@@ -15,11 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8graph import ops
-from fp8graph.graph import fake_mode_of, nodes, value
+from fp8graph.graph import inline, nodes, trace, value
 
 
 def lower(graph: fx.Graph) -> None:
@@ -33,10 +31,14 @@ def lower(graph: fx.Graph) -> None:
 
 
 def _signature(node: fx.Node) -> Any:
+    order = {argument: position for position, argument in enumerate(node.all_input_nodes)}  # one may come twice
+
     def describe(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             x = value(argument)
-            return tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, str(x.device)
+            return order[argument], *map(str, (*x.shape, "strides", *x.stride(), x.dtype, x.device))
+        if isinstance(argument, (list, tuple)):
+            return tuple(map(describe, cast(Sequence[Any], argument)))
         return str(argument)
 
     return node.target, *map(describe, node.args), *((name, describe(x)) for name, x in sorted(node.kwargs.items()))
@@ -44,32 +46,18 @@ def _signature(node: fx.Node) -> Any:
 
 def _trace(node: fx.Node) -> fx.Graph:
     """The reference function as an aten graph; its placeholders are the node's input nodes in order."""
-    values = [value(a) for a in node.all_input_nodes]
 
     def reference(*values: torch.Tensor) -> Any:
         given = dict(zip(node.all_input_nodes, values, strict=True))
         args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), given.__getitem__))
         return ops.REFERENCE[node.target](*args, **kwargs)
 
-    with fake_mode_of(node), torch.no_grad():
-        # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
-        fresh = [v.new_empty_strided(v.size(), v.stride()) for v in values]
-        return make_fx(reference, decomposition_table=select_decomp_table())(*fresh).graph
+    return trace(reference, node.all_input_nodes)
 
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:
-    placeholders = body.find_nodes(op="placeholder")
-    arguments = node.all_input_nodes
-    copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
     with graph.inserting_before(node):
-        results: Any = graph.graph_copy(body, copies)
-    for copy in copies.values():
-        if copy in arguments:
-            continue
-        for key in ("partitioner_tag", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "stack_trace"):
-            if key in node.meta:
-                copy.meta[key] = node.meta[key]
-        copy.meta["fp8graph_pass"] = "lower"
+        results = inline(graph, body, node.all_input_nodes, like=node, made_by="lower")
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
     else:

@@ -13,7 +13,7 @@ forward one (a custom autograd function's) is a site of its own, with a dgrad on
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any, cast
 
 from torch import fx
@@ -21,6 +21,7 @@ from torch import fx
 from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
     GROUPED,
+    NO_GRAD_KEY,
     SITES,
     backward_nodes,
     graph_inputs,
@@ -56,6 +57,11 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     for site in sites.values():
         site.gemms.sort(key=lambda gemm: GEMMS.index(gemm.gemm))
     compilation.sites = list(sites.values())
+    uses: Counter[Any] = Counter()
+    for site in compilation.sites:
+        without_gradients = bool((site.gemms[0].node.meta.get("custom") or {}).get(NO_GRAD_KEY))
+        owner = site.fqn if site.parameter is None else site.parameter, without_gradients
+        site.use, uses[owner] = uses[owner], uses[owner] + 1
 
 
 def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: Naming) -> Site:

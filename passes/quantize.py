@@ -68,8 +68,7 @@ def _rewrite(
     with graph.inserting_before(node):
         quantized: list[_Quantized] = []
         for view, multiples in ((gemm.a, [m, k]), (gemm.b, [n, k])):
-            row = StateRow.of(site, view.operand, recipe)
-            quantized.append(_quantize_operand(view, results, recipe, row, emit, native, multiples))
+            quantized.append(_quantize_operand(view, results, recipe, site, emit, native, multiples))
         result = (_native if native else _emulated)(gemm, recipe, emit, *quantized)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
@@ -80,7 +79,7 @@ def _quantize_operand(
     view: OperandView,
     results: Mapping[fx.Node, fx.Node],
     recipe: Recipe,
-    row: StateRow,
+    site: Site,
     emit: Callable[..., fx.Node],
     native: bool,
     multiples: list[int],
@@ -100,7 +99,9 @@ def _quantize_operand(
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
     outputs.meta[OPERAND_KEY] = operand
     if quantizer.scaling == "delayed":
-        outputs.meta[ROWS_KEY] = [row]
+        outputs.meta[ROWS_KEY] = [
+            StateRow(fqn=site.fqn, use=site.use, parameter=site.parameter, operand=operand, recipe=recipe)
+        ]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(numerics.output_names(quantizer.scaling, *layouts)):
         if name != "amax":  # pass `state` asks for it

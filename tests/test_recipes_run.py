@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph import Float8BlockScaling, Format, Policy, Rule, numerics
-from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
+from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
 from helpers import MLP, compiled_step, eager_backend, step, view_of
 
 # dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
@@ -49,8 +50,9 @@ def test_linear(recipe: str, dtype: torch.dtype, shape: tuple[int, ...], outputs
 @pytest.mark.parametrize("fmt", [Format.E4M3, Format.HYBRID])
 def test_operand_dtypes_are_in_the_graph(recipe: Any, fmt: Format) -> None:
     """HYBRID: E4M3 forward, E5M2 gradients; E4M3: everywhere E4M3. From the quantize nodes of the graph."""
-    recipe = type(resolved := resolve_recipe(recipe))(fp8_format=fmt)
-    assert isinstance(resolved, Recipe)
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    recipe = dataclasses.replace(resolved, fp8_format=fmt)
     view = view_of(nn.Linear(64, 32), torch.randn(16, 64, requires_grad=True), policy=Policy(default=recipe))
     lines = [line for line in view.after.splitlines() if "fp8graph.quantize(" in line]
     gradient = "e5m2" if fmt is Format.HYBRID else "e4m3"

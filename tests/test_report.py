@@ -61,9 +61,9 @@ def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
 
 def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
-    assert list(view.stages) == ["match", "assign", "quantize", "share"]
+    assert list(view.stages) == ["match", "assign", "quantize", "share", "state"]
     assert view.before == view.stages["assign"]
-    assert view.after == view.stages["share"]
+    assert view.after == view.stages["state"]
     assert view.before.count("aten.mm(") == 7
     assert "aten.mm(" not in view.after
     assert view.stages["quantize"].count("fp8graph.quantize(") == 14

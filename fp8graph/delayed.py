@@ -1,0 +1,76 @@
+"""Delayed scaling: the arithmetic of scales and amax histories. Plain functions, traced by ``lower`` like all numerics.
+
+A page holds the state of some tensors, FP32 [2 + length, tensors]: row 0 the scale, row 1 its inverse (stored, so that
+no kernel computes it), rows 2... the amax history. Slot 0 of a history is the staging slot of the step that runs;
+slots 1 ... length - 1 go from the oldest to the newest earlier step. Transformer Engine's order.
+
+One update of a page, at the end of forward or of backward::
+
+    history[0] = amax of this step
+    scale      = fp8_max * 2^-margin / amax(history)      "max" over all slots, "most_recent" = slot 0
+    history    = [0, history[2], ..., history[length - 1], history[0]]
+
+* A tensor whose amax is 0 (the layer did not run, or saw zeros), inf or nan is left as it is: neither its history
+  nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history.
+* Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
+* A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
+* ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
+
+Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
+
+HEADER = 2  # rows of a page before the history: scale, scale_inv
+
+
+def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
+    """A page before the first step: scales 1, empty histories."""
+    page = torch.zeros((HEADER + length, tensors), device=device)
+    page[:HEADER] = 1.0
+    return page
+
+
+def read_scales(page: Tensor) -> Tensor:
+    """[2, tensors]: scale and scale_inv, a copy that a later update of the page does not change."""
+    return page[:HEADER].clone()
+
+
+def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
+    """``fp8_max * 2^-margin / amax``, one IEEE division; the old scale where amax is 0, inf or nan."""
+    scale = torch.div(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
+    return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
+
+
+def updated_page(
+    page: Tensor,
+    amaxes: Sequence[Tensor],
+    fp8_max: float,
+    margin: float,
+    amax_compute_algo: AmaxAlgorithm,
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None,
+    recipe: DelayedScaling | None = None,
+) -> Tensor:
+    """The page after a step that saw ``amaxes``, one FP32 scalar per tensor. ``page`` is not changed."""
+    old_scale, history = page[0], page[HEADER:]
+    amax = torch.stack(list(amaxes))
+    seen = (amax > 0.0) & (amax <= FLT_MAX)
+    staged = torch.cat([amax.unsqueeze(0), history[1:]])
+    if amax_compute_algo == "max":
+        newest = staged.amax(0)
+    else:
+        newest = amax if amax_compute_algo == "most_recent" else amax_compute_algo(staged)
+    if scaling_factor_compute_algo is None or recipe is None:
+        scale = delayed_scale(newest, old_scale, fp8_max, margin)
+    else:
+        scale = scaling_factor_compute_algo(newest, old_scale, fp8_max, recipe)
+    rolled = torch.cat([torch.zeros_like(staged[:1]), staged[2:], staged[:1]])[: staged.shape[0]]
+    new = torch.cat([scale.unsqueeze(0), scale.reciprocal().unsqueeze(0), rolled])
+    return torch.where(seen, new, page)

@@ -1,0 +1,247 @@
+"""The scaling state of a backend: pages of delayed scales and amax histories, shared by everything it compiled.
+
+A graph takes its state as whole pages (``fp8graph/delayed.py``): a page under a compiled graph never grows. Which
+rows a page holds is found when a graph is compiled; whose they are, at each call, by the identity of the parameters:
+one graph may serve many layers. Recompiles, eval graphs and graphs of the same layers find the same page. A graph
+that wants the rows in another combination (a changed policy) gets a new page, into which they move.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph import delayed
+from fp8graph.errors import StateError
+from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
+from fp8graph.sites import PageLayout, StateRow
+
+_log = logging.getLogger("fp8graph")
+VERSION: Final = 1
+_VERSION_KEY: Final = "fp8graph.state_version"
+_FIELDS: Final = ("scale", "amax_history")
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+
+    owner: int
+    site: str  # of a matmul without a weight; else ""
+    use: int
+    operand: OperandName
+    recipe: DelayedScaling
+
+
+@dataclass(eq=False)
+class _Page:
+    tensor: Tensor  # FP32 [2 + length, columns]
+    moved: bool = False  # another page holds some of the rows now
+
+
+@dataclass
+class _Row:
+    page: _Page
+    column: int
+    name: str  # in a state dict
+
+
+class State:
+    """All pages of one backend."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which a dead tensor's heir may share
+        self._rows: dict[_Key, _Row] = {}
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
+        self._created = 0
+
+    def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
+        """The pages for one call of a graph.
+
+        Args:
+            layouts: what the graph wants.
+            args: its inputs, the parameters among them.
+            names: bound names of parameters, for state dicts.
+        """
+        anchor = next((x for x in args if isinstance(x, torch.nn.Parameter)), None)
+        return [self._page(layout, args, anchor, names).tensor for layout in layouts]
+
+    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
+        columns = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
+        known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in columns]
+        first = known[0]
+        if first is not None and first.page.tensor.shape[1] == len(columns):
+            if all(row is not None and row.page is first.page and row.column == i for i, row in enumerate(known)):
+                self._name(layout, columns, first.page, args, names)
+                return first.page
+        length = layout.recipe.amax_history_len
+        page = _Page(delayed.new_page(length, len(columns), layout.device))
+        with torch.no_grad():
+            for column, row in enumerate(known):
+                if row is not None:
+                    page.tensor[:, column] = row.page.tensor[:, row.column]
+                    row.page.moved = True
+        self._name(layout, columns, page, args, names)
+        return page
+
+    def _name(
+        self, layout: PageLayout, columns: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
+    ) -> None:
+        """Let every name of each column lead to it, and give new ones what was loaded for them."""
+        for column, (keys, rows) in enumerate(zip(columns, layout.rows, strict=True)):
+            for key, row in zip(keys, rows, strict=True):
+                known = self._rows.get(key)
+                if known is not None and known.page is page and known.column == column:
+                    continue
+                bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
+                fqn = bound.rpartition(".")[0] if bound else row.fqn
+                name = f"{fqn}{f'#{row.use}' if row.use else ''}.{row.operand}|{recipe_text(layout.recipe)}"
+                self._rows[key] = _Row(page, column, name)
+                if known is None and (loaded := self._take(name)) is not None:
+                    _write(page, column, *loaded)
+
+    def _take(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """What ``load_state_dict`` brought for a row that did not exist yet."""
+        if name in self._loaded:
+            return self._loaded.pop(name)
+        place = name.partition("|")[0]
+        for other in self._loaded:
+            if other.partition("|")[0] == place:
+                _log.warning("%s: the loaded state is of recipe %s; starting afresh.", name, other.partition("|")[2])
+        return None
+
+    def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> _Key:
+        owner = args[row.parameter] if row.parameter is not None else anchor
+        token = self._token(owner) if owner is not None else 0
+        assert isinstance(row.recipe, DelayedScaling)
+        site = row.fqn if row.parameter is None else ""
+        return _Key(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
+
+    def _token(self, parameter: Tensor) -> int:
+        reference, token = self._tokens.get(id(parameter), (None, 0))
+        if reference is None or reference() is not parameter:
+            self._created += 1
+            token = self._created
+            self._tokens[id(parameter)] = (weakref.ref(parameter), token)
+        return token
+
+    @property
+    def unused(self) -> list[str]:
+        """Names that were loaded and that no layer has asked for."""
+        return sorted(self._loaded)
+
+    def _alive(self) -> dict[str, _Row]:
+        """The rows of the layers that still exist, by name."""
+        alive = {token for reference, token in self._tokens.values() if reference() is not None} | {0}
+        rows: dict[str, _Row] = {}
+        for key, row in self._rows.items():
+            if key.owner not in alive:
+                continue
+            if row.name in rows:
+                raise StateError(
+                    f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to what was compiled: "
+                    "give the model to backend.bind(model) before the first step, and every layer its full name."
+                )
+            rows[row.name] = row
+        return rows
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
+        result = {_VERSION_KEY: torch.tensor([VERSION])}
+        for name, row in self._alive().items():
+            column = row.page.tensor[:, row.column].detach().cpu().clone()
+            result[f"{name}|scale"] = column[:1].clone()
+            result[f"{name}|amax_history"] = column[delayed.HEADER :].clone()
+        for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
+            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
+        return result
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See :meth:`fp8graph.Backend.load_state_dict`. All or nothing."""
+        entries = _checked(state_dict)
+        existing = self._alive()
+        if missing := sorted(existing.keys() - entries.keys()):
+            places = {name.partition("|")[0]: name.partition("|")[2] for name in entries}
+            place, _, recipe = missing[0].partition("|")
+            found = f"it has {place} under {places[place]}" if place in places else "nothing is known of it"
+            raise StateError(
+                f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
+                f"{place} under {recipe}; {found}. Nothing was loaded."
+            )
+        with torch.no_grad():
+            for name, row in existing.items():
+                _write(row.page, row.column, *entries.pop(name))
+        self._loaded = entries
+
+
+def _write(page: _Page, column: int, scale: Tensor, history: Tensor) -> None:
+    # an autograd graph may hold the page for a backward to come: it is to read the new scales
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page.tensor):
+        page.tensor[:1, column] = scale.to(page.tensor.device)
+        page.tensor[1:2, column] = scale.reciprocal().to(page.tensor.device)
+        page.tensor[delayed.HEADER :, column] = history.to(page.tensor.device)
+
+
+def recipe_text(recipe: DelayedScaling) -> str:
+    """A recipe as a part of a name: its fields that differ from the defaults."""
+    fields = [(field.name, getattr(recipe, field.name), field.default) for field in dataclasses.fields(recipe)]
+    changed = [f"{name}={_plain(value)}" for name, value, default in fields if value != default]
+    return f"delayed({','.join(changed)})"
+
+
+def _plain(value: Any) -> str:
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(getattr(value, "name", value)).replace(" ", "")
+
+
+def _checked(state_dict: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """The entries of a state dict by name, or a :class:`StateError` that says what is wrong with it."""
+
+    def refuse(problem: str) -> StateError:
+        return StateError(f"this is no usable state dict of fp8graph: {problem}. Nothing was loaded.")
+
+    if not isinstance(state_dict, Mapping):
+        raise refuse(f"a mapping is needed, not {type(state_dict).__name__}")
+    version = state_dict.get(_VERSION_KEY)
+    if not isinstance(version, Tensor) or version.numel() != 1:
+        raise refuse(f"{_VERSION_KEY!r} is missing")
+    if int(version.item()) != VERSION:
+        raise refuse(f"it is of version {int(version.item())}, this fp8graph reads version {VERSION}")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for key, value in state_dict.items():
+        if key == _VERSION_KEY:
+            continue
+        name, _, field = str(key).rpartition("|")
+        if field not in _FIELDS or "|" not in name:
+            raise refuse(f"unknown entry {key!r}")
+        if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.ndim != 1 or value.numel() < 1:
+            raise refuse(f"{key!r} is not a vector of FP32 numbers")
+        low_enough = bool(((value >= 0) & (value <= FLT_MAX)).all())  # False for nan
+        if not low_enough or (field == "scale" and not bool((value > 0).all())):
+            raise refuse(f"{key!r} holds {value[~((value > 0) & (value <= FLT_MAX))][0].item()}")
+        parts.setdefault(name, {})[field] = value.detach().cpu().clone()
+    for name, fields in parts.items():
+        if missing := set(_FIELDS) - fields.keys():
+            raise refuse(f"it is truncated: {name} has no {missing.pop()}")
+        length = _history_length(name)
+        if fields["scale"].numel() != 1 or fields["amax_history"].numel() != length:
+            raise refuse(f"{name} has a history of {fields['amax_history'].numel()}, its recipe one of {length}")
+    return {name: (fields["scale"], fields["amax_history"]) for name, fields in parts.items()}
+
+
+def _history_length(name: str) -> int:
+    """The history length that a row's name states."""
+    settings = name.rpartition("|")[2].removeprefix("delayed(").removesuffix(")").split(",")
+    for setting in settings:
+        field, _, value = setting.partition("=")
+        if field == "amax_history_len" and value.isdigit():
+            return int(value)
+    return DelayedScaling().amax_history_len

@@ -1,0 +1,140 @@
+"""Give delayed quantize nodes their scales, and record what they saw: one read and one update a page.
+
+    qx = quantize(x, scaling="delayed")         ->      scales = read_scales(page)
+    qw = quantize(w, scaling="delayed")                 qx = quantize(x, scaling="delayed", scales=scales, row=0)
+                                                        qw = quantize(w, scaling="delayed", scales=scales, row=1)
+                                                        new = update_page(page, [qx.amax, qw.amax], 448.0, 0, "max")
+                                                        copy_(page, new)                        (just before output)
+
+A page is a graph input (``fp8graph/delayed.py``); a graph has one per recipe, FP8 type and direction, normally one for
+forward and one for backward. Forward's scales are saved for backward as they were: the page changes at the end of
+forward. Backward reads its page when it runs, so that several forwards may come before it. The first run of the
+passes on a graph finds the pages (``compilation.pages``) and changes nothing; the second one has them as inputs.
+
+Refuses to record what ran without gradients: the whole graph (``records_amaxes``), or a ``torch.no_grad`` region in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fp8graph import delayed, numerics, ops
+from fp8graph.graph import NO_GRAD_KEY, aten, graph_inputs, inline, insert, is_backward, nodes, trace, value
+from fp8graph.passes.quantize import ROWS_KEY
+from fp8graph.recipes import FP8_MAX, DelayedScaling
+from fp8graph.sites import Compilation, PageLayout, StateRow
+
+_NAME = "state"
+
+
+@dataclass
+class _Column:
+    """One tensor's place in a page: all its names, and the quantize nodes that use it."""
+
+    rows: list[StateRow]
+    users: list[fx.Node] = field(default_factory=list[fx.Node])
+
+
+def state(graph: fx.Graph, compilation: Compilation) -> None:
+    if compilation.subgraph:
+        return
+    pages: dict[Any, list[_Column]] = {}
+    for node in nodes(graph, (ops.quantize,)):
+        rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
+        if rows:
+            recipe = cast(DelayedScaling, rows[0].recipe)
+            key = (
+                recipe,
+                FP8_MAX[cast(torch.dtype, node.args[1])],
+                is_backward(node),
+                value(cast(fx.Node, node.args[0])).device,
+            )
+            columns = pages.setdefault(key, [])
+            column = next((c for c in columns if rows[0] in c.rows), None)
+            if column is None:
+                columns.append(column := _Column(rows))
+            column.users.append(node)
+    compilation.pages = tuple(
+        PageLayout(
+            recipe=recipe, fp8_max=fp8_max, backward=backward, device=device, rows=tuple(tuple(c.rows) for c in columns)
+        )
+        for (recipe, fp8_max, backward, device), columns in pages.items()
+    )
+    if not compilation.page_inputs:
+        return
+    inputs = {index: node for node, index in graph_inputs(graph)}
+    for position, layout, columns in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
+        _connect(graph, inputs[position], layout, columns, record=compilation.records_amaxes)
+
+
+def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequence[_Column], *, record: bool) -> None:
+    users = {user for column in columns for user in column.users}
+    first = next(node for node in graph.nodes if node in users)
+    tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
+    with graph.inserting_before(first if layout.backward else _first_operation(graph)):
+        scales = insert(graph, ops.read_scales, (page,), like=first, made_by=_NAME, name="scales")
+    _belongs(scales, tag)
+    scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
+    for position, column in enumerate(columns):
+        for user in column.users:
+            user.kwargs = {**user.kwargs, "scales": scales, "row": position}
+    if not record:
+        return
+    amaxes = [_amax(graph, column) for column in columns]
+    if all(amax is None for amax in amaxes):
+        return
+    (output,) = graph.find_nodes(op="output")
+    before = set(graph.nodes)
+    with graph.inserting_before(output):
+        zero = None
+        if None in amaxes:
+            zero = insert(graph, aten.full.default, ([], 0.0), like=first, made_by=_NAME, name="not_seen")
+        new = _updated(graph, page, [amax or zero for amax in amaxes], layout, like=first)
+        for node in set(graph.nodes) - before:
+            _belongs(node, first.meta.get("partitioner_tag"))
+        copy = insert(graph, aten.copy_.default, (page, new), like=first, made_by=_NAME)
+    _belongs(copy, tag and ("must_be_in_backward" if layout.backward else "must_be_in_forward"))
+
+
+def _amax(graph: fx.Graph, column: _Column) -> fx.Node | None:
+    """The amax of the tensor in this step: of its first use with gradients."""
+    for user in column.users:
+        if (user.meta.get("custom") or {}).get(NO_GRAD_KEY):
+            continue
+        names = numerics.output_names("delayed", *cast(Any, user.args[-2:]))
+        with graph.inserting_after(next(reversed(user.users))):
+            return insert(graph, getitem, (user, names.index("amax")), like=user, made_by=_NAME, name="amax")
+    return None
+
+
+def _updated(graph: fx.Graph, page: fx.Node, amaxes: list[Any], layout: PageLayout, *, like: fx.Node) -> fx.Node:
+    recipe = layout.recipe
+    if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
+        args = (page, amaxes, layout.fp8_max, float(recipe.margin), recipe.amax_compute_algo)
+        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page")
+
+    def update(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
+        settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
+        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings)
+
+    # the user's functions are not ops: their traces go into the graph
+    return cast(fx.Node, inline(graph, trace(update, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))
+
+
+def _belongs(node: fx.Node, tag: str | None) -> None:
+    """Put an inserted node into forward or backward, outside of any activation checkpointing region."""
+    for key in ("recompute", "ac_graph_id", "partitioner_tag"):
+        node.meta.pop(key, None)
+    if tag is not None:
+        node.meta["partitioner_tag"] = tag
+
+
+def _first_operation(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
