@@ -57,7 +57,7 @@ def main() -> int:
             with quiet():
                 run = train(f"{name} seed {seed}", model, backend_for(name), data, console)
             runs.setdefault(name, {})[seed] = run
-    rows = {
+    rows: dict[str, dict[str, dict[int, Any]]] = {
         name: {
             "last_mean": {seed: last_mean(run.losses, arguments.last) for seed, run in by_seed.items()},
             "difference": {
@@ -87,14 +87,13 @@ def main() -> int:
     table.add_column("bound", justify="right")
     good = True
     for name, row in rows.items():
-        mean = statistics.mean(row["difference"].values())
+        mean = statistics.mean([row["difference"][seed] for seed in arguments.seeds])
         bound = BOUND.get(name)
         inside = bound is None or abs(mean) <= bound
         good &= inside
         cells = [f"{row['last_mean'][seed]:.4f} {row['difference'][seed]:+.2%}" for seed in arguments.seeds]
-        table.add_row(
-            name, *cells, f"{mean:+.2%}", "" if bound is None else f"{bound:.0%}{'' if inside else ' MISSED'}"
-        )
+        limit = "" if bound is None else f"{bound:.0%}{'' if inside else ' MISSED'}"
+        table.add_row(name, *cells, f"{mean:+.2%}", limit)
     console.print(table)
     return 0 if good else 1
 

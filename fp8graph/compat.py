@@ -50,6 +50,16 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     return {}
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
+    return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def fix_cpu_loop_split() -> None:
     """Keep Inductor's C++ backend from splitting a loop into parts that do not fill it.
 

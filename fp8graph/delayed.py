@@ -39,8 +39,12 @@ def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> T
 
 
 def read_scales(page: Tensor) -> Tensor:
-    """[2, tensors]: scale and scale_inv, a copy that a later update of the page does not change."""
-    return page[:HEADER].clone()
+    """[2, tensors]: scale and scale_inv, a copy that a later update of the page does not change.
+
+    Not ``clone``: Inductor removes it as having no effect and saves a view of the page for backward, which then
+    reads the updated scales. Scales are positive, so the clamp changes nothing.
+    """
+    return page[:HEADER].clamp_min(0.0)
 
 
 def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:

@@ -53,6 +53,11 @@ def is_backward(node: fx.Node) -> bool:
     return "backward" in str(node.meta.get("partitioner_tag", ""))
 
 
+def runs_without_gradients(node: fx.Node) -> bool:
+    """Whether the node comes from a ``torch.no_grad`` region of a graph that runs with gradients."""
+    return bool((node.meta.get("custom") or {}).get(NO_GRAD_KEY))
+
+
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """The nodes of backward: tagged so, or computed from the gradients of the outputs.
 

@@ -33,6 +33,7 @@ from fp8graph.policy import INHERIT
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.report import GraphView
 from fp8graph.sites import Compilation, PageLayout, Parameter
+from fp8graph.state import Recomputations
 
 if TYPE_CHECKING:
     from fp8graph.backend import Backend
@@ -75,6 +76,7 @@ class Program:
         ]
         self._variants: dict[Situation, _Variant] = {}
         self._gradients = torch.is_grad_enabled()
+        self._recomputations = Recomputations()
         self._calls = 0
         self.views: dict[Situation, GraphView] = {}
         situation = self._situation(example_inputs)
@@ -92,7 +94,10 @@ class Program:
                 variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
         if not variant.layouts:
             return variant.run(*args)
-        return variant.run(*args, *self._backend.state.tensors(variant.layouts, args, self._backend.names))
+        pages = self._backend.state.tensors(variant.layouts, args, self._backend.names)
+        if self._gradients:
+            pages = self._recomputations.pages(variant.layouts, pages, args)
+        return variant.run(*args, *pages)
 
     def _situation(self, args: Sequence[Any]) -> Situation:
         names = self._backend.names

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph import delayed
+from fp8graph import compat, delayed
 from fp8graph.errors import StateError
 from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
 from fp8graph.sites import PageLayout, StateRow
@@ -179,6 +179,40 @@ class State:
             for name, row in existing.items():
                 _write(row.page, row.column, *entries.pop(name))
         self._loaded = entries
+
+
+class Recomputations:
+    """The scales that checkpointed forwards read, until backward runs these forwards again.
+
+    ``torch.utils.checkpoint`` around compiled code calls it twice. The second call is to use the scales of the first,
+    which the first one's update has replaced, and is to update nothing. (The reentrant variant's first call runs
+    without gradients: it updates nothing, and the second one does.) A call is known again by its inputs.
+    """
+
+    LIMIT = 4096  # forwards that are remembered: hooks for saved tensors need not mean a recomputation
+
+    def __init__(self) -> None:
+        self._scales: dict[Any, list[Tensor]] = {}
+
+    def pages(self, layouts: Sequence[PageLayout], pages: list[Tensor], args: Sequence[Any]) -> list[Tensor]:
+        """The pages to run with: ``pages``, or in a recomputation copies with the earlier scales."""
+        if compat.in_backward():
+            scales = self._scales.pop(_call_key(args), None)
+            if scales is None:
+                return pages
+            return [
+                page if layout.backward else torch.cat([old, page[delayed.HEADER :]])
+                for layout, page, old in zip(layouts, pages, scales, strict=True)
+            ]
+        if compat.saved_tensors_hooks():
+            if len(self._scales) >= self.LIMIT:
+                del self._scales[next(iter(self._scales))]
+            self._scales[_call_key(args)] = [delayed.read_scales(page) for page in pages]
+        return pages
+
+
+def _call_key(args: Sequence[Any]) -> Any:
+    return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
 
 
 def _write(page: _Page, column: int, scale: Tensor, history: Tensor) -> None:

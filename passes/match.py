@@ -21,13 +21,13 @@ from torch import fx
 from fp8graph.autocast import REGION_KEY
 from fp8graph.graph import (
     GROUPED,
-    NO_GRAD_KEY,
     SITES,
     backward_nodes,
     graph_inputs,
     look_through_transposes,
     matmul_arguments,
     nodes,
+    runs_without_gradients,
     value_key,
 )
 from fp8graph.naming import Naming
@@ -59,8 +59,7 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     compilation.sites = list(sites.values())
     uses: Counter[Any] = Counter()
     for site in compilation.sites:
-        without_gradients = bool((site.gemms[0].node.meta.get("custom") or {}).get(NO_GRAD_KEY))
-        owner = site.fqn if site.parameter is None else site.parameter, without_gradients
+        owner = site.fqn if site.parameter is None else site.parameter, runs_without_gradients(site.gemms[0].node)
         site.use, uses[owner] = uses[owner], uses[owner] + 1
 
 

@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import insert, nodes, update_value, value_key
+from fp8graph.graph import NO_GRAD_KEY, insert, nodes, runs_without_gradients, update_value, value_key
 from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
 from fp8graph.sites import Compilation, StateRow
 
@@ -88,7 +88,10 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
                 label = f"{first.meta[OPERAND_KEY]}_{name}"
                 outputs[name] = insert(graph, getitem, (first, position), like=first, made_by=_NAME, name=label)
     if ROWS_KEY in first.meta:  # the first one's row is used, the others are other names for it
-        first.meta[ROWS_KEY] = [row for member in group.members for row in member.meta[ROWS_KEY]]
+        rows = [row for member in group.members for row in member.meta[ROWS_KEY]]
+        first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
+    if not all(runs_without_gradients(member) for member in group.members):
+        first.meta["custom"] = {**(first.meta.get("custom") or {}), NO_GRAD_KEY: False}
     for other in others:
         names = _outputs(other)
         for user in list(other.users):

@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph import delayed, numerics, ops
-from fp8graph.graph import NO_GRAD_KEY, aten, graph_inputs, inline, insert, is_backward, nodes, trace, value
+from fp8graph.graph import aten, graph_inputs, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
 from fp8graph.passes.quantize import ROWS_KEY
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 from fp8graph.sites import Compilation, PageLayout, StateRow
@@ -95,7 +95,7 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequen
     with graph.inserting_before(output):
         zero = None
         if None in amaxes:
-            zero = insert(graph, aten.full.default, ([], 0.0), like=first, made_by=_NAME, name="not_seen")
+            zero = insert(graph, aten.new_zeros.default, (page, []), like=first, made_by=_NAME, name="not_seen")
         new = _updated(graph, page, [amax or zero for amax in amaxes], layout, like=first)
         for node in set(graph.nodes) - before:
             _belongs(node, first.meta.get("partitioner_tag"))
@@ -106,7 +106,7 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequen
 def _amax(graph: fx.Graph, column: _Column) -> fx.Node | None:
     """The amax of the tensor in this step: of its first use with gradients."""
     for user in column.users:
-        if (user.meta.get("custom") or {}).get(NO_GRAD_KEY):
+        if runs_without_gradients(user):
             continue
         names = numerics.output_names("delayed", *cast(Any, user.args[-2:]))
         with graph.inserting_after(next(reversed(user.users))):
