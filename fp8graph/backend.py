@@ -97,11 +97,17 @@ class Backend:
         return program
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
-        """Use another policy from the next call on. Graphs that it changes are compiled again then."""
+        """Use another policy from the next call on. Graphs that it changes are compiled again then.
+
+        Cheap for a policy that decides as the last one did: ``backend.set_policy(policy.at_step(step))`` may stand in
+        a training loop. A policy with a schedule is taken as it is at step 0.
+        """
         self.policy = general_policy() if policy is None else Policy.coerce(policy)
         if recipe is not None:
             resolve_recipe(recipe)
             self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)
+        if self.policy.scheduled:
+            self.policy = self.policy.at_step(0)
         self.policy_text = self.policy.identity()
 
     def bind(self, model: torch.nn.Module) -> None:
@@ -141,7 +147,7 @@ class Backend:
         """What was compiled so far, including graphs that came from a warm compile cache."""
         views = [view for program in self._programs for view in program.views.values()]
         eager_frames = compat.failed_frames(self._frames, self._created)
-        return Report(graphs=views, policy=self.policy, eager_frames=eager_frames)
+        return Report(graphs=views, policy=self.policy, eager_frames=eager_frames, unused_state=self.state.unused)
 
     def check_strictly(self, *, everything: bool) -> None:
         """Strict mode, at a call: raise for code that fell back to eager, and for ``everything`` in the report."""

@@ -6,6 +6,7 @@ The idea of ordered, fully matched rules and of reporting the unused ones is qwi
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import fnmatch
 import json
@@ -52,6 +53,8 @@ class Rule:
             "grouped_mm", or "*".
         fprop, dgrad, wgrad: another recipe for one of the three GEMMs.
         optional: a rule that may match nothing (the general policy's list of usual head names).
+        steps: ``(first, end)``: the rule is there from step ``first`` to before step ``end`` (None: for good); see
+            :meth:`Policy.at_step`.
 
     Raises:
         PolicyError: (a ``ValueError``) for a value of the wrong type; ``UnsupportedRecipeError`` for a recipe that
@@ -66,6 +69,7 @@ class Rule:
     dgrad: GemmRecipe = INHERIT
     wgrad: GemmRecipe = INHERIT
     optional: bool = False
+    steps: tuple[int, int | None] | None = None
 
     def __post_init__(self) -> None:
         pattern: object = self.pattern
@@ -79,6 +83,7 @@ class Rule:
             raise PolicyError(f"{self}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
             raise PolicyError(f"{self}: optional must be True or False.")
+        self._check_steps()
         for name in ("recipe", *GEMMS):
             object.__setattr__(self, name, _normal(getattr(self, name)))
         for gemm in GEMMS:
@@ -86,6 +91,17 @@ class Rule:
                 self.recipe_for(gemm)
             except Fp8GraphError as error:
                 raise type(error)(f"{self}: {error}") from None
+
+    def _check_steps(self) -> None:
+        steps: Any = self.steps
+        if isinstance(steps, list):  # TOML and JSON have no tuples
+            steps = tuple(cast(list[Any], steps))
+            object.__setattr__(self, "steps", steps if len(steps) != 1 else (*steps, None))  # TOML has no null
+        if self.steps is None:
+            return
+        first, end = self.steps if isinstance(self.steps, tuple) and len(self.steps) == 2 else (None, None)
+        if type(first) is not int or first < 0 or (end is not None and (type(end) is not int or end <= first)):
+            raise PolicyError(f"{self}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}.")
 
     def __str__(self) -> str:
         if isinstance(self.pattern, re.Pattern):
@@ -122,6 +138,8 @@ class Rule:
                 values[gemm] = _recipe_to_plain(own)
         if self.optional:
             values["optional"] = True
+        if self.steps is not None:
+            values["steps"] = [step for step in self.steps if step is not None]
         return values
 
 
@@ -186,6 +204,26 @@ class Policy:
             )
         return Resolution(dict.fromkeys(GEMMS, resolve_recipe(self.default)), source="default")
 
+    @property
+    def scheduled(self) -> bool:
+        """Whether some rule is not there in every step."""
+        return any(rule.steps is not None for rule in self.rules)
+
+    def at_step(self, step: int) -> Policy:
+        """The policy of one training step: the rules that are there then, without their schedule.
+
+        ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. Call
+        ``backend.set_policy(policy.at_step(step))`` before each step: a change recompiles, and what was compiled
+        for an earlier policy is used again when that comes back.
+
+        Raises:
+            PolicyError: (a ``ValueError``) for a step that is not a whole number >= 0.
+        """
+        if type(step) is not int or step < 0:
+            raise PolicyError(f"Policy.at_step({step!r}): a whole number >= 0 is needed.")
+        there = [r for r in self.rules if r.steps is None or r.steps[0] <= step < (r.steps[1] or math.inf)]
+        return dataclasses.replace(self, rules=[dataclasses.replace(rule, steps=None) for rule in there])
+
     def recipes(self) -> set[Recipe]:
         """Every recipe that a rule or the default may give."""
         named = [resolve_recipe(self.default), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
@@ -195,7 +233,7 @@ class Policy:
         """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression shows 200 characters of it: the text and the flags say it all
-        patterns = [(rule.text, _flags(rule.pattern), rule.op, rule.optional) for rule in self.rules]
+        patterns = [(rule.text, _flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
         return repr((patterns, recipes, resolve_recipe(self.default), self.min_speedup))
 
     def to_dict(self) -> dict[str, Any]:
@@ -286,7 +324,7 @@ def _check_keys(where: str, values: object, known: set[str]) -> None:
 
 def _rule_from_dict(index: int, values: Any) -> Rule:
     where = f"rule {index}"
-    _check_keys(where, values, {"pattern", "regex", "recipe", "op", "optional", *GEMMS})
+    _check_keys(where, values, {"pattern", "regex", "recipe", "op", "optional", "steps", *GEMMS})
     settings = dict(cast(Mapping[str, Any], values))
     if ("pattern" in settings) == ("regex" in settings):
         raise PolicyError(f"{where}: exactly one of 'pattern' (a glob) and 'regex' is needed.")

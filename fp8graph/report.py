@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8graph.errors import Fp8CoverageError
+from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.graph import matmul_arguments, value
 from fp8graph.policy import Policy
 from fp8graph.sites import Compilation, Gemm, Site
@@ -123,6 +123,7 @@ class Report:
     graphs: list[GraphView]
     policy: Policy
     eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
+    unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
 
     @property
     def gemms(self) -> list[GemmRecord]:
@@ -164,10 +165,17 @@ class Report:
         """Plain values: JSON-ready."""
         return {
             "graphs": [graph.to_dict() for graph in self.graphs],
-            "policy": self.policy.to_dict(),
+            "policy": self._plain_policy(),
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
+            "unused_state": self.unused_state,
         }
+
+    def _plain_policy(self) -> Any:
+        try:
+            return self.policy.to_dict()
+        except UnsupportedRecipeError:  # a recipe with functions: nothing that could be read back
+            return self.policy.identity()
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained HTML page: the table and every graph's text."""
@@ -202,6 +210,7 @@ class Report:
         lines = [self.summary(), *_table(_rows(self.gemms))]
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
+        lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return "\n".join(lines)
 
 

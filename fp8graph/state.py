@@ -258,9 +258,10 @@ def _checked(state_dict: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
             raise refuse(f"unknown entry {key!r}")
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.ndim != 1 or value.numel() < 1:
             raise refuse(f"{key!r} is not a vector of FP32 numbers")
-        low_enough = bool(((value >= 0) & (value <= FLT_MAX)).all())  # False for nan
-        if not low_enough or (field == "scale" and not bool((value > 0).all())):
-            raise refuse(f"{key!r} holds {value[~((value > 0) & (value <= FLT_MAX))][0].item()}")
+        low_enough = value > 0 if field == "scale" else value >= 0
+        bad = value[~(low_enough & (value <= FLT_MAX))]  # nan compares False
+        if bad.numel():
+            raise refuse(f"{key!r} holds {bad[0].item()}")
         parts.setdefault(name, {})[field] = value.detach().cpu().clone()
     for name, fields in parts.items():
         if missing := set(_FIELDS) - fields.keys():

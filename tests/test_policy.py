@@ -377,3 +377,67 @@ def test_settings_are_keyword_only() -> None:
         Rule("a", None, "linear")  # pyright: ignore
     with pytest.raises(TypeError, match="positional"):
         Policy([], "tensorwise")  # pyright: ignore
+
+
+WARM_UP = Policy(
+    [Rule("*", None, steps=(0, 100)), Rule("*.down_proj", "rowwise", steps=(200, None)), Rule("head", None)],
+    default="delayed",
+)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (0, {"a.down_proj": None, "a.up_proj": None, "head": None}),
+        (99, {"a.down_proj": None, "a.up_proj": None, "head": None}),
+        (100, {"a.down_proj": "delayed", "a.up_proj": "delayed", "head": None}),
+        (200, {"a.down_proj": "rowwise", "a.up_proj": "delayed", "head": None}),
+        (10**9, {"a.down_proj": "rowwise", "a.up_proj": "delayed", "head": None}),
+    ],
+)
+def test_a_schedule(step: int, expected: dict[str, str | None]) -> None:
+    policy = WARM_UP.at_step(step)
+    assert not policy.scheduled
+    for name, recipe in expected.items():
+        got = policy.resolve(name, "linear").recipes["fprop"]
+        assert (got.name if got else None) == recipe
+    assert WARM_UP.at_step(step).identity() == policy.identity()
+
+
+def test_a_policy_without_a_schedule_is_the_same_at_every_step() -> None:
+    assert FULL.at_step(7) == FULL
+    assert FULL.at_step(7).identity() == FULL.identity()
+
+
+def test_a_schedule_in_a_file(tmp_path: Path) -> None:
+    assert Policy.from_dict(json.loads(json.dumps(WARM_UP.to_dict()))) == WARM_UP
+    file = tmp_path / "p.toml"
+    file.write_text('[[rules]]\npattern = "*"\nrecipe = "high_precision"\nsteps = [0, 100]\n')
+    assert Policy.load(file) == Policy([Rule("*", None, steps=(0, 100))])
+
+
+@pytest.mark.parametrize("steps", [(5, 5), (5, 2), (-1, 4), (0.0, 4), (1, 2, 3), (None, 4), 7, "0-100"])
+def test_bad_schedules(steps: Any) -> None:
+    with pytest.raises(fp8graph.PolicyError, match="steps must be"):
+        Rule("*", None, steps=steps)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, None, True])
+def test_bad_steps(step: Any) -> None:
+    with pytest.raises(fp8graph.PolicyError, match="at_step"):
+        WARM_UP.at_step(step)
+
+
+def test_the_first_steps_in_high_precision_without_a_restart() -> None:
+    """Two variants are compiled, however many steps: and the second time around none."""
+    policy = Policy([Rule("*", None, steps=(0, 2))], default="tensorwise")
+    backend = eager_backend(policy)
+    module, x = MLP(), torch.randn(4, 32, requires_grad=True)
+    model = torch.compile(module, backend=backend)
+    exact = module(x)
+    for step in [0, 1, 2, 3, 4, 0, 3]:
+        backend.set_policy(policy.at_step(step))
+        out = model(x)
+        out.sum().backward()
+        assert (fp8graph.numerics.sqnr_db(exact, out) > 100) == (step < 2)
+    assert len(backend.report.graphs) == 2

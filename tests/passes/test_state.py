@@ -1,0 +1,149 @@
+"""The pass `state`: pages found, read once, updated once; what it refuses to record."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph import DelayedScaling, Policy, Rule
+from helpers import MLP, Weight, eager_backend, view_of
+
+RECIPE = DelayedScaling(amax_history_len=4, margin=1)
+
+
+def lines(text: str, *ops: str) -> list[str]:
+    return [line for line in text.splitlines() if any(f"= {op}" in line for op in ops)]
+
+
+def state_lines(module: nn.Module, x: Tensor, policy: Policy | None = None) -> list[str]:
+    view = view_of(module, x, policy=policy or Policy(default=RECIPE))
+    return lines(view.stages["state"], "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
+
+
+def test_one_read_and_one_update_a_direction() -> None:
+    module = Weight(lambda w, x: x @ w.T, 48, 32)
+    view = view_of(module, torch.randn(16, 32), policy=Policy(default=RECIPE))
+    before, after = view.stages["share"], view.stages["state"]
+    assert "scales" not in before
+    common = "power_2_scale=False, amax_epsilon=0.0, "
+    assert lines(after, "fp8graph", "aten.copy_") == [
+        "scales: f32[2, 2] = fp8graph.read_scales(primals_3)",
+        "quantize_input: (e4m3[16, 32], e4m3[32, 16], f32[], f32[]) = fp8graph.quantize(primals_2, dtype=e4m3, "
+        f"{common}rowwise=[1, 16], columnwise=[16, 16], scaling=delayed, scales=scales, row=0)",
+        "quantize_weight: (e4m3[48, 32], f32[], f32[]) = fp8graph.quantize(primals_1, dtype=e4m3, "
+        f"{common}rowwise=[16, 16], columnwise=[], scaling=delayed, scales=scales, row=1)",
+        "fprop: f32[16, 48] = fp8graph.scaled_mm(input_rowwise, weight_rowwise, input_scale_inv, weight_scale_inv, "
+        "bias=None, out_dtype=f32, use_fast_accum=True, scaling=delayed)",
+        "scales_1: f32[2, 1] = fp8graph.read_scales(primals_4)",
+        "quantize_grad_output: (e5m2[48, 16], f32[], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, "
+        f"{common}rowwise=[], columnwise=[1, 16], scaling=delayed, carry_overflow=True, scales=scales_1, row=0)",
+        "wgrad: f32[48, 32] = fp8graph.scaled_mm(grad_output_columnwise, input_columnwise_1, grad_output_scale_inv, "
+        "input_scale_inv, bias=None, out_dtype=f32, use_fast_accum=False, scaling=delayed)",
+        "updated_page: f32[6, 2] = fp8graph.update_page(primals_3, amaxes=[amax, amax_1], fp8_max=448.0, margin=1.0, "
+        "amax_compute_algo=max)",
+        "copy__default: f32[6, 2] = aten.copy_(primals_3, updated_page)",
+        "updated_page_1: f32[6, 1] = fp8graph.update_page(primals_4, amaxes=[amax_2], fp8_max=57344.0, margin=1.0, "
+        "amax_compute_algo=max)",
+        "copy__default_1: f32[6, 1] = aten.copy_(primals_4, updated_page_1)",
+    ]
+
+
+def test_a_page_per_recipe_type_and_direction() -> None:
+    other = DelayedScaling(amax_history_len=7, amax_compute_algo="most_recent", fp8_format="E4M3")  # pyright: ignore
+    policy = Policy([Rule("up", other)], default=RECIPE)
+    found = state_lines(MLP(), torch.randn(16, 32, requires_grad=True), policy)
+    sizes = [re.findall(r"f32\[(\d+, \d+)\] = fp8graph.update_page.*fp8_max=(\d+).*algo=(\w+)", line) for line in found]
+    # gate and down, up: weights and inputs forward, gradients backward
+    assert sorted(match[0] for match in sizes if match) == sorted(
+        [
+            ("6, 4", "448", "max"),
+            ("6, 2", "57344", "max"),
+            ("9, 2", "448", "most_recent"),
+            ("9, 1", "448", "most_recent"),
+        ]
+    )
+
+
+def test_other_recipes_have_no_page() -> None:
+    assert state_lines(MLP(), torch.randn(16, 32, requires_grad=True), Policy(default="mxfp8")) == []
+
+
+def test_without_gradients_scales_are_read_and_nothing_is_recorded() -> None:
+    backend = eager_backend(Policy(default=RECIPE))
+    with torch.no_grad():
+        torch.compile(MLP(), backend=backend)(torch.randn(16, 32))
+    (view,) = backend.report.graphs
+    found = lines(view.after, "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
+    assert [line.partition(" = ")[2] for line in found] == [f"fp8graph.read_scales(arg{len(view.inputs) - 1}_1)"]
+
+
+def test_a_no_grad_region_is_read_only() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = (x * 2) @ w.T
+        return y + x @ w.T
+
+    (line,) = [line for line in state_lines(Weight(body, 32, 32), torch.randn(16, 32)) if "448" in line]
+    assert line.startswith("updated_page: f32[6, 2]")  # one input and the weight: the region reads the same rows
+
+
+def test_what_runs_without_gradients_only_is_not_recorded() -> None:
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                target = self.b(x)
+            return self.a(x * 2) - target
+
+    module = Teacher()
+    backend = eager_backend(Policy(default=RECIPE))
+    model = torch.compile(module, backend=backend)
+    model(torch.randn(16, 32)).sum().backward()
+    state = backend.state_dict()
+    scales = {key.partition("|")[0]: value.item() for key, value in state.items() if key.endswith("|scale")}
+    assert scales["b.input"] == scales["b.weight"] == 1.0
+    assert scales["a.input"] != 1.0
+
+
+def test_delayed_scaling_is_refused_inside_of_a_higher_order_op() -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x, y: x @ y, lambda x, y: x @ y + 1, (x, x.T * 2)) + x @ w.T
+
+    policy = Policy([Rule("*", RECIPE, op="*")])
+    module = Weight(body, 16, 32)
+    backend = eager_backend(policy)
+    torch.compile(module, backend=backend)(torch.randn(16, 32))
+    reasons = {gemm.reason for gemm in backend.report.gemms if gemm.recipe is None}
+    assert any("delayed scaling has no state inside a higher-order op" in reason for reason in reasons)
+    assert any(gemm.recipe == "delayed" for gemm in backend.report.gemms)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpointed_region_one_update_a_direction(use_reentrant: bool) -> None:
+    def body(w: Tensor, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda x: (x @ w.T).relu() @ w, x, use_reentrant=use_reentrant)  # pyright: ignore
+
+    found = state_lines(Weight(body, 32, 32), torch.randn(16, 32, requires_grad=True))
+    assert sum("update_page" in line for line in found) == 2
+
+
+def test_the_view_of_a_graph_with_state_runs() -> None:
+    """One tensor for each of ``inputs``, the pages included."""
+    module, x = MLP(), torch.randn(16, 32)
+    view = view_of(module, x, policy=Policy(default=RECIPE))
+    assert len([name for name in view.inputs if name.startswith("L[") is False]) >= 2
+    assert view.module.graph.find_nodes(op="placeholder")[-1] is not None
+
+
+def test_explain_shows_the_state() -> None:
+    report = fp8graph.explain(MLP(), torch.randn(16, 32), policy=Policy(default=RECIPE), training=True)
+    text: Any = report.graphs[0].after
+    assert "fp8graph.update_page(" in text

@@ -1,0 +1,139 @@
+"""Saving and loading the scaling state: what does not fit is said, and then nothing was loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
+from helpers import MLP, eager_backend
+
+RECIPE = DelayedScaling(amax_history_len=4)
+UP = "up.input|delayed(amax_history_len=4)"
+
+
+def trained(recipe: Any = RECIPE, module: nn.Module | None = None) -> tuple[Any, Backend]:
+    backend = eager_backend(Policy(default=recipe))
+    model = torch.compile(module or MLP(), backend=backend)
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    return model, backend
+
+
+def test_what_is_in_it() -> None:
+    _model, backend = trained()
+    state = backend.state_dict()
+    assert len(state) == 1 + 9 * 2  # three layers, three operands
+    assert state["fp8graph.state_version"].tolist() == [1]
+    assert state[f"{UP}|scale"].shape == (1,)
+    assert state[f"{UP}|amax_history"].shape == (4,)
+    assert all(value.device.type == "cpu" for value in state.values())
+    state[f"{UP}|scale"].fill_(7.0)  # a copy
+    assert backend.state_dict()[f"{UP}|scale"].item() != 7.0
+
+
+def test_without_a_recipe_that_has_a_state_it_is_empty() -> None:
+    _model, backend = trained("tensorwise")
+    assert set(backend.state_dict()) == {"fp8graph.state_version"}
+    backend.load_state_dict(backend.state_dict())
+
+
+def replaced(key: str, value: Any) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda state: {**state, key: value}
+
+
+def without(*keys: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda state: {key: value for key, value in state.items() if key not in keys}
+
+
+BAD = [
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.nan])), "up.input.*holds nan", id="nan scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.inf])), "up.input.*holds inf", id="inf scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([0.0])), "up.input.*holds 0.0", id="zero scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([-1.0])), "up.input.*holds -1.0", id="negative scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.ones(2)), "up.input", id="two scales"),
+    pytest.param(replaced(f"{UP}|scale", torch.ones(1).double()), "not a vector of FP32", id="dtype"),
+    pytest.param(replaced(f"{UP}|scale", 1.0), "not a vector of FP32", id="a number"),
+    pytest.param(replaced(f"{UP}|amax_history", torch.tensor([0, 1, math.nan, 2])), "holds nan", id="nan history"),
+    pytest.param(replaced(f"{UP}|amax_history", torch.zeros(3)), "history of 3, its recipe one of 4", id="length"),
+    pytest.param(without(f"{UP}|amax_history"), "truncated: up.input.*no amax_history", id="truncated"),
+    pytest.param(without(f"{UP}|scale", f"{UP}|amax_history"), "1 of 9 tensors are missing.*up.input", id="a layer"),
+    pytest.param(without("fp8graph.state_version"), "'fp8graph.state_version' is missing", id="no version"),
+    pytest.param(replaced("fp8graph.state_version", torch.tensor([2])), "version 2, this fp8graph", id="version"),
+    pytest.param(replaced("model.weight", torch.ones(2)), "unknown entry 'model.weight'", id="another state dict"),
+    pytest.param(lambda state: [*state], "a mapping is needed, not list", id="no mapping"),
+    pytest.param(lambda state: {}, "is missing", id="empty"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), BAD)
+def test_bad_input_leaves_the_old_state_intact(spoil: Any, message: str) -> None:
+    model, backend = trained()
+    before = backend.state_dict()
+    _other, source = trained()
+    other = source.state_dict()
+    with pytest.raises(StateError, match=message) as caught:
+        backend.load_state_dict(spoil(other))
+    assert "Nothing was loaded" in str(caught.value)
+    after = backend.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    del model
+
+
+def test_another_recipe_is_named() -> None:
+    model, backend = trained(DelayedScaling(amax_history_len=8))
+    _other, source = trained()
+    other = source.state_dict()
+    with pytest.raises(StateError, match=r"len=8\); it has .* under delayed\(amax_history_len=4\)"):
+        backend.load_state_dict(other)
+    del model
+
+
+def test_another_model_is_named_when_it_is_there_already() -> None:
+    model, backend = trained(module=nn.Linear(32, 16))
+    _other, source = trained()
+    other = source.state_dict()
+    with pytest.raises(StateError, match="3 of 3 tensors are missing.*nothing is known of it"):
+        backend.load_state_dict(other)
+    del model
+
+
+def test_what_nothing_asked_for_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    """Loaded before the first step, state waits for its layers; what has another recipe by then is logged."""
+    first, source = trained()
+    rules = [Rule("up", DelayedScaling(amax_history_len=8)), Rule("down", None)]
+    backend = eager_backend(Policy(rules, default=RECIPE))
+    backend.load_state_dict(source.state_dict())
+    module = MLP()
+    model = torch.compile(module, backend=backend)
+    with caplog.at_level("WARNING", "fp8graph"):
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert "up.input|delayed(amax_history_len=8): the loaded state is of recipe delayed(" in caplog.text
+    unused = {name.partition("|")[0] for name in backend.state.unused}
+    assert unused == {f"{layer}.{o}" for layer in ("up", "down") for o in ("input", "weight", "grad_output")}
+    assert "loaded state that no layer has asked for: down.grad_output" in str(backend.report)
+    del first
+
+
+def test_loading_reaches_a_backward_that_is_still_to_come() -> None:
+    """The scale of dy is read when backward runs."""
+    model, backend = trained()
+    state = backend.state_dict()
+    out = model(torch.randn(16, 32, requires_grad=True))
+    key = "down.grad_output|delayed(amax_history_len=4)|scale"
+    backend.load_state_dict({**backend.state_dict(), key: state[key] / 4})
+    out.sum().backward()  # no "modified by an inplace operation"
+
+
+def test_a_layer_that_is_gone_is_not_saved() -> None:
+    backend = eager_backend(Policy(default=RECIPE))
+    for inner in (64, 48):
+        model = torch.compile(MLP(inner=inner), backend=backend)
+        model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+        torch._dynamo.reset()
+    assert len(backend.state_dict()) == 1 + 9 * 2
