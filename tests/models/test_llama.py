@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 import fp8graph
 from fp8graph.models.llama import expected_counts, tiny_config
 from fp8graph.numerics import sqnr_db
+from fp8graph.recipes import RECIPE_NAMES
 from helpers import dialect_counts, eager_backend
 
 
@@ -106,3 +109,54 @@ def test_master_weights_under_autocast_train() -> None:
     assert {g.dtypes[2] for g in backend.report.gemms if g.recipe} == {"bf16"}
     counts = dialect_counts(backend.report.graphs[0].module.graph)
     assert counts["quantize"] == expected_counts(1).quantized_tensors  # the casts of autocast are seen through
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_leaves_the_scaling_state_as_it_is_without(use_reentrant: bool) -> None:
+    """Layers that are computed twice are recorded once, with the scale that forward used."""
+    states: list[dict[str, Tensor]] = []
+    for checkpointing in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = llama().float()
+        model.train()
+        if checkpointing:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # the name that users still type
+                model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        backend = eager_backend(fp8graph.Policy(default=fp8graph.DelayedScaling(amax_history_len=4)))
+        compiled = torch.compile(model, backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        for step in range(3):
+            tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            compiled(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            optimizer.step()
+        states.append(backend.state_dict())
+    plain, checkpointed = states
+    assert plain.keys() == checkpointed.keys()
+    assert len(plain) == 1 + 2 * 3 * (7 * 2 + 1)  # scale and history x operands x linears, the head included
+    for key, value in plain.items():
+        assert torch.equal(value, checkpointed[key]), key
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPE_NAMES if r != "tensorwise"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_counts_of_every_recipe(recipe: str, layers: int) -> None:
+    """Sharing does not depend on the recipe: as many quantize nodes as with one scale per tensor."""
+    counts = dialect_counts_of(recipe, layers)
+    tensorwise = dialect_counts_of("tensorwise", layers)
+    if recipe == "rowwise_with_gw_hp":
+        assert counts["quantize"] == tensorwise["quantize"]
+        assert counts["casts"] == (4 + 7 + 7 + 7) * layers  # no columnwise inputs and gradients
+    else:
+        assert (counts["quantize"], counts["casts"]) == (tensorwise["quantize"], tensorwise["casts"])
+    assert counts["update_page"] == (2 if recipe == "delayed" else 0)
+
+
+def dialect_counts_of(recipe: str, layers: int) -> Counter[str]:
+    torch._dynamo.reset()
+    model, tokens = llama(layers), ids()
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("lm_head", None)], default=recipe))
+    torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens, use_cache=False)
+    return dialect_counts(backend.report.graphs[0].module.graph)
