@@ -50,7 +50,8 @@ class Backend:
     Args:
         policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
             except heads and MoE routers (:func:`fp8graph.models.general_policy`).
-        recipe: the recipe of that default policy ("tensorwise"); or, beside ``policy``, in place of its default.
+        recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
+            "tensorwise"); or, beside ``policy``, in place of its default.
         strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
             compiling), and when a rule matched nothing or a frame fell back to eager (at the next call).
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
@@ -102,7 +103,11 @@ class Backend:
         Cheap for a policy that decides as the last one did: ``backend.set_policy(policy.at_step(step))`` may stand in
         a training loop. A policy with a schedule is taken as it is at step 0.
         """
-        self.policy = general_policy() if policy is None else Policy.coerce(policy)
+        if policy is None:
+            default = hardware.default_recipe(self.hardware or hardware.of_machine())
+            self.policy = general_policy(default)
+        else:
+            self.policy = Policy.coerce(policy)
         if recipe is not None:
             resolve_recipe(recipe)
             self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)

@@ -159,7 +159,7 @@ def _doctor(_options: argparse.Namespace) -> int:
         rows.append((str(device), text))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))
-    rows.append(("default recipe", "tensorwise (Float8CurrentScaling)"))
+    rows.append(("default recipe", hardware.default_recipe(hardware.of_machine())))
     missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
     rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all there"))
     width = max(len(name) for name, _ in rows)

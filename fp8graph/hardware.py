@@ -85,6 +85,16 @@ def from_target(target: str) -> Hardware:
     return Hardware(name=target, scalings=frozenset(scalings))
 
 
+def default_recipe(device: Hardware) -> str:
+    """The recipe where the user names none: MXFP8 where the device multiplies it, else one scale per tensor."""
+    return "mxfp8" if "mxfp8" in device.scalings else "tensorwise"
+
+
+def of_machine() -> Hardware:
+    """The hardware that a model will most likely run on: the current GPU, or the CPU."""
+    return of_device(torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu"))
+
+
 def of_device(device: torch.device) -> Hardware:
     """The hardware behind ``device``."""
     if device.type == "cpu":

@@ -138,3 +138,11 @@ def test_grouped_matmuls_are_left_alone_and_said() -> None:
     assert {g.reason for g in report.gemms} == {
         "grouped matmul: not rewritten in this version (default asked for tensorwise)"
     }
+
+
+@pytest.mark.parametrize(("target", "recipe"), [("sm_89", "tensorwise"), ("sm_90", "tensorwise"), ("sm_100", "mxfp8")])
+def test_the_recipe_where_none_is_named_is_the_hardwares(target: str, recipe: str) -> None:
+    report = fp8graph.explain(nn.Linear(64, 64), x(16, 64), target=target)
+    assert {g.recipe for g in report.gemms} == {recipe}
+    named = fp8graph.explain(nn.Linear(64, 64), x(16, 64), target=target, policy=fp8graph.Policy())
+    assert {g.recipe for g in named.gemms} == {"tensorwise"}
