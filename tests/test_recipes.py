@@ -13,7 +13,16 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph import Float8CurrentScaling, Format, recipes
+from fp8graph import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    recipes,
+)
 from fp8graph.recipes import Recipe, recipe_from_dict, resolve_recipe
 
 
@@ -103,7 +112,12 @@ def test_positional_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [Float8CurrentScaling(), Float8CurrentScaling(fp8_format=Format.E4M3, power_2_scale=True, amax_epsilon=1e-6)],
+    [
+        *(resolve_recipe(name) for name in recipes.RECIPE_NAMES),
+        Float8CurrentScaling(fp8_format=Format.E4M3, power_2_scale=True, amax_epsilon=1e-6),
+        Float8BlockScaling(x_block=(2, 64), w_block=(32, 32)),
+        DelayedScaling(margin=2, amax_history_len=1, amax_compute_algo="most_recent", reduce_amax=False),
+    ],
 )
 def test_dict_round_trip(recipe: Recipe) -> None:
     values = recipe.to_dict()
@@ -190,3 +204,87 @@ def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
     """Every recipe class that is public can be written in a policy file."""
     public = {name for name, value in vars(fp8graph).items() if isinstance(value, type) and issubclass(value, Recipe)}
     assert public == set(recipes._TYPES)
+
+
+def test_the_defaults_of_the_other_recipes() -> None:
+    split = {"use_fast_accum": (False, False, False)}
+    fast = {"use_fast_accum": (True, False, False)}
+    assert dataclasses.asdict(DelayedScaling()) == fast | {
+        "fp8_format": Format.HYBRID,
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+        "scaling_factor_compute_algo": None,
+        "reduce_amax": True,
+    }
+    assert dataclasses.asdict(Float8RowwiseScaling()) == fast | {
+        "fp8_format": Format.E4M3,
+        "power_2_scale": True,
+        "amax_epsilon": 1e-12,
+        "high_precision_wgrad": False,
+    }
+    assert dataclasses.asdict(Float8BlockScaling()) == split | {
+        "fp8_format": Format.E4M3,
+        "x_block": (1, 128),
+        "w_block": (128, 128),
+        "grad_block": (1, 128),
+        "power_2_scale": True,
+        "amax_epsilon": 0.0,
+    }
+    assert dataclasses.asdict(MXFP8BlockScaling()) == split | {"fp8_format": Format.E4M3}
+    assert dataclasses.asdict(NVFP4BlockScaling()) == split | {"fp8_format": Format.E4M3, "square_weight_blocks": True}
+
+
+@pytest.mark.parametrize(
+    ("name", "operand", "dtype", "block"),
+    [
+        ("rowwise", "grad_output", torch.float8_e4m3fn, (0, 0)),
+        ("delayed", "grad_output", torch.float8_e5m2, (0, 0)),
+        ("blockwise", "input", torch.float8_e4m3fn, (1, 128)),
+        ("blockwise", "weight", torch.float8_e4m3fn, (128, 128)),
+        ("mxfp8", "weight", torch.float8_e4m3fn, (1, 32)),
+        ("nvfp4", "input", torch.uint8, (1, 16)),
+        ("nvfp4", "weight", torch.uint8, (16, 16)),
+    ],
+)
+def test_quantizers(name: str, operand: Any, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    recipe = resolve_recipe(name)
+    assert recipe is not None
+    assert (recipe.quantizer(operand).dtype, recipe.quantizer(operand).block) == (dtype, block)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields", "message"),
+    [
+        (DelayedScaling, {"amax_history_len": 0}, "amax_history_len=0.*a whole number >= 1"),
+        (DelayedScaling, {"amax_history_len": 2.0}, "a whole number >= 1"),
+        (DelayedScaling, {"amax_history_len": True}, "a whole number >= 1"),
+        (DelayedScaling, {"margin": -1}, "margin=-1.*from 0 to 100"),
+        (DelayedScaling, {"margin": float("nan")}, "from 0 to 100"),
+        (
+            DelayedScaling,
+            {"amax_compute_algo": "mean"},
+            'amax_compute_algo=\'mean\'.*"max", "most_recent" or a function',
+        ),
+        (DelayedScaling, {"amax_compute_algo": None}, "or a function"),
+        (DelayedScaling, {"scaling_factor_compute_algo": "x"}, "a function or None"),
+        (DelayedScaling, {"reduce_amax": 1}, "True or False"),
+        (DelayedScaling, {"fp8_format": Format.E5M2}, "no hardware multiplies E5M2 by E5M2"),
+        (Float8RowwiseScaling, {"power_2_scale": 1}, "True or False"),
+        (Float8RowwiseScaling, {"amax_epsilon": -1}, "a finite number"),
+        (Float8RowwiseScaling, {"high_precision_wgrad": None}, "True or False"),
+        (Float8BlockScaling, {"x_block": (0, 128)}, r"x_block=\(0, 128\).*two whole numbers >= 1"),
+        (Float8BlockScaling, {"x_block": 128}, "two whole numbers"),
+        (Float8BlockScaling, {"w_block": (128,)}, "w_block.*two whole numbers"),
+        (Float8BlockScaling, {"w_block": (128, 128, 1)}, "two whole numbers"),
+        (Float8BlockScaling, {"grad_block": (1.0, 128)}, "grad_block.*two whole numbers"),
+        (Float8BlockScaling, {"grad_block": (1, -128)}, "two whole numbers"),
+        (Float8BlockScaling, {"use_fast_accum": (True, False, False)}, "block scaling accumulates in FP32 only"),
+        (MXFP8BlockScaling, {"fp8_format": "E2M1"}, "one of E4M3, HYBRID"),
+        (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "Format.E4M3: the type of the block scales"),
+        (NVFP4BlockScaling, {"square_weight_blocks": 16}, "True or False"),
+    ],
+)
+def test_bad_fields_of_the_other_recipes(recipe: type[Recipe], fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp8graph.UnsupportedRecipeError, match=message):
+        recipe(**fields)
