@@ -53,6 +53,20 @@ class _Row:
     name: str  # in a state dict
 
 
+@dataclass(frozen=True)
+class _Found:
+    """The pages of one graph for one set of parameters."""
+
+    layouts: Sequence[PageLayout]  # alive, so that its id stays its own
+    owners: list[weakref.ref[Tensor]]
+    pages: list[_Page]
+
+    def holds(self, owners: Sequence[Tensor]) -> bool:
+        return not any(page.moved for page in self.pages) and all(
+            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
+        )
+
+
 class State:
     """All pages of one backend."""
 
@@ -61,6 +75,7 @@ class State:
         self._rows: dict[_Key, _Row] = {}
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
         self._created = 0
+        self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
 
     def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
         """The pages for one call of a graph.
@@ -70,8 +85,14 @@ class State:
             args: its inputs, the parameters among them.
             names: bound names of parameters, for state dicts.
         """
-        anchor = next((x for x in args if isinstance(x, torch.nn.Parameter)), None)
-        return [self._page(layout, args, anchor, names).tensor for layout in layouts]
+        owners = [x for x in args if isinstance(x, torch.nn.Parameter)]
+        key = id(layouts), *map(id, owners)
+        found = self._found.get(key)
+        if found is None or not found.holds(owners):
+            anchor = owners[0] if owners else None
+            pages = [self._page(layout, args, anchor, names) for layout in layouts]
+            found = self._found[key] = _Found(layouts, [weakref.ref(owner) for owner in owners], pages)
+        return [page.tensor for page in found.pages]
 
     def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
         columns = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
@@ -98,11 +119,11 @@ class State:
         for column, (keys, rows) in enumerate(zip(columns, layout.rows, strict=True)):
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
-                if known is not None and known.page is page and known.column == column:
-                    continue
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
                 fqn = bound.rpartition(".")[0] if bound else row.fqn
                 name = f"{fqn}{f'#{row.use}' if row.use else ''}.{row.operand}|{recipe_text(layout.recipe)}"
+                if known is not None and not bound:
+                    name = known.name  # it may have been bound elsewhere
                 self._rows[key] = _Row(page, column, name)
                 if known is None and (loaded := self._take(name)) is not None:
                     _write(page, column, *loaded)

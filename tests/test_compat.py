@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 
@@ -80,7 +81,8 @@ def test_a_python_numerator_divides_in_two_roundings() -> None:
 
 
 @pytest.mark.slow
-@inductor_config.patch(force_disable_caches=True)
+@inductor_config.patch(fx_graph_cache=False)
+@functorch_config.patch(enable_autograd_cache=False)
 def test_inductor_still_drops_the_ragged_end_of_a_loop_over_tiles() -> None:
     """When this fails, ``fix_cpu_loop_split`` can go. 40 = 32 + 8: the last 8 columns are not written."""
 

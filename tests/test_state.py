@@ -444,3 +444,17 @@ def test_one_update_a_graph_and_direction() -> None:
     (view,) = backend.report.graphs
     for op in ("fp8graph.update_page", "aten.copy_", "fp8graph.read_scales"):
         assert view.after.count(f"= {op}(") == 2, op
+
+
+def test_binding_names_the_rows_that_are_there_already() -> None:
+    inner = nn.Linear(32, 32)
+    outer = nn.ModuleDict({"block": nn.ModuleDict({"proj": inner})})
+    backend = eager_backend(Policy(default=RECIPE))
+    model = torch.compile(inner, backend=backend)
+    model(batch(0)).sum().backward()
+    before = by_tensor(backend)
+    backend.bind(outer)
+    model(batch(0) * 0)
+    after = by_tensor(backend)
+    assert set(after) == {f"block.proj.{operand}" for operand in ("input", "weight", "grad_output")}
+    assert after["block.proj.grad_output"] == before[next(name for name in before if name.endswith("grad_output"))]
