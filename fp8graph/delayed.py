@@ -33,8 +33,9 @@ HEADER = 2  # rows of a page before the history: scale, scale_inv
 
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
     """A page before the first step: scales 1, empty histories."""
-    page = torch.zeros((HEADER + length, tensors), device=device)
-    page[:HEADER] = 1.0
+    with torch.inference_mode(False), torch.no_grad():  # evaluated first, a page is trained with later
+        page = torch.zeros((HEADER + length, tensors), dtype=torch.float32, device=device)
+        page[:HEADER] = 1.0
     return page
 
 

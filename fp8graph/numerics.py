@@ -157,7 +157,7 @@ def quantize_layouts(
         scale_inv = scale.reciprocal()
     elif scaling == "delayed":
         if scales is None:  # the first step's
-            scales = torch.ones((2, 1), device=x.device)
+            scales = torch.ones((2, 1), dtype=torch.float32, device=x.device)
         scale, scale_inv = (scales[i, row].clone() for i in range(2))  # scalars of their own
     elif scaling == "nvfp4":
         global_scale = nvfp4_global_scale(cast(Tensor, amax))

@@ -45,6 +45,10 @@ class _Page:
     tensor: Tensor  # FP32 [2 + length, columns]
     moved: bool = False  # another page holds some of the rows now
 
+    def fits(self, layout: PageLayout) -> bool:
+        """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
+        return self.tensor.shape[1] == len(layout.rows) and self.tensor.device == layout.device
+
 
 @dataclass
 class _Row:
@@ -98,7 +102,7 @@ class State:
         columns = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
         known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in columns]
         first = known[0]
-        if first is not None and first.page.tensor.shape[1] == len(columns):
+        if first is not None and first.page.fits(layout):
             if all(row is not None and row.page is first.page and row.column == i for i, row in enumerate(known)):
                 self._name(layout, columns, first.page, args, names)
                 return first.page

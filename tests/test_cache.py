@@ -113,3 +113,16 @@ def test_strict_mode_on_a_warm_cache(tmp_path: Path) -> None:
     # A damaged file is no file.
     stored.write_text("{")
     assert run(tmp_path, **strict)["error"] is None
+
+
+@pytest.mark.slow
+def test_a_warm_start_with_scaling_state(tmp_path: Path) -> None:
+    """The passes run once to find the pages; the code, pages and all, comes from the cache."""
+    policy = {"default": {"type": "DelayedScaling", "amax_history_len": 4}}
+    cold, warm = run(tmp_path, policy=policy), run(tmp_path, policy=policy)
+    assert (cold["passes"], warm["passes"]) == (2, 1)
+    assert (cold["hits"], warm["hits"]) == (0, 1)
+    assert warm["values"] == cold["values"]
+    assert warm["report"] == cold["report"]
+    other = run(tmp_path, policy={"default": {"type": "DelayedScaling", "amax_history_len": 8}})
+    assert other["hits"] == 0

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
+from fp8graph.sites import PageLayout, StateRow
+from fp8graph.state import State
 from helpers import MLP, eager_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -458,3 +460,33 @@ def test_binding_names_the_rows_that_are_there_already() -> None:
     after = by_tensor(backend)
     assert set(after) == {f"block.proj.{operand}" for operand in ("input", "weight", "grad_output")}
     assert after["block.proj.grad_output"] == before[next(name for name in before if name.endswith("grad_output"))]
+
+
+def test_evaluated_in_inference_mode_first_and_trained_then() -> None:
+    model, backend = compiled(Net())
+    with torch.inference_mode():
+        model(batch(0))
+    model(batch(0)).sum().backward()
+    assert by_tensor(backend)["layers.0.input"][0] != 1.0
+
+
+def test_another_default_dtype_changes_no_state() -> None:
+    model, backend = compiled(Net())
+    x = batch(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model(x).sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {value.dtype for key, value in backend.state_dict().items() if "|" in key} == {torch.float32}
+
+
+def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
+    state, weight = State(), nn.Parameter(torch.ones(2, 2))
+    row = StateRow(fqn="a", use=0, parameter=0, operand="input", recipe=RECIPE)
+    layouts = [
+        (PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),)),)
+        for device in ("cpu", "meta")
+    ]
+    pages = [state.tensors(layout, [weight], None)[0] for layout in layouts]
+    assert [page.device.type for page in pages] == ["cpu", "meta"]
