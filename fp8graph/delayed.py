@@ -11,7 +11,8 @@ One update of a page, at the end of forward or of backward::
     history    = [0, history[2], ..., history[length - 1], history[0]]
 
 * A tensor whose amax is 0 (the layer did not run, or saw zeros), inf or nan is left as it is: neither its history
-  nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history.
+  nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history. A tensor
+  that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its column stays as it is.
 * Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.

@@ -108,11 +108,16 @@ class State:
                 return first.page
         length = layout.recipe.amax_history_len
         page = _Page(delayed.new_page(length, len(columns), layout.device))
+        sources: dict[_Page, tuple[list[int], list[int]]] = {}
+        for column, row in enumerate(known):
+            if row is not None:
+                to, taken = sources.setdefault(row.page, ([], []))
+                to.append(column)
+                taken.append(row.column)
         with torch.no_grad():
-            for column, row in enumerate(known):
-                if row is not None:
-                    page.tensor[:, column] = row.page.tensor[:, row.column]
-                    row.page.moved = True
+            for source, (to, taken) in sources.items():
+                page.tensor[:, to] = source.tensor[:, taken].to(layout.device)
+                source.moved = True
         self._name(layout, columns, page, args, names)
         return page
 
