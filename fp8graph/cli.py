@@ -88,7 +88,7 @@ def _explain(options: argparse.Namespace) -> int:
     from fp8graph.errors import PolicyError
     from fp8graph.explain import explain
 
-    policy = Backend(options.policy, recipe=options.recipe).policy
+    policy = Backend(options.policy, recipe=options.recipe, target=options.target).policy
     model = _meta_model(options.model)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": tokens}
