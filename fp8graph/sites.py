@@ -64,6 +64,7 @@ class StateRow:
     """Whose scale it is: one tensor of one site under one recipe (delayed scaling)."""
 
     fqn: str
+    index: int = field(compare=False)  # among the sites of the same module; for the name only
     use: int  # of the weight in the graph: a layer that runs twice has two rows; not counting uses without gradients
     parameter: int | None  # graph input that the site's weight comes from
     operand: OperandName

@@ -93,6 +93,7 @@ class State:
         key = id(layouts), *map(id, owners)
         found = self._found.get(key)
         if found is None or not found.holds(owners):
+            self._forget_dead_layers()
             anchor = owners[0] if owners else None
             pages = [self._page(layout, args, anchor, names) for layout in layouts]
             found = self._found[key] = _Found(layouts, [weakref.ref(owner) for owner in owners], pages)
@@ -129,8 +130,9 @@ class State:
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
-                fqn = bound.rpartition(".")[0] if bound else row.fqn
-                name = f"{fqn}{f'#{row.use}' if row.use else ''}.{row.operand}|{recipe_text(layout.recipe)}"
+                # a bound weight's own name; else the module's and which of its matmuls it is
+                place, number = (bound.removesuffix(".weight"), row.use) if bound else (row.fqn, row.index)
+                name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
                 if known is not None and not bound:
                     name = known.name  # it may have been bound elsewhere
                 self._rows[key] = _Row(page, column, name)
@@ -162,6 +164,15 @@ class State:
             self._tokens[id(parameter)] = (weakref.ref(parameter), token)
         return token
 
+    def _forget_dead_layers(self) -> None:
+        """Drop what belongs to parameters that no longer exist, so that their pages can go."""
+        self._tokens = {i: entry for i, entry in self._tokens.items() if entry[0]() is not None}
+        alive = {token for _, token in self._tokens.values()} | {0}
+        self._rows = {key: row for key, row in self._rows.items() if key.owner in alive}
+        self._found = {
+            key: found for key, found in self._found.items() if all(owner() is not None for owner in found.owners)
+        }
+
     @property
     def unused(self) -> list[str]:
         """Names that were loaded and that no layer has asked for."""
@@ -169,15 +180,13 @@ class State:
 
     def _alive(self) -> dict[str, _Row]:
         """The rows of the layers that still exist, by name."""
-        alive = {token for reference, token in self._tokens.values() if reference() is not None} | {0}
+        self._forget_dead_layers()
         rows: dict[str, _Row] = {}
-        for key, row in self._rows.items():
-            if key.owner not in alive:
-                continue
+        for row in self._rows.values():
             if row.name in rows:
                 raise StateError(
                     f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to what was compiled: "
-                    "give the model to backend.bind(model) before the first step, and every layer its full name."
+                    "give the model to backend.bind(model), and every layer has its full name from the next call on."
                 )
             rows[row.name] = row
         return rows

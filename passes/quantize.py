@@ -100,7 +100,14 @@ def _quantize_operand(
     outputs.meta[OPERAND_KEY] = operand
     if quantizer.scaling == "delayed":
         outputs.meta[ROWS_KEY] = [
-            StateRow(fqn=site.fqn, use=site.use, parameter=site.parameter, operand=operand, recipe=recipe)
+            StateRow(
+                fqn=site.fqn,
+                index=site.index,
+                use=site.use,
+                parameter=site.parameter,
+                operand=operand,
+                recipe=recipe,
+            )
         ]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(numerics.output_names(quantizer.scaling, *layouts)):

@@ -88,6 +88,13 @@ def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
     return view_of(module, *args, **kwargs).stages[after]
 
 
+def inputs_of(view: GraphView, module: nn.Module, x: Tensor) -> list[Tensor]:
+    """What the inference graph ``view`` of ``module(x)`` takes from Dynamo, in its order."""
+    parameters = {f"_parameters['{name}']": parameter for name, parameter in module.named_parameters()}
+    sources = [name for name in view.inputs if name.startswith("L[")]
+    return [next((p for end, p in parameters.items() if name.endswith(end)), x) for name in sources]
+
+
 def dialect_counts(graph: fx.Graph) -> Counter[str]:
     """Dialect nodes by name, and ``casts``: the FP8 copies that the quantize nodes write."""
     counts = Counter(str(node.target).split(".")[1] for node in nodes(graph, ops.DIALECT))

@@ -137,3 +137,24 @@ def test_a_layer_that_is_gone_is_not_saved() -> None:
         model(torch.randn(16, 32, requires_grad=True)).sum().backward()
         torch._dynamo.reset()
     assert len(backend.state_dict()) == 1 + 9 * 2
+
+
+@pytest.mark.parametrize("bind", [False, True])
+def test_two_weights_of_one_module_have_two_names(bind: bool) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.first + (2 * x) @ self.second
+
+    module = nn.Sequential(Two())
+    backend = eager_backend(Policy(default=RECIPE))
+    if bind:
+        backend.bind(module)
+    model = torch.compile(module, backend=backend)
+    model(torch.randn(16, 32)).sum().backward()
+    names = {key.partition("|")[0] for key in backend.state_dict() if "|" in key}
+    layers = ("0.first", "0.second") if bind else ("0", "0#1")
+    assert names == {f"{layer}.{o}" for layer in layers for o in ("input", "weight", "grad_output")}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import DelayedScaling, Policy, Rule
-from helpers import MLP, Weight, eager_backend, view_of
+from fp8graph import DelayedScaling, Policy, Rule, delayed
+from helpers import MLP, Weight, eager_backend, inputs_of, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 
@@ -137,10 +137,16 @@ def test_inside_a_checkpointed_region_one_update_a_direction(use_reentrant: bool
 
 def test_the_view_of_a_graph_with_state_runs() -> None:
     """One tensor for each of ``inputs``, the pages included."""
-    module, x = MLP(), torch.randn(16, 32)
-    view = view_of(module, x, policy=Policy(default=RECIPE))
-    assert len([name for name in view.inputs if name.startswith("L[") is False]) >= 2
-    assert view.module.graph.find_nodes(op="placeholder")[-1] is not None
+    module, x = nn.Linear(32, 48), torch.randn(16, 32)
+    backend = eager_backend(Policy(default=RECIPE))
+    with torch.no_grad():
+        expected = torch.compile(module, backend=backend)(x)  # scales 1
+        (view,) = backend.report.graphs
+        for scale in (1.0, 8.0):
+            page = delayed.new_page(4, 2)
+            page[0], page[1] = scale, 1 / scale
+            (got,) = view.module(*inputs_of(view, module, x), page)
+            assert torch.equal(got, expected) == (scale == 1.0)
 
 
 def test_explain_shows_the_state() -> None:
