@@ -28,7 +28,7 @@ lint: .venv/ready
 # the tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
-	grep -v '^torch==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
+	grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c .venv-torch-$(TORCH)/constraints.txt "torch==$(TORCH)" -e ".[test]"
 	touch $@

@@ -14,6 +14,7 @@ from fp8graph.backend import Backend as Backend
 from fp8graph.backend import backend_of as backend_of
 from fp8graph.backend import compile as compile
 from fp8graph.backend import named_backend as _named_backend
+from fp8graph.backend import refresh_weights as refresh_weights
 from fp8graph.errors import Fp8CoverageError as Fp8CoverageError
 from fp8graph.errors import Fp8GraphError as Fp8GraphError
 from fp8graph.errors import PolicyError as PolicyError

@@ -16,10 +16,11 @@ from fp8graph.autocast import DISABLED, POLICY
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy
 from fp8graph.policy import Policy
-from fp8graph.program import Program
+from fp8graph.program import Program, compile_dialect, run_eagerly
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report import GemmRecord, Report
 from fp8graph.state import State
+from fp8graph.weights import Weights
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 _COMPILERS: Final = ("inductor", "eager")
@@ -58,6 +59,9 @@ class Backend:
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
         target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors.
+        cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (``fp8graph/weights.py``;
+            after writing to ``.data``: :func:`refresh_weights`). They take one byte per element and layout: up to
+            the memory of bf16 weights in training, half of it in inference.
 
     Raises:
         PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
@@ -72,21 +76,34 @@ class Backend:
         compiler: Literal["inductor", "eager"] = "inductor",
         inductor_options: Mapping[str, Any] | None = None,
         target: str | None = None,
+        cache_weights: bool = True,
     ) -> None:
         if compiler not in _COMPILERS:
             raise PolicyError(f"compiler must be one of {', '.join(_COMPILERS)}, not {compiler!r}.")
-        if type(strict) is not bool:
-            raise PolicyError(f"strict must be True or False, not {strict!r}.")
+        for name, value in (("strict", strict), ("cache_weights", cache_weights)):
+            if type(value) is not bool:
+                raise PolicyError(f"{name} must be True or False, not {value!r}.")
         self.strict: Final = strict
         self.compiler: Final = compiler
         self.inductor_options: Final = _checked_inductor_options(inductor_options)
         self.hardware: Final = hardware.from_target(target) if target is not None else None
         self.names: Final = Names()
         self.state: Final = State()
+        self.cache_weights: Final = cache_weights
+        self.weights: Final = Weights()
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
         self.set_policy(policy, recipe=recipe)
+
+    @property
+    def inner_compile(self) -> Callable[..., Any] | None:
+        """What compile_fx calls for each graph after the passes; None: Inductor."""
+        return run_eagerly if self.compiler == "eager" else None
+
+    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """A function that quantizes weights."""
+        return module if self.compiler == "eager" else compile_dialect(module, inputs, self)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -146,13 +163,21 @@ class Backend:
                 already and is missing. The message says which; the old state is then intact.
         """
         self.state.load_state_dict(state_dict)
+        self.weights.refresh()  # their scales are others now
 
     @property
     def report(self) -> Report:
         """What was compiled so far, including graphs that came from a warm compile cache."""
         views = [view for program in self._programs for view in program.views.values()]
         eager_frames = compat.failed_frames(self._frames, self._created)
-        return Report(graphs=views, policy=self.policy, eager_frames=eager_frames, unused_state=self.state.unused)
+        return Report(
+            graphs=views,
+            policy=self.policy,
+            eager_frames=eager_frames,
+            unused_state=self.state.unused,
+            weights=len(self.weights),
+            weight_bytes=self.weights.bytes,
+        )
 
     def check_strictly(self, *, everything: bool) -> None:
         """Strict mode, at a call: raise for code that fell back to eager, and for ``everything`` in the report."""
@@ -250,6 +275,15 @@ def backend_of(compiled: Any) -> Backend:
     if isinstance(inner, NamedBackend):
         return inner.backend(getattr(found, "kwargs", {}))
     raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+
+
+def refresh_weights(backend: Backend) -> None:
+    """Quantize every weight again before its next use: after weights were written through ``.data``.
+
+    Such writes change neither a tensor's version nor its address, and no optimizer step is seen. Updates by
+    torch's optimizers and in-place writes are noticed without this.
+    """
+    backend.weights.refresh()
 
 
 def compile(  # noqa: A001  (the public name is torch's)

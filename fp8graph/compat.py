@@ -15,7 +15,10 @@ from torch import fx
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.runtime.hints import DeviceProperties
+from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
 
 # What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
@@ -34,6 +37,13 @@ def source_name(node: fx.Node) -> str:
     return cast(str, name() if callable(name) else name)
 
 
+def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """The Inductor options that rewritten graphs need on the target, or on the device of the inputs."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    on_gpu = "cuda" in devices if target is None else target.name != "cpu"
+    return gpu_codegen_patches() if on_gpu else cpu_codegen_patches(example_inputs)
+
+
 def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     """Inductor options that keep its C++ right on this CPU.
 
@@ -48,6 +58,37 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
         return {"cpp.simdlen": 256}
     return {}
+
+
+def gpu_codegen_patches() -> dict[str, Any]:
+    """Inductor options for GPU code: exact scales, and the fusions that are off by default.
+
+    Triton's ``a / b`` is approximate; a scale is an IEEE division. ``nested_reduction`` (torch 2.13) makes a norm and
+    the amax of its tiles one kernel; ``combo_kernels`` puts independent small kernels into one launch.
+    """
+    patches = {"eager_numerics.division_rounding": True, "triton.nested_reduction": True}
+    known = inductor_config.get_config_copy()
+    return {name: value for name, value in patches.items() if name in known}
+
+
+def without_cuda(device: torch.device) -> torch.device:
+    """``device``, or meta in place of a CUDA device that this build of torch knows by name only.
+
+    Indexing, ``.contiguous()`` and other Python-level methods of a fake CUDA tensor need a device guard, which a
+    CPU build does not have (torch 2.11 to 2.15). Meta tensors follow CUDA's rules.
+    """
+    return torch.device("meta") if device.type == "cuda" and not torch.backends.cuda.is_built() else device
+
+
+def forget_device_facts() -> None:
+    """Clear what torch remembers of the machine's GPU and triton."""
+    for function in (
+        DeviceProperties.create,
+        _triton.has_triton,
+        _triton.triton_backend,
+        _triton.triton_hash_with_backend,
+    ):
+        getattr(getattr(function, "__func__", function), "cache_clear", lambda: None)()
 
 
 def in_backward() -> bool:

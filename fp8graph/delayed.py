@@ -23,6 +23,7 @@ Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,27 +33,44 @@ from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgori
 HEADER = 2  # rows of a page before the history: scale, scale_inv
 
 
+def page_shape(length: int, tensors: int) -> tuple[int, int]:
+    return HEADER + length, tensors
+
+
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
     """A page before the first step: scales 1, empty histories."""
     with torch.inference_mode(False), torch.no_grad():  # evaluated first, a page is trained with later
-        page = torch.zeros((HEADER + length, tensors), dtype=torch.float32, device=device)
+        page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
         page[:HEADER] = 1.0
     return page
 
 
-def read_scales(page: Tensor) -> Tensor:
-    """[2, tensors]: scale and scale_inv, a copy that a later update of the page does not change.
+def read_scales(page: Tensor, copy: bool) -> Tensor:
+    """[2, tensors]: scale and scale_inv; as a copy if they are needed after the update of the page.
 
     Not ``clone``: Inductor removes it as having no effect and saves a view of the page for backward, which then
     reads the updated scales. Scales are positive, so the clamp changes nothing.
     """
-    return page[:HEADER].clamp_min(0.0)
+    return page[:HEADER].clamp_min(0.0) if copy else page[:HEADER]
 
 
 def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
     """``fp8_max * 2^-margin / amax``, one IEEE division; the old scale where amax is 0, inf or nan."""
     scale = torch.div(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
     return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
+
+
+def _largest(amaxes: Sequence[Tensor]) -> Tensor:
+    """[tensors]: the largest number of each. Tensors of one length are reduced by one kernel."""
+    positions: dict[Any, list[int]] = {}
+    for position, amax in enumerate(amaxes):
+        positions.setdefault(amax.shape, []).append(position)
+    largest: list[Tensor | None] = [None] * len(amaxes)
+    for alike in positions.values():
+        reduced = torch.stack([amaxes[i].reshape(-1) for i in alike]).amax(1)
+        for position, value in zip(alike, reduced.unbind(), strict=True):
+            largest[position] = value
+    return torch.stack(cast("list[Tensor]", largest))
 
 
 def updated_page(
@@ -64,19 +82,24 @@ def updated_page(
     scaling_factor_compute_algo: ScaleAlgorithm | None = None,
     recipe: DelayedScaling | None = None,
 ) -> Tensor:
-    """The page after a step that saw ``amaxes``, one FP32 scalar per tensor. ``page`` is not changed."""
-    old_scale, history = page[0], page[HEADER:]
-    amax = torch.stack(list(amaxes))
+    """The page after a step that saw ``amaxes``, for each tensor FP32 of any shape. ``page`` is not changed."""
+    old_scale = page[0]
+    amax = _largest(amaxes)
     seen = (amax > 0.0) & (amax <= FLT_MAX)
-    staged = torch.cat([amax.unsqueeze(0), history[1:]])
+    rows = page.shape[0]
+    row = torch.arange(rows, device=page.device).unsqueeze(1)  # all over the whole page: one kernel
     if amax_compute_algo == "max":
-        newest = staged.amax(0)
+        newest = torch.maximum(torch.where(row > HEADER, page, 0.0).amax(0), amax)
+    elif amax_compute_algo == "most_recent":
+        newest = amax
     else:
-        newest = amax if amax_compute_algo == "most_recent" else amax_compute_algo(staged)
+        newest = amax_compute_algo(torch.cat([amax.unsqueeze(0), page[HEADER + 1 :]]))
     if scaling_factor_compute_algo is None or recipe is None:
         scale = delayed_scale(newest, old_scale, fp8_max, margin)
     else:
         scale = scaling_factor_compute_algo(newest, old_scale, fp8_max, recipe)
-    rolled = torch.cat([torch.zeros_like(staged[:1]), staged[2:], staged[:1]])[: staged.shape[0]]
-    new = torch.cat([scale.unsqueeze(0), scale.reciprocal().unsqueeze(0), rolled])
-    return torch.where(seen, new, page)
+    shifted = torch.constant_pad_nd(page[1:], [0, 0, 0, 1])  # slot i + 1 at i
+    new = torch.where(row == rows - 1, amax, shifted)
+    new = torch.where(row == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
+    new = torch.where(row == 1, scale.reciprocal(), new)
+    return torch.where(seen, torch.where(row == 0, scale, new), page)

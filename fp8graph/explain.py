@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch._functorch.config
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fp8graph.backend import Backend, PolicyLike
+from fp8graph.offline import KernelRecord, OfflineInductor
+from fp8graph.program import compile_dialect, run_eagerly
 from fp8graph.report import Report
 
 
@@ -43,6 +49,33 @@ def explain(
     model = getattr(model, "_orig_mod", model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    _trace(backend, model, args, kwargs, training)
+
+    def kernels() -> list[KernelRecord]:
+        generating = _Generating(backend.policy, target)
+        _trace(generating, model, args, kwargs, training)
+        return generating.generator.kernels
+
+    on_gpu = target is not None and target != "cpu"
+    return dataclasses.replace(backend.report, load_kernels=kernels if on_gpu else None)
+
+
+class _Generating(Backend):
+    """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
+
+    def __init__(self, policy: PolicyLike, target: str | None) -> None:
+        super().__init__(policy, target=target)
+        self.generator = OfflineInductor(str(target), run_eagerly)
+
+    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return compile_dialect(module, inputs, self, functools.partial(self.generator, direction="weights"))
+
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        return self.generator
+
+
+def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}  # deepcopy takes these in place of the real tensors: no weight is copied
     for tensor in (*model.parameters(), *model.buffers()):
@@ -52,9 +85,9 @@ def explain(
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
     # A model that was called before with other shapes must not be traced with dynamic ones here.
     static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
-    with mode, torch.set_grad_enabled(training), static:
+    now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True})  # no backward is run
+    with mode, torch.set_grad_enabled(training), static, now:
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
-    return backend.report
 
 
 def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

@@ -12,6 +12,9 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_aggregate
+
+from fp8graph import compat
 
 aten = torch.ops.aten
 
@@ -40,6 +43,7 @@ NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
 
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
 _PURE_VIEWS: Final = (*_SAME_VALUES, aten.alias.default, aten.detach.default)
 
 
@@ -120,8 +124,25 @@ def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Grap
     values = [value(argument) for argument in arguments]
     with fake_mode_of(arguments[0]), torch.no_grad():
         # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
-        fresh = [v.new_empty_strided(v.size(), v.stride()) for v in values]
-        return make_fx(function, decomposition_table=select_decomp_table())(*fresh).graph
+        devices = {compat.without_cuda(v.device): v.device for v in values}
+        fresh = [v.new_empty_strided(v.size(), v.stride(), device=compat.without_cuda(v.device)) for v in values]
+        graph = make_fx(function, decomposition_table=select_decomp_table())(*fresh).graph
+        if any(stand_in != device for stand_in, device in devices.items()):
+            _move(graph, devices)
+        return graph
+
+
+def _move(graph: fx.Graph, devices: Mapping[torch.device, torch.device]) -> None:
+    """Put a graph that was traced on stand-ins onto the devices that they stand for."""
+
+    def moved(argument: Any) -> Any:
+        return devices.get(argument, argument) if isinstance(argument, torch.device) else argument
+
+    for node in graph.nodes:
+        node.args, node.kwargs = (map_aggregate(x, moved) for x in (node.args, node.kwargs))
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor):
+            node.meta["val"] = val.new_empty_strided(val.size(), val.stride(), device=moved(val.device))
 
 
 def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, like: fx.Node, made_by: str) -> Any:
@@ -138,9 +159,9 @@ def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, lik
 
 def swaps_last_dims(node: fx.Node) -> bool:
     """Whether ``node`` is a transpose of the last two dims: t, transpose or permute."""
-    if node.op != "call_function" or not isinstance(node.args[0], fx.Node):
+    if node.target not in _TRANSPOSES:
         return False
-    ndim = value(node.args[0]).ndim
+    ndim = value(cast(fx.Node, node.args[0])).ndim
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if node.target is aten.permute.default:
         return [d % ndim for d in cast(Sequence[int], node.args[1])] == swapped

@@ -142,13 +142,15 @@ def quantize_layouts(
             "row" FP32 [..., rows, 1]; "block" FP32, "mxfp8" uint8 (E8M0) and "nvfp4" E4M3
             [..., ceil(rows / block[0]), ceil(columns / block[1])]. nvfp4's data are bytes [..., rows, columns / 2]
             with the columns padded to a multiple of 16.
-        carry_overflow: an infinite amax makes ``scale_inv`` infinite.
-        scales, row: for "delayed": [2, tensors], scale and scale_inv, and the column of this tensor; None is 1.
+        carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
+            for that, an infinite element becomes NaN.
+        scales, row: for "delayed": [2, tensors], scale and scale_inv, and the column of this tensor; None is 1. Its
+            ``scale_inv`` has shape [1], its amax comes back as one for each row.
     """
     outputs: list[Tensor] = []
     scale_invs: list[Tensor] = []
     amax = scale = global_scale = None
-    if scaling in ("tensor", "delayed", "nvfp4"):
+    if scaling in ("tensor", "nvfp4"):
         amax = tensor_amax(x)
     if scaling == "tensor":
         scale = scale_from_amax(
@@ -156,9 +158,11 @@ def quantize_layouts(
         )
         scale_inv = scale.reciprocal()
     elif scaling == "delayed":
+        amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
         if scales is None:  # the first step's
             scales = torch.ones((2, 1), dtype=torch.float32, device=x.device)
-        scale, scale_inv = (scales[i, row].clone() for i in range(2))  # scalars of their own
+        # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)
+        scale, scale_inv = scales[0, row], scales[1, row : row + 1].clone()
     elif scaling == "nvfp4":
         global_scale = nvfp4_global_scale(cast(Tensor, amax))
         scale_inv = global_scale.reciprocal()
@@ -170,14 +174,19 @@ def quantize_layouts(
         source = x.transpose(-2, -1) if transposed else x
         source = pad_to_multiple(source, multiples[0], multiples[1])
         if scale is not None:
-            outputs.append(saturating_cast(source.to(torch.float32) * scale, dtype).contiguous())
+            exact = source.to(torch.float32)
+            scaled = exact * scale
+            if carry_overflow and scaling == "delayed":
+                scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
+            outputs.append(saturating_cast(scaled, dtype).contiguous())
         else:
             settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
             data, layout_scale_inv = _quantize_tiles(source, *settings)
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
     if scale_inv is not None:
-        scale_invs.append(_with_overflow(scale_inv, cast(Tensor, amax)) if carry_overflow else scale_inv)
+        carried = carry_overflow and scaling != "delayed"
+        scale_invs.append(_with_overflow(scale_inv, cast(Tensor, amax)) if carried else scale_inv)
     if scaling == "delayed":
         scale_invs.append(cast(Tensor, amax))
     return [*outputs, *scale_invs]
@@ -347,6 +356,8 @@ def quantize(
     rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
     results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)
     outputs = dict(zip(output_names(quantizer.scaling, rowwise, columnwise), results, strict=True))
+    if "amax" in outputs:
+        outputs |= {"amax": outputs["amax"].amax(), "scale_inv": outputs["scale_inv"].reshape(())}
     return QuantizedTensor(
         data=outputs.pop(layout),
         scale_inv=outputs.pop("scale_inv" if "scale_inv" in outputs else f"{layout}_scale_inv"),

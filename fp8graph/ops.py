@@ -3,7 +3,7 @@
     quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
-    read_scales(page) -> [2, tensors];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
+    read_scales(page, copy) -> [2, tensors];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -29,7 +29,7 @@ _SCHEMAS: Final[dict[str, str]] = {
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
     "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
-    "read_scales": "(Tensor page) -> Tensor",
+    "read_scales": "(Tensor page, bool copy) -> Tensor",
     "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
@@ -63,9 +63,10 @@ def _fake_quantize(
             shapes.append(([*batch, *padded], dtype))
             scale_shapes.append(([*batch, *tiles], _SCALE_DTYPE.get(scaling, torch.float32)))
     scalar = ([], torch.float32)
-    names = numerics.output_names(scaling, rowwise, columnwise)
     if scaling in ("tensor", "delayed"):
-        scale_shapes = [scalar] * (len(names) - len(shapes))
+        scale_shapes = [scalar]
+        if scaling == "delayed":
+            scale_shapes = [([1], torch.float32), ([*batch, rows], torch.float32)]  # the amax of each row
     elif scaling == "nvfp4":
         scale_shapes.append(scalar)
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in [*shapes, *scale_shapes]]
@@ -92,8 +93,12 @@ def _fake_dequantize(
     return torch.empty_like(data, dtype=dtype)
 
 
-def _fake_read_scales(page: Tensor) -> Tensor:
+def _fake_read_scales(page: Tensor, _copy: bool) -> Tensor:
     return page.new_empty((delayed.HEADER, page.shape[1]))
+
+
+def _read_scales(page: Tensor, _copy: bool) -> Tensor:
+    return delayed.read_scales(page, copy=True)  # an op must not return a view of its argument
 
 
 def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
@@ -104,7 +109,7 @@ for _name, _reference, _fake in (
     ("quantize", numerics.quantize_layouts, _fake_quantize),
     ("scaled_mm", numerics.scaled_mm, _fake_scaled_mm),
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
-    ("read_scales", delayed.read_scales, _fake_read_scales),
+    ("read_scales", _read_scales, _fake_read_scales),
     ("update_page", delayed.updated_page, _fake_update_page),
 ):
     _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))

@@ -18,7 +18,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.report import GemmRecord, gemm_records
-from fp8graph.sites import Compilation, PageLayout
+from fp8graph.sites import Compilation, PageLayout, QuantizedWeight
 
 GraphPass = Callable[[fx.Graph], None]
 
@@ -71,8 +71,12 @@ class _Pass(CustomGraphPass):
         return json.dumps([type(self).__name__, self._identity, *map(str, others)])
 
 
+class Found(Exception):
+    """Ends a trace that was only to find what a graph takes."""
+
+
 class JointPass(_Pass):
-    """match -> assign -> quantize -> share, on the joint graph. Leaves its findings on itself.
+    """The joint pipeline on the joint graph. Leaves its findings on itself.
 
     Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up.
     """
@@ -84,11 +88,13 @@ class JointPass(_Pass):
         first: GraphPass | Sequence[GraphPass] | None = None,
         check: Callable[[Sequence[GemmRecord]], None] | None = None,
         keep_module: bool = False,
+        only_find: bool = False,
     ) -> None:
         super().__init__(identity, first)
         self._compilation = compilation
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
+        self._only_find = only_find  # raise Found after the passes
         self.before = ""
         self.inputs: tuple[str, ...] = ()
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
@@ -100,6 +106,11 @@ class JointPass(_Pass):
     def pages(self) -> tuple[PageLayout, ...]:
         """The pages of scaling state that the graph wants."""
         return self._compilation.pages
+
+    @property
+    def weights(self) -> tuple[QuantizedWeight, ...]:
+        """The weights whose copies the graph wants."""
+        return self._compilation.weights
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
@@ -119,6 +130,8 @@ class JointPass(_Pass):
                     self._check(records)
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
         compilation.sites, compilation.plan = [], {}  # their nodes would keep the graph alive
+        if self._only_find and not compilation.subgraph:
+            raise Found
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map={}))

@@ -28,11 +28,11 @@ from fp8graph import compat, delayed
 from fp8graph.autocast import REGION_KEY, current_region, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import NO_GRAD_KEY
-from fp8graph.pipeline import JointPass, LowerPass, source_hash
+from fp8graph.pipeline import Found, JointPass, LowerPass, source_hash
 from fp8graph.policy import INHERIT
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.report import GraphView
-from fp8graph.sites import Compilation, PageLayout, Parameter
+from fp8graph.sites import Compilation, PageLayout, Parameter, QuantizedWeight
 from fp8graph.state import Recomputations
 
 if TYPE_CHECKING:
@@ -49,11 +49,19 @@ class Situation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a compiled graph takes after Dynamo's inputs: pages of scaling state, and FP8 copies of weights."""
+
+    pages: Sequence[PageLayout] = ()
+    weights: Sequence[QuantizedWeight] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class _Variant:
-    """A compiled graph and the pages of scaling state that it takes after Dynamo's inputs."""
+    """A compiled graph and what it takes after Dynamo's inputs."""
 
     run: Callable[..., Any]
-    layouts: Sequence[PageLayout]
+    wanted: Wanted
 
 
 class Program:
@@ -92,19 +100,28 @@ class Program:
             context = self._tracing_context
             with tracing(context) if context is not None else contextlib.nullcontext():
                 variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
-        if not variant.layouts:
-            return variant.run(*args)
-        pages = self._backend.state.tensors(variant.layouts, args, self._backend.names)
-        if self._gradients:
-            pages = self._recomputations.pages(variant.layouts, pages, args)
-        return variant.run(*args, *pages)
+        backend, wanted = self._backend, variant.wanted
+        pages: list[torch.Tensor] = []
+        weights: list[torch.Tensor] = []
+        if wanted.pages:
+            pages = backend.state.tensors(wanted.pages, args, backend.names)
+            if self._gradients:
+                pages = self._recomputations.pages(wanted.pages, pages, args)
+        if wanted.weights:
+            weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)
+        return variant.run(*args, *pages, *weights)
+
+    def _pages_of(self, args: Sequence[Any]) -> Callable[[Sequence[PageLayout]], list[torch.Tensor]]:
+        return lambda layouts: self._backend.state.tensors(layouts, args, self._backend.names)
 
     def _situation(self, args: Sequence[Any]) -> Situation:
         names = self._backend.names
         bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
         return Situation(policy=self._backend.policy_text, region=current_region(), names=bound)
 
-    def _compilation(self, situation: Situation, layouts: Sequence[PageLayout] = ()) -> Compilation:
+    def _compilation(self, situation: Situation, wanted: Wanted) -> Compilation:
+        first = len(self._sources) + len(wanted.pages)
+        copies = sum(len(weight.outputs) for weight in wanted.weights)
         bound = situation.names or ("",) * len(self._parameters)
         return Compilation(
             policy=self._backend.policy,
@@ -112,7 +129,9 @@ class Program:
             region=situation.region,
             sources=self._sources,
             records_amaxes=self._gradients,
-            page_inputs=tuple(range(len(self._sources), len(self._sources) + len(layouts))),
+            page_inputs=tuple(range(len(self._sources), first)),
+            cache_weights=self._backend.cache_weights,
+            weight_inputs=tuple(range(first, first + copies)),
             parameters={
                 index: Parameter(source=source, index=index, bound=name)
                 for (index, source), name in zip(self._parameters.items(), bound, strict=True)
@@ -124,29 +143,29 @@ class Program:
         options = dict(backend.inductor_options)
         identity = self._identity(situation)
         recipes = self._recipes(situation)
-        layouts = self._trace(situation).pages if any(isinstance(r, DelayedScaling) for r in recipes) else ()
+        wanted = self._wanted(situation, recipes)
         joint = JointPass(
-            self._compilation(situation, layouts),
+            self._compilation(situation, wanted),
             None if any(has_code(r) for r in recipes) else identity,
             first=options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass),
             check=backend.check_records if backend.strict else None,
         )
         if backend.may_rewrite(situation.region, self._regions()):
-            options = {**compat.cpu_codegen_patches(inputs), **options}
-        compiled = self._run_compile_fx(joint, options, inputs, layouts, eager=backend.compiler == "eager")
-        self.views[situation] = self._view(situation, joint, identity, options, layouts)
+            options = {**compat.codegen_patches(backend.hardware, inputs), **options}
+        compiled = self._run_compile_fx(joint, options, inputs, wanted, inner_compile=backend.inner_compile)
+        self.views[situation] = self._view(situation, joint, identity, options, wanted)
         if backend.strict:
             backend.check_records(self.views[situation].gemms)
-        return _Variant(compiled, layouts)
+        return _Variant(compiled, wanted)
 
     def _run_compile_fx(
         self,
         joint: JointPass,
         options: dict[str, Any],
         inputs: Sequence[Any],
-        layouts: Sequence[PageLayout],
+        wanted: Wanted,
         *,
-        eager: bool,
+        inner_compile: Callable[..., Any] | None,
     ) -> Callable[..., Any]:
         options = dict(options)
         first = options.pop("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
@@ -156,20 +175,28 @@ class Program:
             "post_grad_custom_pre_pass": LowerPass(source_hash(), first=first),
         }
         extra: dict[str, Any] = {}
-        if eager:
+        if inner_compile is not None:
             patches["force_disable_caches"] = True
-            extra["inner_compile"] = _run_eagerly
+            extra["inner_compile"] = inner_compile
         module = copy_dynamo_graph(self._module, self._gradients)  # compile_fx takes it; Dynamo reads its graph again
-        pages = _page_inputs(module, layouts, inputs)
-        return cast(Callable[..., Any], compile_fx(module, [*inputs, *pages], config_patches=patches, **extra))
+        more = _more_inputs(module, wanted, inputs)
+        return cast(Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, **extra))
 
-    def _trace(self, situation: Situation, layouts: Sequence[PageLayout] = ()) -> JointPass:
-        """Run the passes without code generation: to find the pages, for a cached report, for ``.module``."""
-        joint = JointPass(self._compilation(situation, layouts), "", keep_module=True)
+    def _wanted(self, situation: Situation, recipes: set[Recipe]) -> Wanted:
+        """What the graph takes beside Dynamo's inputs: found by running the passes once without it."""
+        if not (recipes if self._backend.cache_weights else any(isinstance(r, DelayedScaling) for r in recipes)):
+            return Wanted()
+        joint = self._trace(situation, Wanted(), only_find=True)
+        return Wanted(pages=joint.pages, weights=joint.weights)
+
+    def _trace(self, situation: Situation, wanted: Wanted, *, only_find: bool = False) -> JointPass:
+        """Run the passes without code generation: to find inputs, for a cached report, for ``.module``."""
+        joint = JointPass(self._compilation(situation, wanted), "", keep_module=True, only_find=only_find)
         context = self._tracing_context
         fresh = TracingContext(context.fake_mode) if context is not None else None
         with tracing(fresh) if fresh is not None else contextlib.nullcontext():
-            self._run_compile_fx(joint, {}, self._fake_inputs, layouts, eager=True)
+            with contextlib.suppress(Found):
+                self._run_compile_fx(joint, {}, self._fake_inputs, wanted, inner_compile=run_eagerly)
         return joint
 
     def _view(
@@ -178,19 +205,19 @@ class Program:
         joint: JointPass,
         identity: str,
         options: dict[str, Any],
-        layouts: Sequence[PageLayout],
+        wanted: Wanted,
     ) -> GraphView:
         """The report's view of a variant. On a compile cache hit no pass ran: it comes from the cache too."""
 
         def module() -> fx.GraphModule:
-            return cast(fx.GraphModule, self._trace(situation, layouts).module)
+            return cast(fx.GraphModule, self._trace(situation, wanted).module)
 
         store = Path(cache_dir()) / "fp8graph" / f"{self._key(identity, options)}.json"
         if joint.records is None:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 stored = GraphView.from_dict(json.loads(store.read_text(encoding="utf-8")))
                 return dataclasses.replace(stored, load_module=module)
-            joint = self._trace(situation, layouts)
+            joint = self._trace(situation, wanted)
         view = GraphView(
             name=self._name(),
             training=joint.training,
@@ -233,7 +260,7 @@ class Program:
         """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
         digest = hashlib.sha256(source_hash().encode())
         backend = self._backend
-        digest.update(repr((situation, backend.hardware, backend.strict)).encode())
+        digest.update(repr((situation, backend.hardware, backend.strict, backend.cache_weights)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
         digest.update(repr(self._parameters).encode())
@@ -273,7 +300,7 @@ def _write(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
+def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
     """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
     placeholders = module.graph.find_nodes(op="placeholder")
     copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
@@ -288,6 +315,16 @@ def _run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any)
 
     run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def compile_dialect(
+    module: fx.GraphModule, inputs: list[Any], backend: Backend, inner_compile: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Generate code for a graph of dialect nodes that has no gradients."""
+    options = {**compat.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
+    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first=None)
+    extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
 
 
 def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
@@ -310,22 +347,28 @@ def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.Grap
     return result
 
 
-def _page_inputs(module: fx.GraphModule, layouts: Sequence[PageLayout], inputs: Sequence[Any]) -> list[Any]:
-    """Append a graph input for each page; returns the fake tensors to trace with."""
-    if not layouts:
+def _more_inputs(module: fx.GraphModule, wanted: Wanted, inputs: Sequence[Any]) -> list[Any]:
+    """Append a graph input for each page and each copy of a weight; returns the fake tensors to trace with."""
+    if not wanted.pages and not wanted.weights:
         return []
     mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
     assert mode is not None
     fakes: list[Any] = []
+    with mode:
+        for layout in wanted.pages:
+            shape = delayed.page_shape(layout.recipe.amax_history_len, len(layout.rows))
+            fakes.append(torch.empty(shape, device=layout.device))
+        for weight in wanted.weights:
+            made = weight.made_outputs()
+            for name in weight.outputs:
+                fakes.append(torch.empty(made[name].shape, dtype=made[name].dtype, device=made[name].device))
     last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
-    for index, layout in enumerate(layouts):
-        page = delayed.new_page(layout.recipe.amax_history_len, len(layout.rows), layout.device)
-        fakes.append(mode.from_tensor(page, static_shapes=True))
+    for index, fake in enumerate(fakes):
         with module.graph.inserting_after(last):
-            last = module.graph.placeholder(f"fp8graph_state_{index}")
+            last = module.graph.placeholder(f"fp8graph_input_{index}")
         last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
         # a tensor that stays where it is, like a parameter: no copy of it for a CUDA graph
         last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        last.meta["example_value"] = fakes[-1]
+        last.meta["example_value"] = fake
     module.recompile()
     return fakes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import re
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from torch import fx
 
 from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.graph import matmul_arguments, value
+from fp8graph.offline import KernelRecord
 from fp8graph.policy import Policy
 from fp8graph.sites import Compilation, Gemm, Site
 
@@ -124,11 +126,25 @@ class Report:
     policy: Policy
     eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
+    weights: int = 0  # quantized once per update, outside the graphs
+    weight_bytes: int = 0  # the memory that their FP8 copies take
+    load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def gemms(self) -> list[GemmRecord]:
         """All GEMMs of all graphs."""
         return [gemm for graph in self.graphs for gemm in graph.gemms]
+
+    @functools.cached_property
+    def kernels(self) -> list[KernelRecord]:
+        """Every kernel that Inductor generates for the target GPU, in order; generated when first asked for.
+
+        Raises:
+            ValueError: if this report is not ``explain``'s, or its target is not a GPU.
+        """
+        if self.load_kernels is None:
+            raise ValueError('only explain(model, ..., target="sm_90") (or another GPU) generates kernels to look at')
+        return self.load_kernels()
 
     @property
     def unused_rules(self) -> list[str]:
@@ -169,6 +185,8 @@ class Report:
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
             "unused_state": self.unused_state,
+            "weights": self.weights,
+            "weight_bytes": self.weight_bytes,
         }
 
     def _plain_policy(self) -> Any:
@@ -208,6 +226,13 @@ class Report:
 
     def __str__(self) -> str:
         lines = [self.summary(), *_table(_rows(self.gemms))]
+        if self.weights:
+            size = (
+                f"{self.weight_bytes / 2**10:.1f} KiB"
+                if self.weight_bytes < 2**20
+                else f"{self.weight_bytes / 2**20:.1f} MiB"
+            )
+            lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Final, Literal, cast
 
 import torch
 from torch import fx
 
-from fp8graph.graph import aten
+from fp8graph.graph import aten, value
 from fp8graph.hardware import Hardware
 from fp8graph.policy import Op, Policy, Resolution
 from fp8graph.recipes import DelayedScaling, GemmName, Layout, OperandName, Recipe
@@ -86,6 +86,32 @@ class PageLayout:
     rows: tuple[tuple[StateRow, ...], ...]
 
 
+CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs outside the graph
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedWeight:
+    """A weight whose FP8 copy a graph takes as inputs: how it is made of parameters. See ``fp8graph/weights.py``."""
+
+    name: str  # of the module that uses it, for the report
+    parameters: tuple[int, ...]  # graph inputs that it is computed from
+    quantizing: fx.Graph  # dialect: parameters, and its page under delayed scaling -> the outputs
+    recording: fx.Graph  # the same, and the page is updated
+    signature: str  # equal for weights that are made alike, except for the layouts
+    layouts: tuple[tuple[int, ...], tuple[int, ...]]  # rowwise and columnwise multiples, () if not needed
+    outputs: tuple[str, ...]  # what the graph takes, see ``numerics.output_names``
+    page: PageLayout | None  # its scaling state
+    records: bool  # the graph trains it under delayed scaling
+
+    made: tuple[str, ...]  # all that ``quantizing`` returns
+
+    def made_outputs(self) -> dict[str, torch.Tensor]:
+        """The fake values of what is made, by name."""
+        (output,) = self.quantizing.find_nodes(op="output")
+        nodes = cast("list[fx.Node]", output.args[0])
+        return dict(zip(self.made, map(value, nodes), strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decision:
     """What happens to one GEMM, and why."""
@@ -120,5 +146,8 @@ class Compilation:
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
     page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`
+    cache_weights: bool = False  # quantize weights once per update, outside the graph
+    weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order
+    weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])

@@ -84,7 +84,8 @@ def _scaled_mm(node: fx.Node) -> str | None:
             block = (1, sizes[1])
         wanted = [-(-size // tile) for size, tile in zip(sizes, block, strict=True)] if block else []
         fits = [known_equal(*pair) for pair in zip(wanted, scale.shape, strict=False)]
-        if len(wanted) != scale.ndim or not all(fits) or scale.dtype != _SCALE_DTYPES.get(scaling, torch.float32):
+        shaped = len(wanted) == scale.ndim and all(fits) if wanted else tuple(scale.shape) in ((), (1,))
+        if not shaped or scale.dtype != _SCALE_DTYPES.get(scaling, torch.float32):
             return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
     return None
 

@@ -246,7 +246,7 @@ class Recomputations:
         if compat.saved_tensors_hooks():
             if len(self._scales) >= self.LIMIT:
                 del self._scales[next(iter(self._scales))]
-            self._scales[_call_key(args)] = [delayed.read_scales(page) for page in pages]
+            self._scales[_call_key(args)] = [page[: delayed.HEADER].clone() for page in pages]
         return pages
 
 

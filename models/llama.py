@@ -12,19 +12,21 @@ class Counts:
 
     sites: int  # matmuls of the program, the head included
     fp8_gemms: int  # fprop, dgrad and wgrad of each site in FP8
-    quantized_tensors: int  # quantize nodes after sharing: one amax each
+    quantized_tensors: int  # quantize nodes after sharing, weights aside: one amax each
     casts: int  # FP8 copies that they write: rowwise and columnwise
+    cached_weights: int  # quantized once per update, outside the graph
 
 
 def expected_counts(layers: int) -> Counts:
-    """Per layer: 7 linears; 4 activations (q/k/v share one, gate/up share one), 7 weights, 7 output gradients."""
+    """Per layer: 7 linears; 4 activations (q/k/v share one, gate/up share one), 7 output gradients."""
     linears, activations = 7, 4
-    tensors = activations + linears + linears
+    tensors = activations + linears
     return Counts(
         sites=linears * layers + 1,
         fp8_gemms=3 * linears * layers,
         quantized_tensors=tensors * layers,
         casts=2 * tensors * layers,
+        cached_weights=linears * layers,
     )
 
 

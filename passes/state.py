@@ -1,6 +1,6 @@
 """Give delayed quantize nodes their scales, and record what they saw: one read and one update a page.
 
-    qx = quantize(x, scaling="delayed")         ->      scales = read_scales(page)
+    qx = quantize(x, scaling="delayed")         ->      scales = read_scales(page, copy)
     qw = quantize(w, scaling="delayed")                 qx = quantize(x, scaling="delayed", scales=scales, row=0)
                                                         qw = quantize(w, scaling="delayed", scales=scales, row=1)
                                                         new = update_page(page, [qx.amax, qw.amax], 448.0, 0, "max")
@@ -29,7 +29,7 @@ from fp8graph import delayed, numerics, ops
 from fp8graph.graph import aten, graph_inputs, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
 from fp8graph.passes.quantize import ROWS_KEY
 from fp8graph.recipes import FP8_MAX, DelayedScaling
-from fp8graph.sites import Compilation, PageLayout, StateRow
+from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
 
 _NAME = "state"
 
@@ -48,7 +48,7 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
     pages: dict[Any, list[_Column]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
-        if rows:
+        if rows and not node.meta.get(CACHED_KEY):
             recipe = cast(DelayedScaling, rows[0].recipe)
             key = (
                 recipe,
@@ -79,7 +79,9 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequen
     first = next(node for node in graph.nodes if node in users)
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
     with graph.inserting_before(first if layout.backward else _first_operation(graph)):
-        scales = insert(graph, ops.read_scales, (page,), like=first, made_by=_NAME, name="scales")
+        # forward's scales are needed in backward, after the update; backward's until its end
+        copy = record and not layout.backward
+        scales = insert(graph, ops.read_scales, (page, copy), like=first, made_by=_NAME, name="scales")
     _belongs(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, column in enumerate(columns):

@@ -56,8 +56,9 @@ def graph_inputs_for(graph: fx.Graph, args: Iterable[Any]) -> list[Any]:
     return result
 
 
-def eager_backend(policy: Any = ALL, **kwargs: Any) -> fp8graph.Backend:
-    return fp8graph.Backend(policy, compiler="eager", **kwargs)
+def eager_backend(policy: Any = ALL, *, cache_weights: bool = False, **kwargs: Any) -> fp8graph.Backend:
+    """Runs the rewritten graphs node by node. Weights are quantized in the graph, where tests look for it."""
+    return fp8graph.Backend(policy, compiler="eager", cache_weights=cache_weights, **kwargs)
 
 
 def step(model: Any, *args: Any, parameters: Iterable[Tensor] = (), **kwargs: Any) -> list[Tensor]:

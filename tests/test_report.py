@@ -61,13 +61,13 @@ def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
 
 def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
-    assert list(view.stages) == ["match", "assign", "quantize", "share", "state"]
+    assert list(view.stages) == ["match", "assign", "quantize", "share", "cache", "state"]
     assert view.before == view.stages["assign"]
     assert view.after == view.stages["state"]
     assert view.before.count("aten.mm(") == 7
     assert "aten.mm(" not in view.after
     assert view.stages["quantize"].count("fp8graph.quantize(") == 14
-    assert view.after.count("fp8graph.quantize(") == 8  # x, h, 3 weights, 3 gradients
+    assert view.after.count("fp8graph.quantize(") == 5  # x, h, 3 weights, 3 gradients
     assert view.after.count("fp8graph.scaled_mm(") == 7
 
 

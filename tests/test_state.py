@@ -101,8 +101,10 @@ def by_tensor(backend: Backend) -> dict[str, tuple[float, list[float]]]:
     }
 
 
-def compiled(net: Net, recipe: DelayedScaling = RECIPE, compiler: Any = "eager", **kwargs: Any) -> tuple[Any, Backend]:
-    backend = Backend(Policy(default=recipe), compiler=compiler)
+def compiled(
+    net: Net, recipe: DelayedScaling = RECIPE, compiler: Any = "eager", cache_weights: bool = True, **kwargs: Any
+) -> tuple[Any, Backend]:
+    backend = Backend(Policy(default=recipe), compiler=compiler, cache_weights=cache_weights)
     return torch.compile(net, backend=backend, dynamic=False, **kwargs), backend
 
 
@@ -198,7 +200,7 @@ def test_several_forwards_before_their_backwards() -> None:
     """Gradient accumulation the hard way: every forward keeps the scale that it used."""
     torch.manual_seed(0)
     net, recipe = Net(), RECIPE
-    model, backend = compiled(net)
+    model, backend = compiled(net, cache_weights=False)  # the weights too are quantized three times
     outputs = [model(batch(i)) for i in range(3)]
     for out in outputs:
         (out**2).mean().backward()
@@ -383,7 +385,7 @@ def test_tensors_quantized_once_share_a_column_and_keep_their_names() -> None:
 def test_the_state_follows_the_layers_through_policy_changes() -> None:
     """The first steps in high precision, then FP8, then other layers: no row starts afresh that had a history."""
     net = Net()
-    model, backend = compiled(net)
+    model, backend = compiled(net, cache_weights=False)  # the weights do not change here
     model(batch(0)).sum().backward()
     first = by_tensor(backend)
     backend.set_policy(Policy([Rule("layers.0", None)], default=RECIPE))
@@ -424,7 +426,7 @@ def test_callables() -> None:
 
     recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=mean_of_history, scaling_factor_compute_algo=half)
     net = Net()
-    model, backend = compiled(net, recipe)
+    model, backend = compiled(net, recipe, cache_weights=False)
     model(batch(1)).sum().backward()
     assert (4, 6) in seen
     amax = batch(1).abs().max()

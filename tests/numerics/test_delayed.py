@@ -98,7 +98,7 @@ def test_the_page_given_is_not_changed_and_the_new_one_is_another() -> None:
     copy = page.clone()
     new = update(page, 1.0, 2.0)
     assert torch.equal(page, copy)
-    scales = delayed.read_scales(page)
+    scales = delayed.read_scales(page, copy=True)
     assert scales.data_ptr() != page.data_ptr()
     assert not torch.equal(new, page)
 

@@ -135,6 +135,12 @@ def test_module_paths_of_all_kinds() -> None:
     assert module_path(node) == "L['self'].a.b"
 
 
+def test_a_matmul_takes_one_of_several_outputs() -> None:
+    """Its argument is a getitem of a node whose value is a list, not a tensor."""
+    (site,) = sites_of(Weight(lambda w, a: a.split(16)[1] @ w.t(), 48, 32), x(32, 32))
+    assert describe(site) == LINEAR
+
+
 def test_both_gradients_of_a_model() -> None:
     sites = sites_of(MLP(), x(16, 32))
     assert [describe(site) for site in sites] == [LINEAR] * 3

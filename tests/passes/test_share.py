@@ -108,7 +108,7 @@ def test_sharing_changes_no_bit() -> None:
     from torch._inductor.compile_fx import compile_fx
 
     from fp8graph.passes import JOINT_PIPELINE
-    from fp8graph.program import _run_eagerly  # pyright: ignore
+    from fp8graph.program import run_eagerly  # pyright: ignore
     from fp8graph.sites import Compilation
 
     def backend(pipeline: Any) -> Any:
@@ -119,7 +119,7 @@ def test_sharing_changes_no_bit() -> None:
                 each(graph, compilation)
 
         def compiler(module: Any, inputs: Any) -> Any:
-            inner: Any = _run_eagerly
+            inner: Any = run_eagerly
             patches: dict[str, Any] = {"joint_custom_pre_pass": run, "force_disable_caches": True}
             return compile_fx(module, inputs, inner_compile=inner, config_patches=patches)
 

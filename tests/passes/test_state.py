@@ -32,15 +32,15 @@ def test_one_read_and_one_update_a_direction() -> None:
     assert "scales" not in before
     common = "power_2_scale=False, amax_epsilon=0.0, "
     assert lines(after, "fp8graph", "aten.copy_") == [
-        "scales: f32[2, 2] = fp8graph.read_scales(primals_3)",
-        "quantize_input: (e4m3[16, 32], e4m3[32, 16], f32[], f32[]) = fp8graph.quantize(primals_2, dtype=e4m3, "
+        "scales: f32[2, 2] = fp8graph.read_scales(primals_3, copy=True)",
+        "quantize_input: (e4m3[16, 32], e4m3[32, 16], f32[1], f32[16]) = fp8graph.quantize(primals_2, dtype=e4m3, "
         f"{common}rowwise=[1, 16], columnwise=[16, 16], scaling=delayed, scales=scales, row=0)",
-        "quantize_weight: (e4m3[48, 32], f32[], f32[]) = fp8graph.quantize(primals_1, dtype=e4m3, "
+        "quantize_weight: (e4m3[48, 32], f32[1], f32[48]) = fp8graph.quantize(primals_1, dtype=e4m3, "
         f"{common}rowwise=[16, 16], columnwise=[], scaling=delayed, scales=scales, row=1)",
         "fprop: f32[16, 48] = fp8graph.scaled_mm(input_rowwise, weight_rowwise, input_scale_inv, weight_scale_inv, "
         "bias=None, out_dtype=f32, use_fast_accum=True, scaling=delayed)",
-        "scales_1: f32[2, 1] = fp8graph.read_scales(primals_4)",
-        "quantize_grad_output: (e5m2[48, 16], f32[], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, "
+        "scales_1: f32[2, 1] = fp8graph.read_scales(primals_4, copy=False)",
+        "quantize_grad_output: (e5m2[48, 16], f32[1], f32[16]) = fp8graph.quantize(tangents_1, dtype=e5m2, "
         f"{common}rowwise=[], columnwise=[1, 16], scaling=delayed, carry_overflow=True, scales=scales_1, row=0)",
         "wgrad: f32[48, 32] = fp8graph.scaled_mm(grad_output_columnwise, input_columnwise_1, grad_output_scale_inv, "
         "input_scale_inv, bias=None, out_dtype=f32, use_fast_accum=False, scaling=delayed)",
@@ -79,7 +79,9 @@ def test_without_gradients_scales_are_read_and_nothing_is_recorded() -> None:
         torch.compile(MLP(), backend=backend)(torch.randn(16, 32))
     (view,) = backend.report.graphs
     found = lines(view.after, "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
-    assert [line.partition(" = ")[2] for line in found] == [f"fp8graph.read_scales(arg{len(view.inputs) - 1}_1)"]
+    assert [line.partition(" = ")[2] for line in found] == [
+        f"fp8graph.read_scales(arg{len(view.inputs) - 1}_1, copy=False)"
+    ]
 
 
 def test_a_no_grad_region_is_read_only() -> None:

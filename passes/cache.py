@@ -1,0 +1,157 @@
+"""Take the quantization of weights out of the graph: their FP8 copies become graph inputs.
+
+    qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``fp8graph/weights.py``)
+    y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
+
+A weight is whatever is computed from parameters alone: one seen through views and casts, several concatenated, a
+parametrization. The first run of the passes on a graph finds the weights (``compilation.weights``) and changes nothing;
+the second one has their copies as inputs. Under delayed scaling a weight's amax is recorded when it is quantized.
+
+Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+from fp8graph import delayed, numerics, ops
+from fp8graph.graph import (
+    fake_mode_of,
+    graph_inputs,
+    insert,
+    module_path,
+    nodes,
+    runs_without_gradients,
+    static_size,
+    value,
+)
+from fp8graph.passes.quantize import ROWS_KEY
+from fp8graph.passes.state import state
+from fp8graph.sites import CACHED_KEY, Compilation, QuantizedWeight
+
+_NAME = "cache"
+
+
+def cache(graph: fx.Graph, compilation: Compilation) -> None:
+    if compilation.subgraph or not compilation.cache_weights:
+        return
+    inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
+    parameters = {node: index for node, index in inputs.items() if index in compilation.parameters}
+    found: dict[fx.Node, QuantizedWeight] = {}
+    for node in nodes(graph, (ops.quantize,)):
+        body = _computed_from(node, parameters)
+        if body is not None:
+            found[node] = _extract(node, body, parameters, compilation)
+            node.meta[CACHED_KEY] = True
+    compilation.weights = tuple(found.values())
+    if not compilation.weight_inputs:
+        return
+    copies = iter(compilation.weight_inputs)
+    by_index = {index: node for node, index in inputs.items()}
+    for node, weight in found.items():
+        placeholders = {name: by_index[next(copies)] for name in weight.outputs}
+        names = _output_names(node)
+        for user in list(node.users):  # getitem
+            user.replace_all_uses_with(placeholders[names[cast(int, user.args[1])]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
+    """The nodes between parameters and ``node``, in order; None if they read or do anything else."""
+    found: set[fx.Node] = set()
+    pending = [node]
+    reads_parameter = False
+    while pending:
+        current = pending.pop()
+        if current in parameters:
+            reads_parameter = True
+        elif current.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ()):
+            return None
+        elif current not in found:
+            found.add(current)
+            pending.extend(current.all_input_nodes)
+    if not reads_parameter or any(static_size(size) is None for size in value(cast(fx.Node, node.args[0])).shape):
+        return None
+    return [n for n in node.graph.nodes if n in found]
+
+
+def _extract(
+    node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], compilation: Compilation
+) -> QuantizedWeight:
+    """``node`` and what it is computed from as a graph of its own."""
+    sources = list(dict.fromkeys(n for inner in body for n in inner.all_input_nodes if n in parameters))
+    names = _output_names(node)
+
+    def copy() -> fx.Graph:
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        for position, source in enumerate(sources):
+            copies[source] = _placeholder(graph, position, value(source))
+        for inner in body:
+            copies[inner] = graph.node_copy(inner, lambda n: copies[n])
+        positions = [position for position, name in enumerate(names) if name != "amax"]
+        results = [insert(graph, getitem, (copies[node], i), like=node, made_by=_NAME) for i in positions]
+        graph.output(results)
+        return graph
+
+    quantizing = recording = copy()
+    signature = _signature(quantizing)
+    page = None
+    if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
+        alone = dataclasses.replace(compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False)
+        state(quantizing, alone)
+        (page,) = alone.pages
+        graphs: list[fx.Graph] = []
+        for records in (False, True):
+            graphs.append(graph := copy())
+            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake_mode_of(node):
+                new_page = delayed.new_page(page.recipe.amax_history_len, 1, page.device)
+                _placeholder(graph, len(sources), new_page)
+            state(graph, dataclasses.replace(alone, page_inputs=(len(sources),), records_amaxes=records))
+        quantizing, recording = graphs
+    rowwise, columnwise = (tuple(cast(Sequence[int], multiples)) for multiples in node.args[-2:])
+    return QuantizedWeight(
+        name=module_path(node),
+        parameters=tuple(parameters[source] for source in sources),
+        quantizing=quantizing,
+        recording=recording,
+        signature=signature,
+        outputs=tuple(names[cast(int, user.args[1])] for user in node.users),
+        layouts=(rowwise, columnwise),
+        made=tuple(name for name in names if name != "amax"),
+        page=page,
+        records=compilation.records_amaxes and page is not None and not runs_without_gradients(node),
+    )
+
+
+def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
+    node = graph.placeholder(f"input{position}")
+    node.meta.update(val=val, desc=PlainAOTInput(position))
+    return node
+
+
+def _output_names(node: fx.Node) -> list[str]:
+    scaling = cast(str, node.kwargs.get("scaling", "tensor"))
+    return numerics.output_names(scaling, *cast(Any, node.args[-2:]))
+
+
+def _signature(graph: fx.Graph) -> str:
+    """The arithmetic of a weight, whatever its nodes are called and whichever layouts are asked for."""
+    order = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
+    lines: list[str] = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            x = value(node)
+            lines.append(f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}")
+        elif node.op == "call_function" and node.target is not getitem:
+            args = node.args[:-2] if node.target is ops.quantize else node.args
+            lines.append(f"{node.target} {fx.map_arg((args, node.kwargs), lambda n: order[n])}")
+    return "\n".join(lines)

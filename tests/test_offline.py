@@ -1,0 +1,97 @@
+"""GPU code without a GPU: what ``explain(target=...).kernels`` says, and the hooks that it stands on."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo import device_interface
+from torch._inductor.graph import GraphLowering
+
+import fp8graph
+from fp8graph import offline
+from fp8graph.offline import KernelRecord
+from helpers import ALL, MLP, NONE
+
+pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+
+
+def kernels(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:
+    x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta", requires_grad=training)
+    model = MLP(128, 512).to("meta", torch.bfloat16)
+    return fp8graph.explain(model, x, policy=policy, target=target, training=training).kernels
+
+
+def test_every_launch_with_its_ops_and_bytes() -> None:
+    found = kernels(policy=NONE, training=False)
+    assert [(k.kind, k.name.partition("_fused_")[2] or k.name) for k in found] == [
+        ("extern", "extern_kernels.mm"),
+        ("extern", "extern_kernels.mm"),
+        ("triton", "mul_silu_0"),
+        ("extern", "extern_kernels.mm"),
+    ]
+    assert found[2].ops == ("aten.silu", "aten.mul")
+    assert found[2].bytes == 3 * 256 * 512 * 2  # reads gate and up, writes their product
+    assert {k.graph for k in found} == {"forward"}
+
+
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
+def test_each_target_generates_its_own(target: str) -> None:
+    found = kernels(target)
+    assert {k.graph for k in found} == {"forward", "backward", "weights"}
+    assert sum(k.name == "extern_kernels._scaled_mm" for k in found) == 9
+    assert {k.target for k in found} == {target}
+    code = next(k.source for k in found if k.kind == "triton")
+    assert f"cc={target.removeprefix('sm_')}" in code
+
+
+def test_registers_and_spills_of_a_kernel() -> None:
+    first = next(k for k in kernels() if k.kind == "triton")
+    assert first.registers is not None
+    assert 8 <= first.registers <= 255
+    assert first.spills == 0
+    assert first.to_dict()["registers"] == first.registers
+    gemm = next(k for k in kernels() if k.kind == "extern")
+    assert gemm.registers is None
+    assert gemm.spills is None
+
+
+def test_scales_are_divided_exactly() -> None:
+    """Triton's ``a / b`` is approximate; CPU and interpreter cannot see it, the text can."""
+    sources = [k.source for k in kernels() if "448.0" in k.source and "/ " in k.source]
+    assert not sources, "an approximate division"
+    assert any("div_rn" in k.source for k in kernels())
+
+
+def test_nothing_stays_replaced() -> None:
+    before = torch.cuda.get_device_properties, GraphLowering.compile_to_module  # pyright: ignore
+    interface = device_interface.get_interface_for_device("cuda")
+    kernels(training=False)
+    assert before == (torch.cuda.get_device_properties, GraphLowering.compile_to_module)  # pyright: ignore
+    assert device_interface.get_interface_for_device("cuda") is interface
+    x = torch.randn(16, 32)
+    model = nn.Linear(32, 48)
+    torch.testing.assert_close(torch.compile(model, backend="inductor")(x), model(x))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is pretended")
+def test_the_replacement_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Delete the replacement of compile_to_module from ``offline`` when this fails: torch can do without it."""
+    patch_object = offline.mock.patch.object
+
+    def all_but_one(target: Any, name: str, new: Any) -> Any:
+        return contextlib.nullcontext() if name == "compile_to_module" else patch_object(target, name, new)
+
+    monkeypatch.setattr(offline.mock.patch, "object", all_but_one)
+    with pytest.raises(Exception, match="NVIDIA|CUDA|cuda|Unsupported"):
+        kernels()
+
+
+@pytest.mark.parametrize("target", [None, "cpu"])
+def test_only_a_gpu_target_has_kernels(target: str | None) -> None:
+    report = fp8graph.explain(nn.Linear(32, 32), torch.randn(16, 32), target=target)
+    with pytest.raises(ValueError, match='target="sm_90"'):
+        _ = report.kernels

@@ -1,0 +1,323 @@
+"""FP8 copies of weights: quantized once per update, never stale, whoever updates them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph import Backend, DelayedScaling, Policy, Rule
+from fp8graph.numerics import quantize
+from helpers import ALL, MLP, Weight, same_bits, step
+
+
+def compiled(model: Any, policy: Any = ALL, **kwargs: Any) -> tuple[Any, Backend]:
+    backend = Backend(policy, compiler="eager", **kwargs)
+    return torch.compile(model, backend=backend, dynamic=False), backend
+
+
+def model_and_input(seed: int = 0) -> tuple[MLP, Tensor]:
+    torch.manual_seed(seed)
+    return MLP(), torch.randn(16, 32, requires_grad=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed"])
+def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
+    model, x = model_and_input()
+    results: list[list[Tensor]] = []
+    for cache_weights in (True, False):
+        torch._dynamo.reset()
+        run, backend = compiled(model, Policy(default=recipe), cache_weights=cache_weights)
+        results.append(step(run, x, parameters=model.parameters()))
+        assert bool(backend.weights.bytes) == cache_weights
+    assert same_bits(*results)
+
+
+def test_once_per_update_not_once_per_call() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(1, 4):
+        for _ in range(3):  # gradient accumulation
+            run(x).sum().backward()
+        assert backend.weights.quantized == 3 * update
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        run(x)
+        run(x)
+    assert backend.weights.quantized == 12
+
+
+def test_both_layouts_in_training_and_one_in_inference() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    elements = sum(p.numel() for p in model.parameters())
+    with torch.no_grad():
+        run(x)
+    scales = 3 * 4
+    assert backend.weights.bytes == elements + scales
+    run(x)  # the copies with both layouts serve both graphs
+    assert backend.weights.bytes == 2 * elements + scales
+    with torch.no_grad():
+        run(x)
+    assert backend.weights.bytes == 2 * elements + scales
+
+
+def update_data(parameter: Tensor) -> None:
+    parameter.data.mul_(2.0)
+
+
+UPDATES: dict[str, Callable[[nn.Module], Any]] = {
+    "in place": lambda m: [p.mul_(2.0) for p in m.parameters()],
+    "replaced": lambda m: [setattr(p, "data", p.data * 2.0) for p in m.parameters()],
+    "load_state_dict": lambda m: m.load_state_dict({k: v * 2 for k, v in m.state_dict().items()}),
+    "new parameters": lambda m: [
+        setattr(layer, "weight", nn.Parameter(layer.get_parameter("weight") * 2)) for layer in m.children()
+    ],
+}
+
+
+@pytest.mark.parametrize("how", UPDATES)
+def test_a_changed_weight_is_quantized_again(how: str) -> None:
+    model, x = model_and_input()
+    run, _ = compiled(model)
+    run(x)
+    with torch.no_grad():
+        UPDATES[how](model)
+    expected, _ = compiled(copy.deepcopy(model), cache_weights=False)
+    assert torch.equal(run(x), expected(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), id="fused AdamW"),
+        pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True), id="foreach AdamW"),
+        pytest.param(lambda p: torch.optim.SGD(p, lr=0.1), id="SGD"),
+    ],
+)
+def test_optimizers_are_noticed(make: Any) -> None:
+    """A fused optimizer bumps no version counter."""
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    optimizer = make(model.parameters())
+    for _ in range(3):
+        run(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    fresh, _ = compiled(copy.deepcopy(model), cache_weights=False)
+    assert torch.equal(run(x), fresh(x))
+    assert backend.weights.quantized == 12
+
+
+def test_fused_optimizers_still_lie_about_versions() -> None:
+    """The hook for optimizer steps can go when this fails."""
+    parameter = nn.Parameter(torch.randn(8))
+    parameter.grad = torch.ones(8)
+    before = parameter._version
+    torch.optim.AdamW([parameter], fused=True).step()
+    assert parameter._version == before
+
+
+def test_an_optimizer_that_holds_something_else() -> None:
+    """A step makes stale what no optimizer was seen to hold: it may hold slices, as sharded training does."""
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    run(x)
+    held = [p.detach().view(-1).requires_grad_() for p in model.parameters()]
+    for p in held:
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(held, lr=0.1, fused=True).step()
+    fresh, _ = compiled(copy.deepcopy(model), cache_weights=False)
+    assert torch.equal(run(x), fresh(x))
+    assert backend.weights.quantized == 6
+
+
+def test_frozen_weights_are_quantized_once() -> None:
+    model, x = model_and_input()
+    for layer in (model.gate, model.up):
+        layer.weight.requires_grad_(False)
+    run, backend = compiled(model)
+    optimizer = torch.optim.AdamW([model.down.weight], lr=0.1, fused=True)
+    for _ in range(3):
+        run(x).sum().backward()
+        optimizer.step()
+    assert backend.weights.quantized == 3 + 2
+
+
+def test_the_step_of_another_models_optimizer() -> None:
+    """What is between a forward and its backward: not this model's weights, which backward still needs."""
+    model, x = model_and_input()
+    run, _ = compiled(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run(x).sum().backward()
+    optimizer.step()
+    out = run(x)
+    other = nn.Linear(4, 4)
+    other(torch.randn(2, 4)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    run(x)
+    out.sum().backward()
+
+
+def test_an_update_between_forward_and_backward_is_an_error() -> None:
+    """As it is in plain torch: backward would use the new weights."""
+    model, x = model_and_input()
+    run, _ = compiled(model)
+    out = run(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2.0)
+    run(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_writes_through_data_need_refresh_weights() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    before = run(x)
+    for p in model.parameters():
+        update_data(p)
+    assert torch.equal(run(x), before)  # neither version nor address changed
+    fp8graph.refresh_weights(backend)
+    fresh, _ = compiled(copy.deepcopy(model), cache_weights=False)
+    assert torch.equal(run(x), fresh(x))
+
+
+def test_first_used_under_inference_mode() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    with torch.inference_mode():
+        run(x.detach())
+    run(x).sum().backward()
+    fresh, _ = compiled(copy.deepcopy(model), cache_weights=False)
+    assert torch.equal(run(x), fresh(x))
+    assert backend.weights.quantized <= 9
+
+
+@pytest.mark.parametrize(
+    ("body", "cached"),
+    [
+        pytest.param(lambda w, x: x @ w.t(), 1, id="transposed"),
+        pytest.param(lambda w, x: x @ w.to(torch.bfloat16).to(torch.float32).t(), 1, id="casts"),
+        pytest.param(lambda w, x: x @ (w * 2 + 1).t(), 1, id="parametrization"),
+        pytest.param(lambda w, x: x @ torch.cat([w, w * 2]).t(), 1, id="concatenated"),
+        pytest.param(lambda w, x: x @ nn.functional.dropout(w, 0.5).t(), 0, id="random"),
+        pytest.param(lambda w, x: x @ (w + x[0]).t(), 0, id="reads an input"),
+    ],
+)
+def test_what_counts_as_a_weight(body: Any, cached: int) -> None:
+    model = Weight(body, 48, 32)
+    x = torch.randn(16, 32, requires_grad=True)
+    run, backend = compiled(model, Policy([Rule("*", "tensorwise", op="*")]))
+    torch.manual_seed(1)
+    results = step(run, x, parameters=model.parameters())
+    assert backend.weights.quantized == cached
+    if cached:
+        torch._dynamo.reset()
+        fresh, _ = compiled(model, Policy([Rule("*", "tensorwise", op="*")]), cache_weights=False)
+        assert same_bits(results, step(fresh, x, parameters=model.parameters()))
+
+
+def test_a_tied_weight_is_kept_once() -> None:
+    model, x = model_and_input()
+    model.up.weight = model.gate.weight
+    run, backend = compiled(model)
+    run(x)
+    assert backend.weights.quantized == 2
+
+
+def test_layers_compiled_one_by_one_have_their_own() -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList(MLP(32, 32) for _ in range(3))
+    backend = Backend(ALL, compiler="eager")
+    x = torch.randn(16, 32)
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+        expected = Backend(ALL, compiler="eager", cache_weights=False)
+        assert torch.equal(layer(x), torch.compile(copy.deepcopy(layer), backend=expected)(x))
+    assert backend.weights.quantized == 9
+
+
+def test_copies_go_with_their_model() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    run(x)
+    held = backend.weights.bytes
+    del model, run
+    torch._dynamo.reset()
+    other, x = model_and_input(1)
+    run, _ = compiled(other)
+    torch.compile(other, backend=backend)(x)
+    assert backend.weights.bytes == held
+
+
+def test_the_report_says_what_they_take() -> None:
+    model, x = model_and_input()
+    run, backend = compiled(model)
+    run(x)
+    assert backend.report.weight_bytes == backend.weights.bytes
+    assert "3 weights quantized once per update, 12.0 KiB of FP8 copies" in str(backend.report)
+
+
+def test_delayed_scaling_records_a_weight_when_it_is_quantized() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    model, x = model_and_input()
+    run, backend = compiled(model, Policy(default=recipe))
+    amax = model.down.weight.abs().max().item()
+    with torch.no_grad():
+        run(x)  # evaluation quantizes, and records nothing
+    key = "down.weight|DelayedScaling()"
+
+    def history() -> list[float]:
+        state = backend.state_dict()
+        (name,) = [k for k in state if k.startswith("down.weight|") and k.endswith("amax_history")]
+        return [value for value in state[name].tolist() if value]
+
+    assert history() == []
+    run(x).sum().backward()
+    run(x).sum().backward()  # not quantized again: recorded once
+    assert history() == [amax], key
+    with torch.no_grad():
+        model.down.weight.mul_(2)
+    run(x)
+    assert history() == [amax, 2 * amax]
+
+
+def test_loaded_state_scales_the_copies() -> None:
+    recipe = DelayedScaling(amax_history_len=4)
+    model, x = model_and_input()
+    run, backend = compiled(model, Policy(default=recipe))
+    run(x)
+    state = backend.state_dict()
+    scale = state[next(k for k in state if k.startswith("down.weight|") and k.endswith("|scale"))]
+    backend.load_state_dict(state)
+    run(x)
+    found = next(iter(backend.weights._found.values()))
+    copies = {c.weight.name.rpartition(".")[2]: c for c in found.copies}
+    expected = quantize(model.down.weight.detach(), recipe, "weight", "rowwise", scale=scale[0])
+    (down,) = [c for name, c in copies.items() if "down" in name]
+    assert same_bits([down.tensors["rowwise"]], [expected.data])
+
+
+def test_generated_code_quantizes_alike_weights_together() -> None:
+    """Nine linears of one shape: one function for eight, one for a single one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9)))
+    x = torch.randn(16, 32)
+    backend = Backend(ALL)
+    results = [torch.compile(model, backend=b)(x) for b in (backend, Backend(ALL, cache_weights=False))]
+    assert torch.equal(*results)
+    assert len(backend.weights._functions) == 2
+
+
+def test_a_bad_option() -> None:
+    with pytest.raises(fp8graph.PolicyError, match="cache_weights must be True or False"):
+        Backend(cache_weights="yes")  # pyright: ignore[reportArgumentType]
