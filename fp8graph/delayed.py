@@ -1,8 +1,9 @@
 """Delayed scaling: the arithmetic of scales and amax histories. Plain functions, traced by ``lower`` like all numerics.
 
-A page holds the state of some tensors, FP32 [2 + length, tensors]: row 0 the scale, row 1 its inverse (stored, so that
-no kernel computes it), rows 2... the amax history. Slot 0 of a history is the staging slot of the step that runs;
-slots 1 ... length - 1 go from the oldest to the newest earlier step. Transformer Engine's order.
+A page holds the state of some tensors, FP32 [tensors, 2 + length]: the scale, its inverse (stored, so that no kernel
+computes it), the amax history. One tensor's state is contiguous: an update is one reduction over rows. Slot 0 of a
+history is the staging slot of the step that runs; slots 1 ... length - 1 go from the oldest to the newest earlier
+step. Transformer Engine's order.
 
 One update of a page, at the end of forward or of backward::
 
@@ -12,7 +13,7 @@ One update of a page, at the end of forward or of backward::
 
 * A tensor whose amax is 0 (the layer did not run, or saw zeros), inf or nan is left as it is: neither its history
   nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history. A tensor
-  that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its column stays as it is.
+  that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its row stays as it is.
 * Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
@@ -30,28 +31,28 @@ from torch import Tensor
 
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
 
-HEADER = 2  # rows of a page before the history: scale, scale_inv
+HEADER = 2  # columns of a page before the history: scale, scale_inv
 
 
 def page_shape(length: int, tensors: int) -> tuple[int, int]:
-    return HEADER + length, tensors
+    return tensors, HEADER + length
 
 
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
     """A page before the first step: scales 1, empty histories."""
     with torch.inference_mode(False), torch.no_grad():  # evaluated first, a page is trained with later
         page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
-        page[:HEADER] = 1.0
+        page[:, :HEADER] = 1.0
     return page
 
 
 def read_scales(page: Tensor, copy: bool) -> Tensor:
-    """[2, tensors]: scale and scale_inv; as a copy if they are needed after the update of the page.
+    """[tensors, 2]: scale and scale_inv; as a copy if they are needed after the update of the page.
 
     Not ``clone``: Inductor removes it as having no effect and saves a view of the page for backward, which then
     reads the updated scales. Scales are positive, so the clamp changes nothing.
     """
-    return page[:HEADER].clamp_min(0.0) if copy else page[:HEADER]
+    return page[:, :HEADER].clamp_min(0.0) if copy else page[:, :HEADER]
 
 
 def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
@@ -83,23 +84,24 @@ def updated_page(
     recipe: DelayedScaling | None = None,
 ) -> Tensor:
     """The page after a step that saw ``amaxes``, for each tensor FP32 of any shape. ``page`` is not changed."""
-    old_scale = page[0]
+    old_scale = page[:, 0]
     amax = _largest(amaxes)
     seen = (amax > 0.0) & (amax <= FLT_MAX)
-    rows = page.shape[0]
-    row = torch.arange(rows, device=page.device).unsqueeze(1)  # all over the whole page: one kernel
+    columns = page.shape[1]
+    column = torch.arange(columns, device=page.device)  # [2 + length]; all over the whole page: one kernel
     if amax_compute_algo == "max":
-        newest = torch.maximum(torch.where(row > HEADER, page, 0.0).amax(0), amax)
+        newest = torch.maximum(torch.where(column > HEADER, page, 0.0).amax(1), amax)
     elif amax_compute_algo == "most_recent":
         newest = amax
     else:
-        newest = amax_compute_algo(torch.cat([amax.unsqueeze(0), page[HEADER + 1 :]]))
+        newest = amax_compute_algo(torch.cat([amax.unsqueeze(0), page[:, HEADER + 1 :].t()]))  # [length, tensors]
     if scaling_factor_compute_algo is None or recipe is None:
         scale = delayed_scale(newest, old_scale, fp8_max, margin)
     else:
         scale = scaling_factor_compute_algo(newest, old_scale, fp8_max, recipe)
-    shifted = torch.constant_pad_nd(page[1:], [0, 0, 0, 1])  # slot i + 1 at i
-    new = torch.where(row == rows - 1, amax, shifted)
-    new = torch.where(row == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
-    new = torch.where(row == 1, scale.reciprocal(), new)
-    return torch.where(seen, torch.where(row == 0, scale, new), page)
+    amax, seen, scale = (x.unsqueeze(1) for x in (amax, seen, scale))
+    shifted = torch.constant_pad_nd(page[:, 1:], [0, 1])  # slot i + 1 at i
+    new = torch.where(column == columns - 1, amax, shifted)
+    new = torch.where(column == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
+    new = torch.where(column == 1, scale.reciprocal(), new)
+    return torch.where(seen, torch.where(column == 0, scale, new), page)

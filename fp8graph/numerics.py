@@ -144,7 +144,7 @@ def quantize_layouts(
             with the columns padded to a multiple of 16.
         carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
             for that, an infinite element becomes NaN.
-        scales, row: for "delayed": [2, tensors], scale and scale_inv, and the column of this tensor; None is 1. Its
+        scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
             ``scale_inv`` has shape [1], its amax comes back as one for each row.
     """
     outputs: list[Tensor] = []
@@ -160,9 +160,9 @@ def quantize_layouts(
     elif scaling == "delayed":
         amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
         if scales is None:  # the first step's
-            scales = torch.ones((2, 1), dtype=torch.float32, device=x.device)
+            scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
         # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)
-        scale, scale_inv = scales[0, row], scales[1, row : row + 1].clone()
+        scale, scale_inv = scales[row, 0], scales[row, 1:2].clone()
     elif scaling == "nvfp4":
         global_scale = nvfp4_global_scale(cast(Tensor, amax))
         scale_inv = global_scale.reciprocal()
@@ -351,7 +351,7 @@ def quantize(
         raise ValueError(f"scale= is for DelayedScaling: {recipe.name} makes its own")
     extra = quantizer_kwargs(quantizer)
     if quantizer.scaling == "delayed":
-        extra["scales"] = None if scale is None else torch.stack([scale, scale.reciprocal()]).reshape(2, 1)
+        extra["scales"] = None if scale is None else torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
     keep: tuple[list[int], list[int]] = ([1, 1], [])
     rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
     results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)

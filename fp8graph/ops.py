@@ -3,7 +3,7 @@
     quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
-    read_scales(page, copy) -> [2, tensors];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
+    read_scales(page, copy) -> [tensors, 2];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -94,7 +94,7 @@ def _fake_dequantize(
 
 
 def _fake_read_scales(page: Tensor, _copy: bool) -> Tensor:
-    return page.new_empty((delayed.HEADER, page.shape[1]))
+    return page.new_empty((page.shape[0], delayed.HEADER))
 
 
 def _read_scales(page: Tensor, _copy: bool) -> Tensor:

@@ -75,7 +75,7 @@ class StateRow:
 class PageLayout:
     """One tensor of scaling state that a graph takes as an input: see ``fp8graph/delayed.py``.
 
-    ``rows``: one entry a column of the page. Tensors that are quantized once for several sites share a column, and
+    ``rows``: one entry a row of the page. Tensors that are quantized once for several sites share a row, and
     all of their rows are names of it.
     """
 

@@ -42,18 +42,18 @@ class _Key:
 
 @dataclass(eq=False)
 class _Page:
-    tensor: Tensor  # FP32 [2 + length, columns]
+    tensor: Tensor  # FP32 [rows, 2 + length]
     moved: bool = False  # another page holds some of the rows now
 
     def fits(self, layout: PageLayout) -> bool:
         """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
-        return self.tensor.shape[1] == len(layout.rows) and self.tensor.device == layout.device
+        return self.tensor.shape[0] == len(layout.rows) and self.tensor.device == layout.device
 
 
 @dataclass
 class _Row:
     page: _Page
-    column: int
+    index: int
     name: str  # in a state dict
 
 
@@ -100,33 +100,33 @@ class State:
         return [page.tensor for page in found.pages]
 
     def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
-        columns = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
-        known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in columns]
+        entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
+        known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
         first = known[0]
         if first is not None and first.page.fits(layout):
-            if all(row is not None and row.page is first.page and row.column == i for i, row in enumerate(known)):
-                self._name(layout, columns, first.page, args, names)
+            if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(known)):
+                self._name(layout, entries, first.page, args, names)
                 return first.page
         length = layout.recipe.amax_history_len
-        page = _Page(delayed.new_page(length, len(columns), layout.device))
+        page = _Page(delayed.new_page(length, len(entries), layout.device))
         sources: dict[_Page, tuple[list[int], list[int]]] = {}
-        for column, row in enumerate(known):
+        for index, row in enumerate(known):
             if row is not None:
                 to, taken = sources.setdefault(row.page, ([], []))
-                to.append(column)
-                taken.append(row.column)
+                to.append(index)
+                taken.append(row.index)
         with torch.no_grad():
             for source, (to, taken) in sources.items():
-                page.tensor[:, to] = source.tensor[:, taken].to(layout.device)
+                page.tensor[to] = source.tensor[taken].to(layout.device)
                 source.moved = True
-        self._name(layout, columns, page, args, names)
+        self._name(layout, entries, page, args, names)
         return page
 
     def _name(
-        self, layout: PageLayout, columns: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
+        self, layout: PageLayout, entries: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
     ) -> None:
-        """Let every name of each column lead to it, and give new ones what was loaded for them."""
-        for column, (keys, rows) in enumerate(zip(columns, layout.rows, strict=True)):
+        """Let every name of each index lead to it, and give new ones what was loaded for them."""
+        for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
@@ -135,9 +135,9 @@ class State:
                 name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
                 if known is not None and not bound:
                     name = known.name  # it may have been bound elsewhere
-                self._rows[key] = _Row(page, column, name)
+                self._rows[key] = _Row(page, index, name)
                 if known is None and (loaded := self._take(name)) is not None:
-                    _write(page, column, *loaded)
+                    _write(page, index, *loaded)
 
     def _take(self, name: str) -> tuple[Tensor, Tensor] | None:
         """What ``load_state_dict`` brought for a row that did not exist yet."""
@@ -195,9 +195,9 @@ class State:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
         result = {_VERSION_KEY: torch.tensor([VERSION])}
         for name, row in self._alive().items():
-            column = row.page.tensor[:, row.column].detach().cpu().clone()
-            result[f"{name}|scale"] = column[:1].clone()
-            result[f"{name}|amax_history"] = column[delayed.HEADER :].clone()
+            index = row.page.tensor[row.index].detach().cpu().clone()
+            result[f"{name}|scale"] = index[:1].clone()
+            result[f"{name}|amax_history"] = index[delayed.HEADER :].clone()
         for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
             result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
         return result
@@ -216,7 +216,7 @@ class State:
             )
         with torch.no_grad():
             for name, row in existing.items():
-                _write(row.page, row.column, *entries.pop(name))
+                _write(row.page, row.index, *entries.pop(name))
         self._loaded = entries
 
 
@@ -240,13 +240,13 @@ class Recomputations:
             if scales is None:
                 return pages
             return [
-                page if layout.backward else torch.cat([old, page[delayed.HEADER :]])
+                page if layout.backward else torch.cat([old, page[:, delayed.HEADER :]], dim=1)
                 for layout, page, old in zip(layouts, pages, scales, strict=True)
             ]
         if compat.saved_tensors_hooks():
             if len(self._scales) >= self.LIMIT:
                 del self._scales[next(iter(self._scales))]
-            self._scales[_call_key(args)] = [page[: delayed.HEADER].clone() for page in pages]
+            self._scales[_call_key(args)] = [page[:, : delayed.HEADER].clone() for page in pages]
         return pages
 
 
@@ -254,12 +254,12 @@ def _call_key(args: Sequence[Any]) -> Any:
     return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
 
 
-def _write(page: _Page, column: int, scale: Tensor, history: Tensor) -> None:
+def _write(page: _Page, index: int, scale: Tensor, history: Tensor) -> None:
     # an autograd graph may hold the page for a backward to come: it is to read the new scales
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page.tensor):
-        page.tensor[:1, column] = scale.to(page.tensor.device)
-        page.tensor[1:2, column] = scale.reciprocal().to(page.tensor.device)
-        page.tensor[delayed.HEADER :, column] = history.to(page.tensor.device)
+        page.tensor[index, :1] = scale.to(page.tensor.device)
+        page.tensor[index, 1:2] = scale.reciprocal().to(page.tensor.device)
+        page.tensor[index, delayed.HEADER :] = history.to(page.tensor.device)
 
 
 def recipe_text(recipe: DelayedScaling) -> str:

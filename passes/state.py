@@ -35,7 +35,7 @@ _NAME = "state"
 
 
 @dataclass
-class _Column:
+class _Entry:
     """One tensor's place in a page: all its names, and the quantize nodes that use it."""
 
     rows: list[StateRow]
@@ -45,7 +45,7 @@ class _Column:
 def state(graph: fx.Graph, compilation: Compilation) -> None:
     if compilation.subgraph:
         return
-    pages: dict[Any, list[_Column]] = {}
+    pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
         if rows and not node.meta.get(CACHED_KEY):
@@ -56,26 +56,26 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
                 is_backward(node),
                 value(cast(fx.Node, node.args[0])).device,
             )
-            columns = pages.setdefault(key, [])
-            column = next((c for c in columns if rows[0] in c.rows), None)
-            if column is None:
-                columns.append(column := _Column(rows))
-            column.users.append(node)
+            entries = pages.setdefault(key, [])
+            entry = next((c for c in entries if rows[0] in c.rows), None)
+            if entry is None:
+                entries.append(entry := _Entry(rows))
+            entry.users.append(node)
     compilation.pages = tuple(
         PageLayout(
-            recipe=recipe, fp8_max=fp8_max, backward=backward, device=device, rows=tuple(tuple(c.rows) for c in columns)
+            recipe=recipe, fp8_max=fp8_max, backward=backward, device=device, rows=tuple(tuple(c.rows) for c in entries)
         )
-        for (recipe, fp8_max, backward, device), columns in pages.items()
+        for (recipe, fp8_max, backward, device), entries in pages.items()
     )
     if not compilation.page_inputs:
         return
     inputs = {index: node for node, index in graph_inputs(graph)}
-    for position, layout, columns in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
-        _connect(graph, inputs[position], layout, columns, record=compilation.records_amaxes)
+    for position, layout, entries in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
+        _connect(graph, inputs[position], layout, entries, record=compilation.records_amaxes)
 
 
-def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequence[_Column], *, record: bool) -> None:
-    users = {user for column in columns for user in column.users}
+def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], *, record: bool) -> None:
+    users = {user for entry in entries for user in entry.users}
     first = next(node for node in graph.nodes if node in users)
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
     with graph.inserting_before(first if layout.backward else _first_operation(graph)):
@@ -84,12 +84,12 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequen
         scales = insert(graph, ops.read_scales, (page, copy), like=first, made_by=_NAME, name="scales")
     _belongs(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
-    for position, column in enumerate(columns):
-        for user in column.users:
+    for position, entry in enumerate(entries):
+        for user in entry.users:
             user.kwargs = {**user.kwargs, "scales": scales, "row": position}
     if not record:
         return
-    amaxes = [_amax(graph, column) for column in columns]
+    amaxes = [_amax(graph, entry) for entry in entries]
     if all(amax is None for amax in amaxes):
         return
     (output,) = graph.find_nodes(op="output")
@@ -105,9 +105,9 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, columns: Sequen
     _belongs(copy, tag and ("must_be_in_backward" if layout.backward else "must_be_in_forward"))
 
 
-def _amax(graph: fx.Graph, column: _Column) -> fx.Node | None:
+def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
     """The amax of the tensor in this step: of its first use with gradients."""
-    for user in column.users:
+    for user in entry.users:
         if runs_without_gradients(user):
             continue
         names = numerics.output_names("delayed", *cast(Any, user.args[-2:]))

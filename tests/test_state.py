@@ -365,7 +365,7 @@ def test_layers_compiled_one_by_one_have_their_own_rows() -> None:
                 backend.state_dict()
 
 
-def test_tensors_quantized_once_share_a_column_and_keep_their_names() -> None:
+def test_tensors_quantized_once_share_a_row_and_keep_their_names() -> None:
     """gate and up read one tensor: one cast, one amax; when the policy parts them, both keep the history."""
     both = Policy(default=RECIPE)
     backend = eager_backend(both)
@@ -408,7 +408,7 @@ def test_a_deep_copied_model_has_its_own_state() -> None:
     backend.bind(net)
     torch.compile(twin, backend=backend, dynamic=False)(batch(0) * 9)
     scales = {
-        row.page.tensor[0, row.column].item() for key, row in backend.state._rows.items() if key.operand == "input"
+        row.page.tensor[row.index, 0].item() for key, row in backend.state._rows.items() if key.operand == "input"
     }
     assert len(scales) == 6
 
