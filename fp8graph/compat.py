@@ -66,12 +66,14 @@ def gpu_codegen_patches() -> dict[str, Any]:
     """Inductor options for GPU code: exact scales, and the fusions that are off by default.
 
     Triton's ``a / b`` is approximate; a scale is an IEEE division. ``nested_reduction`` (torch 2.13) makes a norm and
-    the amax of its tiles one kernel; ``combo_kernels`` puts independent small kernels into one launch.
+    the amax of its tiles one kernel; ``combo_kernels`` puts independent small kernels into one launch. A cast with a
+    scale per tile is more than the 30 operations after which Inductor writes a value to memory in FP32.
     """
     patches = {
         "eager_numerics.division_rounding": True,
         "triton.nested_reduction": True,
         "combo_kernels": True,
+        "realize_opcount_threshold": 200,
     }
     known = inductor_config.get_config_copy()
     return {name: value for name, value in patches.items() if name in known}

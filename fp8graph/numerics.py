@@ -41,6 +41,7 @@ from fp8graph.formats import (
     scale_from_amax,
     unpack_e2m1,
 )
+from fp8graph.hints import stored
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 
@@ -82,7 +83,8 @@ def _quantize_tiles(
     *_, rows, columns = x.shape
     if scaling == "row":
         block = (1, columns)
-    tiles = _tiles(pad_to_multiple(x, *block), block)
+    padded = pad_to_multiple(x, *block)
+    tiles = _tiles(padded, block)
     amax = tiles.abs().amax(dim=(-3, -1)).to(torch.float32)  # [..., R / rows, C / columns]
     if scaling == "mxfp8":
         exponent = biased_exponent(amax, FP8_MAX[dtype])
@@ -97,10 +99,13 @@ def _quantize_tiles(
             amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
         )
         scale_inv = _with_overflow(scale.reciprocal(), amax) if carry_overflow else scale.reciprocal()
-    scaled = _untile(tiles.to(torch.float32) * scale.unsqueeze(-2).unsqueeze(-1))
+    scaled = tiles.to(torch.float32) * scale.unsqueeze(-2).unsqueeze(-1)
     if scaling == "nvfp4":
-        return pack_e2m1(cast_to_e2m1(scaled))[..., :rows, :].contiguous(), scale_inv
-    return saturating_cast(scaled[..., :rows, :columns], dtype).contiguous(), scale_inv
+        return pack_e2m1(cast_to_e2m1(_untile(scaled)))[..., :rows, :].contiguous(), scale_inv
+    data = saturating_cast(scaled, dtype)
+    if padded is x:
+        return stored(data.contiguous()).reshape(x.shape), scale_inv
+    return stored(_untile(data)[..., :rows, :columns].contiguous()), scale_inv
 
 
 def _with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
@@ -178,7 +183,7 @@ def quantize_layouts(
             scaled = exact * scale
             if carry_overflow and scaling == "delayed":
                 scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
-            outputs.append(saturating_cast(scaled, dtype).contiguous())
+            outputs.append(stored(saturating_cast(scaled, dtype).contiguous()))
         else:
             settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
             data, layout_scale_inv = _quantize_tiles(source, *settings)

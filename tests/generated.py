@@ -1,0 +1,131 @@
+"""Inductor's GPU code for a function of fake tensors: what the tests of kernel counts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8graph
+from fp8graph import numerics, ops
+from fp8graph.offline import KernelRecord, OfflineInductor
+from fp8graph.program import compile_dialect, run_eagerly
+from fp8graph.recipes import OperandName, resolve_recipe
+
+MIB = 2**20
+
+
+def generate(function: Callable[..., Any], inputs: Sequence[Tensor], target: str = "sm_90") -> OfflineInductor:
+    """The code for ``function``, which may call dialect ops. Only shapes and dtypes of ``inputs`` matter."""
+    with FakeTensorMode():
+        fakes = [torch.empty(x.shape, dtype=x.dtype) for x in inputs]
+        module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+    offline = OfflineInductor(target, run_eagerly)
+    with torch.no_grad():
+        compile_dialect(module, fakes, fp8graph.Backend(target=target), offline)
+    return offline
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * weight
+
+
+# what makes the tensor that is quantized: (x [rows, columns], weight [columns], y [rows, columns]) -> [rows, columns]
+PRODUCERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "nothing": lambda x, weight, y: x,
+    "rms_norm": lambda x, weight, y: rms_norm(x, weight),
+    "silu_mul": lambda x, weight, y: nn.functional.silu(x) * y,
+    "add": lambda x, weight, y: x + y,
+    "gelu": lambda x, weight, y: nn.functional.gelu(x),
+}
+
+
+def quantize_after(producer: str, recipe: str, operand: OperandName, rowwise: bool, columnwise: bool) -> Any:
+    """A function of (x, weight, y, scales) that quantizes what ``producer`` makes."""
+    quantizer = resolve_recipe(recipe).quantizer(operand)
+
+    def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
+        settings = numerics.quantizer_kwargs(quantizer)
+        if quantizer.scaling == "delayed":
+            settings |= {"scales": scales, "row": 0}
+        layouts = [[16, 16] if wanted else [] for wanted in (rowwise, columnwise)]
+        made = PRODUCERS[producer](x, weight, y)
+        return list(ops.quantize(made, *numerics.quantizer_args(quantizer), *layouts, **settings))
+
+    return function
+
+
+def quantize_inputs(rows: int, columns: int) -> list[Tensor]:
+    like = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
+    return [like, like[0], like, torch.empty(4, 2, device="meta")]
+
+
+def triton_kernels(kernels: Sequence[KernelRecord], *graphs: str) -> list[KernelRecord]:
+    return [k for k in kernels if k.kind == "triton" and (not graphs or k.graph in graphs)]
+
+
+# Attention is not ours: an op whose two directions read and write bf16.
+_library = torch.library.Library("fp8graph_tests", "DEF")
+_library.define("attention(Tensor q, Tensor k, Tensor v) -> Tensor")
+_library.define("attention_backward(Tensor g, Tensor q, Tensor k, Tensor v, Tensor o) -> (Tensor, Tensor, Tensor)")
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _attention_backward(ctx: Any, gradient: Tensor) -> Any:
+    return torch.ops.fp8graph_tests.attention_backward(gradient, *ctx.saved_tensors)
+
+
+def _save_for_backward(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+torch.library.register_fake("fp8graph_tests::attention", lambda q, k, v: _like(q), lib=_library)
+torch.library.register_fake(
+    "fp8graph_tests::attention_backward", lambda g, q, k, v, o: tuple(map(_like, (q, k, v))), lib=_library
+)
+torch.library.register_autograd(
+    "fp8graph_tests::attention", _attention_backward, setup_context=_save_for_backward, lib=_library
+)
+
+
+class DecoderLayer(nn.Module):
+    """A Llama decoder layer, by default with the sizes of Llama-3-8B; attention is one opaque op."""
+
+    def __init__(self, hidden: int = 4096, keys: int = 1024, inner: int = 14336, **factory: Any) -> None:
+        super().__init__()
+
+        def linear(a: int, b: int) -> nn.Linear:
+            return nn.Linear(a, b, bias=False, **factory)
+
+        self.q_proj, self.k_proj, self.v_proj = linear(hidden, hidden), linear(hidden, keys), linear(hidden, keys)
+        self.o_proj = linear(hidden, hidden)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(hidden, inner),
+            linear(hidden, inner),
+            linear(inner, hidden),
+        )
+        self.norm1, self.norm2 = (nn.Parameter(torch.ones(hidden, **factory)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = rms_norm(x, self.norm1)
+        x = x + self.o_proj(torch.ops.fp8graph_tests.attention(self.q_proj(h), self.k_proj(h), self.v_proj(h)))
+        h = rms_norm(x, self.norm2)
+        return x + self.down_proj(nn.functional.silu(self.gate_proj(h)) * self.up_proj(h))
+
+
+def layer_kernels(policy: Any, target: str = "sm_90", tokens: int = 8192) -> list[KernelRecord]:
+    """The generated kernels of one Llama-3-8B layer, forward and backward; weights aside."""
+    torch._dynamo.reset()
+    x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
+    report = fp8graph.explain(layer, x, policy=policy, target=target)
+    return triton_kernels(report.kernels, "forward", "backward")
