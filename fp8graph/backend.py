@@ -62,6 +62,10 @@ class Backend:
         cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (``fp8graph/weights.py``;
             after writing to ``.data``: :func:`refresh_weights`). They take one byte per element and layout: up to
             the memory of bf16 weights in training, half of it in inference.
+        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize again
+            from what is kept anyway.
+        save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
+            Backward then sees them rounded; forward does not.
 
     Raises:
         PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
@@ -77,10 +81,17 @@ class Backend:
         inductor_options: Mapping[str, Any] | None = None,
         target: str | None = None,
         cache_weights: bool = True,
+        save: Literal["speed", "memory"] = "speed",
+        save_activations_in_fp8: bool = False,
     ) -> None:
         if compiler not in _COMPILERS:
             raise PolicyError(f"compiler must be one of {', '.join(_COMPILERS)}, not {compiler!r}.")
-        for name, value in (("strict", strict), ("cache_weights", cache_weights)):
+        if save not in ("speed", "memory"):
+            raise PolicyError(f"save must be 'speed' or 'memory', not {save!r}.")
+        if save_activations_in_fp8 and save != "memory":
+            raise PolicyError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
+        flags = {"strict": strict, "cache_weights": cache_weights, "save_activations_in_fp8": save_activations_in_fp8}
+        for name, value in flags.items():
             if type(value) is not bool:
                 raise PolicyError(f"{name} must be True or False, not {value!r}.")
         self.strict: Final = strict
@@ -90,6 +101,8 @@ class Backend:
         self.names: Final = Names()
         self.state: Final = State()
         self.cache_weights: Final = cache_weights
+        self.save: Final = save
+        self.save_activations_in_fp8: Final = save_activations_in_fp8
         self.weights: Final = Weights()
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds

@@ -10,8 +10,8 @@ from torch._inductor.lowering import register_lowering
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("stored", lambda x: x.clone(), "CompositeExplicitAutograd")  # pyright: ignore[reportUnknownLambdaType]
-torch.library.register_fake("fp8graph_hints::stored", lambda x: torch.empty_like(x), lib=_library)
+_library.impl("stored", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::stored", torch.empty_like, lib=_library)
 
 
 def stored(x: Tensor) -> Tensor:

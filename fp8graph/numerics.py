@@ -113,11 +113,13 @@ def _with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax > FLT_MAX, amax, scale_inv)
 
 
-def output_names(scaling: str, rowwise: Sequence[int], columnwise: Sequence[int]) -> list[str]:
+def output_names(
+    scaling: str, rowwise: Sequence[int], columnwise: Sequence[int], *, keep_scales: bool = False
+) -> list[str]:
     """What ``quantize_layouts`` returns, in order."""
     layouts = [name for name, wanted in zip(LAYOUTS, (rowwise, columnwise), strict=True) if wanted]
     if scaling in ("tensor", "delayed"):
-        return [*layouts, "scale_inv", *(["amax"] if scaling == "delayed" else [])]
+        return [*layouts, "scale_inv", *(["amax"] if scaling == "delayed" else ["scales"] if keep_scales else [])]
     names = [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
     return [*names, "global_scale_inv"] if scaling == "nvfp4" else names
 
@@ -135,6 +137,7 @@ def quantize_layouts(
     carry_overflow: bool = False,
     scales: Tensor | None = None,
     row: int = 0,
+    keep_scales: bool = False,
 ) -> list[Tensor]:
     """What a ``fp8graph::quantize`` node computes; :func:`output_names` names the results.
 
@@ -150,19 +153,21 @@ def quantize_layouts(
         carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
             for that, an infinite element becomes NaN.
         scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
-            ``scale_inv`` has shape [1], its amax comes back as one for each row.
+            ``scale_inv`` has shape [1], its amax comes back as one for each row. For "tensor" they take the place of
+            those of its amax.
+        keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
     """
     outputs: list[Tensor] = []
     scale_invs: list[Tensor] = []
     amax = scale = global_scale = None
-    if scaling in ("tensor", "nvfp4"):
+    if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
         amax = tensor_amax(x)
-    if scaling == "tensor":
+    if scaling == "tensor" and scales is None:
         scale = scale_from_amax(
             cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
         )
         scale_inv = scale.reciprocal()
-    elif scaling == "delayed":
+    elif scaling in ("tensor", "delayed"):
         amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
         if scales is None:  # the first step's
             scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
@@ -190,10 +195,12 @@ def quantize_layouts(
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
     if scale_inv is not None:
-        carried = carry_overflow and scaling != "delayed"
+        carried = carry_overflow and scaling != "delayed" and scales is None
         scale_invs.append(_with_overflow(scale_inv, cast(Tensor, amax)) if carried else scale_inv)
     if scaling == "delayed":
         scale_invs.append(cast(Tensor, amax))
+    if keep_scales:
+        scale_invs.append(torch.stack([cast(Tensor, scale), cast(Tensor, scale_inv).reshape(())]).reshape(1, 2))
     return [*outputs, *scale_invs]
 
 

@@ -13,17 +13,17 @@ tests/test_ops.py holds them against the references.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fp8graph import delayed, numerics
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
     ' int[] rowwise, int[] columnwise, *, str scaling="tensor", int[] block=[], bool carry_overflow=False,'
-    " Tensor? scales=None, int row=0) -> Tensor[]",
+    " Tensor? scales=None, int row=0, bool keep_scales=False) -> Tensor[]",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
     ' ScalarType out_dtype, bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
@@ -49,6 +49,7 @@ def _fake_quantize(
     carry_overflow: bool = False,
     scales: Tensor | None = None,
     row: int = 0,
+    keep_scales: bool = False,
 ) -> list[Tensor]:
     *batch, rows, columns = x.shape
     shapes: list[tuple[list[int], torch.dtype]] = []
@@ -64,9 +65,11 @@ def _fake_quantize(
             scale_shapes.append(([*batch, *tiles], _SCALE_DTYPE.get(scaling, torch.float32)))
     scalar = ([], torch.float32)
     if scaling in ("tensor", "delayed"):
-        scale_shapes = [scalar]
+        scale_shapes = [([1], torch.float32) if scales is not None or scaling == "delayed" else scalar]
         if scaling == "delayed":
-            scale_shapes = [([1], torch.float32), ([*batch, rows], torch.float32)]  # the amax of each row
+            scale_shapes.append(([*batch, rows], torch.float32))  # the amax of each row
+        elif keep_scales:
+            scale_shapes.append(([1, 2], torch.float32))
     elif scaling == "nvfp4":
         scale_shapes.append(scalar)
     return [x.new_empty(shape, dtype=dtype) for shape, dtype in [*shapes, *scale_shapes]]
@@ -129,4 +132,13 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     read_scales: delayed.read_scales,
     update_page: delayed.updated_page,
 }
+
+
+def output_names(node: fx.Node) -> list[str]:
+    """The names of a quantize node's outputs, in order."""
+    settings: dict[str, Any] = {key: node.kwargs[key] for key in ("scaling", "keep_scales") if key in node.kwargs}
+    rowwise, columnwise = cast(Any, node.args[-2:])
+    return numerics.output_names(settings.pop("scaling", "tensor"), rowwise, columnwise, **settings)
+
+
 DIALECT: Final = frozenset(REFERENCE)

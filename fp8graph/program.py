@@ -131,6 +131,8 @@ class Program:
             records_amaxes=self._gradients,
             page_inputs=tuple(range(len(self._sources), first)),
             cache_weights=self._backend.cache_weights,
+            save=self._backend.save,
+            save_activations_in_fp8=self._backend.save_activations_in_fp8,
             weight_inputs=tuple(range(first, first + copies)),
             parameters={
                 index: Parameter(source=source, index=index, bound=name)
@@ -260,7 +262,8 @@ class Program:
         """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
         digest = hashlib.sha256(source_hash().encode())
         backend = self._backend
-        digest.update(repr((situation, backend.hardware, backend.strict, backend.cache_weights)).encode())
+        settings = backend.strict, backend.cache_weights, backend.save, backend.save_activations_in_fp8
+        digest.update(repr((situation, backend.hardware, settings)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
         digest.update(repr(self._parameters).encode())

@@ -147,6 +147,8 @@ class Compilation:
     page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`
     cache_weights: bool = False  # quantize weights once per update, outside the graph
+    save: str = "speed"  # what backward keeps: see pass `save`
+    save_activations_in_fp8: bool = False
     weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order
     weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
     sites: list[Site] = field(default_factory=list[Site])

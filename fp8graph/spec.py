@@ -15,7 +15,6 @@ from fp8graph import ops
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import PASS_KEY, aten, is_backward, known_equal, static_size, value
 from fp8graph.hardware import ALIGNMENT
-from fp8graph.numerics import output_names
 from fp8graph.recipes import FP8_MAX
 
 _SCALE_DTYPES: dict[str, torch.dtype] = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
@@ -59,7 +58,7 @@ def _quantize(node: fx.Node) -> str | None:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
     scaling = cast(str, node.kwargs.get("scaling", "tensor"))
-    if len(outputs) != len(output_names(scaling, rowwise, columnwise)):
+    if len(outputs) != len(ops.output_names(node)):
         return f"{len(outputs)} outputs"
     if (scaling in ("block", "mxfp8", "nvfp4")) != bool(node.kwargs.get("block")):
         return f"scaling {scaling} with tiles {node.kwargs.get('block')}"

@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from operator import getitem
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
-from fp8graph import delayed, numerics, ops
+from fp8graph import delayed, ops
 from fp8graph.graph import (
     fake_mode_of,
     graph_inputs,
@@ -57,7 +57,7 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
     by_index = {index: node for node, index in inputs.items()}
     for node, weight in found.items():
         placeholders = {name: by_index[next(copies)] for name in weight.outputs}
-        names = _output_names(node)
+        names = ops.output_names(node)
         for user in list(node.users):  # getitem
             user.replace_all_uses_with(placeholders[names[cast(int, user.args[1])]])
             graph.erase_node(user)
@@ -89,7 +89,7 @@ def _extract(
 ) -> QuantizedWeight:
     """``node`` and what it is computed from as a graph of its own."""
     sources = list(dict.fromkeys(n for inner in body for n in inner.all_input_nodes if n in parameters))
-    names = _output_names(node)
+    names = ops.output_names(node)
 
     def copy() -> fx.Graph:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -136,11 +136,6 @@ def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
     node = graph.placeholder(f"input{position}")
     node.meta.update(val=val, desc=PlainAOTInput(position))
     return node
-
-
-def _output_names(node: fx.Node) -> list[str]:
-    scaling = cast(str, node.kwargs.get("scaling", "tensor"))
-    return numerics.output_names(scaling, *cast(Any, node.args[-2:]))
 
 
 def _signature(graph: fx.Graph) -> str:

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph import numerics, ops
+from fp8graph import ops
 from fp8graph.graph import NO_GRAD_KEY, insert, nodes, runs_without_gradients, update_value, value_key
 from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
 from fp8graph.sites import Compilation, StateRow
@@ -73,10 +73,10 @@ def _layouts(node: fx.Node) -> list[list[int]]:
 def _merge(graph: fx.Graph, group: _Group) -> None:
     """Give the first node all layouts, and the other nodes' users its outputs."""
     first, *others = group.members
-    before = _outputs(first)
+    before = ops.output_names(first)
     first.args = (*first.args[:-2], *group.layouts)
     update_value(first)
-    after = _outputs(first)
+    after = ops.output_names(first)
     outputs: dict[str, fx.Node] = {}  # output name -> its getitem
     for user in list(first.users):
         outputs[name := before[cast(int, user.args[1])]] = user
@@ -93,13 +93,8 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
     if not all(runs_without_gradients(member) for member in group.members):
         first.meta["custom"] = {**(first.meta.get("custom") or {}), NO_GRAD_KEY: False}
     for other in others:
-        names = _outputs(other)
+        names = ops.output_names(other)
         for user in list(other.users):
             user.replace_all_uses_with(outputs[names[cast(int, user.args[1])]])
             graph.erase_node(user)
         graph.erase_node(other)
-
-
-def _outputs(node: fx.Node) -> list[str]:
-    """The names of a quantize node's outputs, in order."""
-    return numerics.output_names(cast(str, node.kwargs.get("scaling", "tensor")), *_layouts(node))

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8graph import delayed, numerics, ops
+from fp8graph import delayed, ops
 from fp8graph.graph import aten, graph_inputs, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
 from fp8graph.passes.quantize import ROWS_KEY
 from fp8graph.recipes import FP8_MAX, DelayedScaling
@@ -110,7 +110,7 @@ def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
     for user in entry.users:
         if runs_without_gradients(user):
             continue
-        names = numerics.output_names("delayed", *cast(Any, user.args[-2:]))
+        names = ops.output_names(user)
         with graph.inserting_after(next(reversed(user.users))):
             return insert(graph, getitem, (user, names.index("amax")), like=user, made_by=_NAME, name="amax")
     return None

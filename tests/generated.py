@@ -48,7 +48,9 @@ PRODUCERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 def quantize_after(producer: str, recipe: str, operand: OperandName, rowwise: bool, columnwise: bool) -> Any:
     """A function of (x, weight, y, scales) that quantizes what ``producer`` makes."""
-    quantizer = resolve_recipe(recipe).quantizer(operand)
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    quantizer = resolved.quantizer(operand)
 
     def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
         settings = numerics.quantizer_kwargs(quantizer)

@@ -1,0 +1,174 @@
+"""save: what backward keeps, in text, in bytes, and that no number changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fp8graph
+from fp8graph.numerics import sqnr_db
+from fp8graph.policy import Policy, Rule
+from helpers import ALL, MLP, Weight, eager_backend, same_bits, stage, step, view_of
+
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+
+
+def quantize_lines(text: str) -> list[str]:
+    """The quantize nodes of a graph: their argument and layouts, forward and backward."""
+    lines = [line for line in text.splitlines() if "fp8graph.quantize(" in line or line == "# backward"]
+    return [
+        line if line[0] == "#" else line.partition("quantize(")[2].partition(", dtype")[0]
+        + "".join(f" {part}" for part in ("rowwise", "columnwise") if f"{part}=[]" not in line)
+        for line in lines
+    ]  # fmt: skip
+
+
+def test_memory_quantizes_again_in_backward() -> None:
+    module = Weight(lambda w, x: (x * 2) @ w.t(), 48, 32)
+    x = torch.randn(16, 32)
+    speed, memory = (quantize_lines(stage(module, x, after="save", save=save)) for save in ("speed", "memory"))
+    assert sorted(speed) == ["# backward", "mul rowwise columnwise", "primals_1 rowwise", "tangents_1 columnwise"]
+    again = "clamp_min columnwise"
+    assert sorted(memory) == ["# backward", again, "mul rowwise", "primals_1 rowwise", "tangents_1 columnwise"]
+    assert memory.index("# backward") < memory.index(again)
+
+
+def test_the_scale_is_forwards() -> None:
+    """A scalar that is saved: backward needs no second amax."""
+    text = stage(Weight(lambda w, x: x @ w.t(), 48, 32), torch.randn(16, 32), after="save", save="memory")
+    (forward,) = [line for line in text.splitlines() if "keep_scales=True" in line]
+    assert "f32[1, 2]) =" in forward
+    (again,) = [line for line in text.splitlines() if "scales=input_scales" in line]
+    assert "columnwise=[16, 16]" in again
+
+
+def test_checkpointed_regions_are_recomputed_as_they_are() -> None:
+    model = MLP()
+
+    def run(x: Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False)
+
+    view = view_of(run, torch.randn(16, 32, requires_grad=True), save="memory")
+    assert view.stages["save"] == view.stages["state"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_number_changes(recipe: str) -> None:
+    results: list[list[Tensor]] = []
+    for save in ("speed", "memory"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = MLP(), torch.randn(16, 32, requires_grad=True)
+        run = torch.compile(model, backend=eager_backend(Policy(default=recipe), cache_weights=True, save=save))
+        results.append([r for _ in range(2) for r in step(run, x, parameters=model.parameters())])
+    assert same_bits(*results)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_activations_in_fp8(recipe: str) -> None:
+    """Forward is the same; backward sees gate and up rounded to E4M3: 20 dB."""
+    results: list[list[Tensor]] = []
+    kinds: list[dict[str, Any]] = [{}, {"save": "memory", "save_activations_in_fp8": True}]
+    for settings in kinds:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = MLP(64, 96), torch.randn(128, 64, requires_grad=True)
+        run = torch.compile(model, backend=eager_backend(Policy(default=recipe), **settings))
+        results.append(step(run, x, parameters=model.parameters()))
+    assert torch.equal(results[0][0], results[1][0])
+    for plain, kept in zip(results[0][1:], results[1][1:], strict=True):
+        assert sqnr_db(plain, kept) > 20
+        assert not torch.equal(plain, kept)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda h, x: h.relu() + x[:, :1], id="reads an input"),
+        pytest.param(lambda h, x: h.softmax(-1), id="not elementwise"),
+        pytest.param(lambda h, x: h + h.sum(), id="a reduction"),
+    ],
+)
+def test_only_functions_between_gemms_are_kept_in_fp8(function: Any) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(function(self.a(x), x))
+
+    text = stage(Two(), torch.randn(16, 32), after="save", save="memory", save_activations_in_fp8=True)
+    assert "fp8graph.dequantize" not in text
+
+
+def saved_bytes(layers: int, backend: fp8graph.Backend) -> Counter[torch.dtype]:
+    """Bytes that a Llama with the proportions of Llama-3-8B keeps for backward, by dtype; weights aside."""
+    from transformers import LlamaForCausalLM
+
+    from fp8graph.models.llama import tiny_config
+
+    torch._dynamo.reset()
+    config = tiny_config(
+        layers, hidden_size=256, intermediate_size=896, num_attention_heads=8, max_position_embeddings=512
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16)
+    ids = torch.randint(0, 256, (1, 512), generator=torch.Generator().manual_seed(0))
+    run = torch.compile(model, backend=backend)
+    run(input_ids=ids, labels=ids)
+    copies = [t for copy in backend.weights._copies() for t in copy.tensors.values()]
+    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *copies)}
+    saved: dict[int, Tensor] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in known:
+            saved[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run(input_ids=ids, labels=ids)
+    counts: Counter[torch.dtype] = Counter()
+    for t in saved.values():
+        counts[t.dtype] += t.untyped_storage().nbytes()
+    return counts
+
+
+def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dtype]:
+    one, two = (saved_bytes(n, fp8graph.Backend(policy, compiler="eager", **settings)) for n in (1, 2))
+    two.subtract(one)
+    return two
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_bytes_saved_per_layer(recipe: str) -> None:
+    """Of plain Inductor's, which has the same partitioner."""
+    plain = bytes_per_layer(Policy(default=None)).total()
+    policy = Policy([Rule("lm_head", None)], default=recipe)
+    speed = bytes_per_layer(policy)
+    assert speed.total() <= 0.88 * plain  # 0.87
+    assert speed[torch.float8_e4m3fn] == 512 * (3 * 256 + 896)  # the columnwise copies of the four inputs
+    memory = bytes_per_layer(policy, save="memory")
+    assert memory.total() <= 0.69 * plain  # 0.68
+    assert memory[torch.float8_e4m3fn] == 0
+    least = bytes_per_layer(policy, save="memory", save_activations_in_fp8=True)
+    assert least.total() <= 0.48 * plain  # 0.47
+    assert least[torch.float8_e4m3fn] == 512 * 2 * 896
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"save": "disk"}, "save must be 'speed' or 'memory'"),
+        ({"save_activations_in_fp8": True}, 'needs save="memory"'),
+        ({"save_activations_in_fp8": 1, "save": "memory"}, "must be True or False"),
+    ],
+)
+def test_bad_options(settings: Any, message: str) -> None:
+    with pytest.raises(fp8graph.PolicyError, match=message):
+        fp8graph.Backend(ALL, **settings)
