@@ -80,6 +80,11 @@ def static_size(size: int | torch.SymInt) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size, or the one that a dynamic size had when it was traced. Never adds a guard."""
+    return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
 def known_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal in every run. Never adds a guard."""
     return isinstance(a == b, bool) and a == b or statically_known_true(a == b)

@@ -7,14 +7,15 @@ torch has a reference ``_scaled_mm`` for tensors and rows: right numbers, no spe
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 
-from fp8graph import compat
+from fp8graph import compat, roofline
 from fp8graph.errors import PolicyError
 from fp8graph.recipes import Quantizer, Scaling
+from fp8graph.roofline import Speed
 
 # What the sizes of a native GEMM [m, k] @ [k, n] are multiples of; operands are padded with zeros to it.
 # 16 is cuBLAS's; tiles are whole along k; 1x128 scales are stored m-major, 16 bytes apart.
@@ -44,6 +45,7 @@ class Hardware:
 
     name: str  # "cpu", "sm_90", "sm_100", or the device type
     scalings: frozenset[str]  # those that torch._scaled_mm multiplies
+    speed: Speed | None = None  # None: not known, or nothing to win (a CPU)
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
@@ -61,14 +63,17 @@ class Hardware:
         return None
 
 
-def from_target(target: str) -> Hardware:
-    """The hardware named by ``target``: "cpu" or "sm_XX".
+def from_target(target: str, device_name: str = "") -> Hardware:
+    """The hardware named by ``target``: "cpu", "sm_XX", or the path of a calibration (``roofline.Speed.load``).
 
     Raises:
         PolicyError: (a ``ValueError``) for anything else.
     """
     if target == "cpu":
         return Hardware(name="cpu", scalings=compat.CPU_SCALINGS)
+    if isinstance(target, str) and target.endswith(".json"):
+        target, speed = Speed.load(target)
+        return replace(from_target(target), speed=speed)
     match = re.fullmatch(r"sm_(\d+)(\d)a?", target) if isinstance(target, str) else None
     if match is None:
         raise PolicyError(f"target must be 'cpu' or like 'sm_90', not {target!r}.")
@@ -82,7 +87,7 @@ def from_target(target: str) -> Hardware:
         scalings |= {"block"}
     if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
         scalings |= {"mxfp8", "nvfp4"}
-    return Hardware(name=target, scalings=frozenset(scalings))
+    return Hardware(name=target, scalings=frozenset(scalings), speed=roofline.of_target(target, device_name))
 
 
 def default_recipe(device: Hardware) -> str:
@@ -101,5 +106,5 @@ def of_device(device: torch.device) -> Hardware:
         return from_target("cpu")
     if device.type == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability(device)
-        return from_target(f"sm_{major}{minor}")
+        return from_target(f"sm_{major}{minor}", torch.cuda.get_device_name(device))
     return Hardware(name=f"device {device.type!r}", scalings=frozenset())

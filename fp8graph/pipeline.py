@@ -129,7 +129,7 @@ class JointPass(_Pass):
                 if self._check is not None:
                     self._check(records)
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
-        compilation.sites, compilation.plan = [], {}  # their nodes would keep the graph alive
+        compilation.forget_nodes()  # they would keep the graph alive
         if self._only_find and not compilation.subgraph:
             raise Found
         if self._keep_module:

@@ -37,7 +37,8 @@ class GemmRecord:
     dtypes: tuple[str, str, str]  # a, b, result
     execution: str  # "native", "emulated", "high precision"
     required: bool  # a user's rule or region asks for FP8
-    by_profitability: bool
+    by_profitability: bool  # left in high precision because FP8 would not be faster
+    speedup: float | None  # predicted, over high precision; None where there is none to win or to know
     rule: int | None  # index of the policy rule that matched the site
 
     @property
@@ -73,6 +74,7 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         execution=decision.execution,
         required=decision.required,
         by_profitability=decision.by_profitability,
+        speedup=decision.speedup,
         rule=decision.resolution.rule,
     )
 

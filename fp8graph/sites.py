@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, Literal, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
@@ -121,6 +121,7 @@ class Decision:
     execution: Execution
     resolution: Resolution
     by_profitability: bool = False  # left in high precision because FP8 would not pay
+    speedup: float | None = None  # predicted, over high precision
     required: bool = False  # a user's rule or region asks for FP8: strict mode insists
 
 
@@ -151,5 +152,10 @@ class Compilation:
     save_activations_in_fp8: bool = False
     weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order
     weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
+    operand_uses: dict[Any, list[Layout]] = field(default_factory=dict[Any, "list[Layout]"])  # by value_key
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
+
+    def forget_nodes(self) -> None:
+        """Drop what points into the graph."""
+        self.sites, self.plan, self.operand_uses = [], {}, {}

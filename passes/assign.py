@@ -5,10 +5,13 @@
 
 Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
 (leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
-matmuls that nobody asked for, backward matmuls without a forward one. The graph is not changed.
+matmuls that nobody asked for, backward matmuls without a forward one; and what would not be faster on the target
+(``fp8graph/roofline.py``, ``Policy.min_speedup``). The graph is not changed.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import fx
@@ -16,16 +19,19 @@ from torch import fx
 from fp8graph import hardware
 from fp8graph.autocast import DISABLED, region_recipe
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
+from fp8graph.graph import GROUPED, matmul_arguments, size_hint, static_size, value, value_key
 from fp8graph.hardware import ALIGNMENT
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
+from fp8graph.roofline import Operand, predicted_speedup
 from fp8graph.sites import Compilation, Decision, Gemm, Site
 
 _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
+    for view in (view for site in compilation.sites for gemm in site.gemms for view in (gemm.a, gemm.b)):
+        compilation.operand_uses.setdefault(value_key(view.tensor), []).append(view.layout)
     for site in compilation.sites:
         resolution = resolve(site, compilation)
         for gemm in site.gemms:
@@ -92,11 +98,25 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
             required=resolution.by_user,
         )
     obstacle = _emulation(gemm, recipe, compilation)
+    speedup = None if obstacle else _speedup(gemm, recipe, compilation)
+    if speedup is not None and speedup < compilation.policy.min_speedup:
+        why = f"not faster in FP8: predicted {speedup:.2f}x, min_speedup is {compilation.policy.min_speedup:g}"
+        return Decision(
+            recipe=None,
+            reason=f"{why} ({resolution.source} asked for {recipe.name})",
+            execution="high precision",
+            resolution=resolution,
+            by_profitability=True,
+            speedup=speedup,
+            required=resolution.by_user,
+        )
     notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe))]
+    notes += [f"predicted {speedup:.2f}x"] if speedup is not None else []
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),
         execution="emulated" if obstacle else "native",
+        speedup=speedup,
         resolution=resolution,
         required=resolution.by_user,
     )
@@ -131,9 +151,36 @@ def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | No
     """Why this GEMM is emulated, or None if the device multiplies it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
-    device = compilation.hardware or hardware.of_device(value(gemm.node).device)
+    device = _device(gemm, compilation)
     a, b = (recipe.quantizer(view.operand) for view in (gemm.a, gemm.b))
     return device.obstacle(a, b, value(gemm.node).dtype)
+
+
+def _device(gemm: Gemm, compilation: Compilation) -> hardware.Hardware:
+    return compilation.hardware or hardware.of_device(value(gemm.node).device)
+
+
+def _speedup(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> float | None:
+    """How much faster this GEMM would be in FP8 on its device, or None if its speed is not known."""
+    speed = _device(gemm, compilation).speed
+    if speed is None:
+        return None
+    operands: list[Operand] = []
+    for view in (gemm.a, gemm.b):
+        shape = [size_hint(size) for size in value(view.tensor).shape]
+        uses = compilation.operand_uses.get(value_key(view.tensor), [view.layout])
+        operands.append(
+            Operand(
+                elements=math.prod(shape),
+                layouts=len(set(uses)),
+                users=len(uses),
+                kept=view.operand == "weight" and compilation.cache_weights,
+            )
+        )
+    *_, m, n = (size_hint(size) for size in value(gemm.node).shape)
+    k = size_hint(contraction_size(gemm))
+    scaling = recipe.quantizer(gemm.a.operand).scaling
+    return predicted_speedup(speed, m, n, k, value(gemm.node).dtype, scaling, (operands[0], operands[1]))
 
 
 def _padding(gemm: Gemm, recipe: Recipe) -> list[str]:

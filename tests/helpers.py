@@ -15,7 +15,7 @@ from fp8graph import ops
 from fp8graph.graph import nodes
 from fp8graph.report import GraphView
 
-ALL = fp8graph.Policy(default="tensorwise")  # FP8 for everything that is legal, heads included
+ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
 NONE = fp8graph.Policy(default=None)
 
 
