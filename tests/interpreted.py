@@ -1,0 +1,159 @@
+"""Run Inductor's GPU code on the CPU, in Triton's interpreter, and compare it with the reference numerics.
+
+    TRITON_INTERPRET=1 python -m interpreted <rows> <columns>      one JSON line a case
+
+A script, because the interpreter is chosen before triton is imported. The generated module runs as it is but for names
+of devices. Replaced in the interpreter: casts between floats, which it gets wrong (fp32 -> bf16 truncates,
+fp32 -> FP8 misrounds; triton 3.6 to 3.9), libdevice, which is empty outside a compiler, and reductions with a function
+of Inductor's, one Python call an element otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
+
+import triton.language as tl  # noqa: E402
+import triton.runtime.interpreter as interpreter  # noqa: E402
+from torch._inductor import config as inductor_config  # noqa: E402
+from torch._inductor.runtime import triton_helpers  # noqa: E402
+
+from generated import generate, quantize_after, quantize_inputs  # noqa: E402
+
+_FLOATS = {
+    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2,
+}  # fmt: skip
+_LARGEST = {"fp8e4nv": 448.0, "fp8e5": 57344.0}  # PTX: cvt.rn.satfinite
+_cast: Any = interpreter._convert_float
+
+
+def exact_cast(x: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """A cast between floats as torch does it: to the nearest, ties to even."""
+    if source.name not in _FLOATS or target.name not in _FLOATS or rounding == interpreter._ir.ROUNDING_MODE.RTZ:
+        return _cast(x, source, target, rounding)
+    values = torch.from_numpy(np.ascontiguousarray(x).reshape(-1).copy()).view(_FLOATS[source.name])
+    if target.name in _LARGEST:
+        values = values.float().clamp(-_LARGEST[target.name], _LARGEST[target.name])
+    payload = values.to(_FLOATS[target.name]).contiguous().view(torch.uint8).numpy()
+    return payload.view(getattr(np, f"uint{target.primitive_bitwidth}")).reshape(x.shape)
+
+
+def wrap(data: Any, dtype: Any) -> Any:
+    data = np.asarray(data)
+    return tl.tensor(
+        interpreter.TensorHandle(data, dtype), tl.block_type(dtype, list(data.shape)) if data.shape else dtype
+    )
+
+
+class TorchLibdevice:
+    """Functions of libdevice by torch's of the same name."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(torch, name)
+
+        def call(*arguments: Any) -> Any:
+            first = next(a for a in arguments if isinstance(a, tl.tensor))
+            values = [torch.from_numpy(np.array(a.handle.data)) if isinstance(a, tl.tensor) else a for a in arguments]
+            result = function(*values).numpy()
+            return wrap(result, tl.int1 if result.dtype == np.bool_ else first.dtype)
+
+        return call
+
+
+def reduction(function: Any) -> Callable[..., Any]:
+    return lambda x, dim: wrap(function(x.handle.data, axis=dim), x.dtype)
+
+
+def pairwise(function: Any) -> Callable[..., Any]:
+    return lambda a, b: wrap(function(a.handle.data, b.handle.data), a.dtype)
+
+
+def prepare() -> None:
+    interpreter._convert_float = exact_cast
+    helpers: Any = triton_helpers
+    helpers.libdevice = TorchLibdevice()
+    helpers.max2, helpers.maximum, helpers.minimum = reduction(np.max), pairwise(np.maximum), pairwise(np.minimum)
+    helpers.promote_to_tensor = lambda x: x
+    helpers.set_driver_to_gpu = lambda: None
+
+
+def load(code: str) -> Callable[[list[Tensor]], Any]:
+    """The generated ``call`` of a module, for CPU tensors."""
+    for pattern, replacement in (
+        (r"empty_strided_cuda\(", "empty_strided_cpu("),
+        (r"with torch\.cuda\._DeviceGuard\(\d+\):", "if True:"),
+        (r"torch\.cuda\.set_device\(\d+\)", "pass"),
+        (r"from torch\._C import _cuda_getCurrentRawStream as get_raw_stream", "get_raw_stream = lambda d: 0"),
+    ):
+        code = re.sub(pattern, replacement, code)
+    namespace: dict[str, Any] = {"__name__": "generated_code", "__file__": "generated_code.py"}
+    exec(compile(code, "generated_code.py", "exec"), namespace)
+    for kernel in namespace.values():
+        if type(kernel).__name__.endswith("CachingAutotuner") and kernel.configs:
+            _few_large_programs(kernel)
+    return namespace["call"] if "call" in namespace else namespace["runner"].call
+
+
+def _few_large_programs(kernel: Any) -> None:
+    """The interpreter's cost is per operation of a program; what is computed does not depend on their size."""
+    blocks, sizes = kernel.configs[0].kwargs, kernel.size_hints or {}
+    if "XBLOCK" in blocks:
+        reduced = blocks.get("R0_BLOCK") or sizes.get("r0_", 1)
+        blocks["XBLOCK"] = max(1, min(sizes.get("x", 1), (1 << 18) // max(reduced, 1)))
+        if "YBLOCK" in blocks:
+            blocks["XBLOCK"], blocks["YBLOCK"] = min(sizes["x"], 512), min(sizes["y"], 512)
+
+
+CASES: list[tuple[str, str, Any, tuple[bool, bool]]] = [
+    (producer, recipe, operand, layouts)
+    for producer in ("nothing", "rms_norm", "silu_mul")
+    for recipe, operand in (
+        ("delayed", "input"), ("tensorwise", "input"), ("rowwise", "input"), ("blockwise", "input"),
+        ("blockwise", "weight"), ("mxfp8", "input"), ("delayed", "grad_output"),
+    )
+    for layouts in ((True, False), (True, True))
+]  # fmt: skip
+
+
+def inputs(rows: int, columns: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(rows, columns) * torch.logspace(-3, 3, rows).unsqueeze(1)
+    x[1], x[:, 2], x[3, 4] = 0.0, 0.0, 3e38  # a row, a column of zeros; one that saturates
+    y = torch.randn(rows, columns)
+    scales = torch.tensor([[3.5, 1 / 3.5]]).repeat(4, 1)
+    return [x.bfloat16(), torch.randn(columns).bfloat16(), y.bfloat16(), scales]
+
+
+def different_bytes(a: Tensor, b: Tensor) -> int:
+    return int((a.reshape(-1).view(torch.uint8) != b.reshape(-1).view(torch.uint8)).sum())
+
+
+def main(rows: int, columns: int) -> None:
+    prepare()
+    for producer, recipe, operand, layouts in CASES:
+        function: Any = quantize_after(producer, recipe, operand, *layouts)
+        with inductor_config.patch({"emulate_precision_casts": True}):  # round between producer and cast, as eager does
+            offline = generate(function, quantize_inputs(rows, columns))
+        tensors = inputs(rows, columns)
+        expected = [x.clone() for x in function(*tensors)]
+        (_, code), *_ = offline.code
+        used = [x for i, x in enumerate(tensors) if re.search(rf"\barg{i}_1\b", code)]
+        got: list[Tensor] = [x for x in load(code)(list(used)) if isinstance(x, Tensor)]
+        different = sum(different_bytes(a, b) for a, b in zip(got, expected, strict=True))
+        case = {"case": [producer, recipe, operand, *layouts], "outputs": len(got), "different": different}
+        print(json.dumps(case), flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:3]))
