@@ -5,7 +5,7 @@ TORCH ?= 2.13.0
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?= -n 2
 
-.PHONY: demo test lint clean test-torch train-recipes
+.PHONY: demo test lint clean test-torch train-recipes bench
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -39,6 +39,11 @@ test-torch: .venv-torch-$(TORCH)/ready
 # one small Llama per recipe and seed beside bf16; writes benchmarks/results/train_recipes_cpu.*
 train-recipes: .venv/ready
 	.venv/bin/python -m benchmarks.train_recipes
+
+# compile time everywhere, speed and memory on a GPU with FP8; what is skipped is named
+bench: .venv/ready
+	.venv/bin/python -m benchmarks.compile_time
+	.venv/bin/python -m benchmarks.speed
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info

@@ -15,6 +15,7 @@ from fp8graph import compat, hardware
 from fp8graph.autocast import DISABLED, POLICY
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy
+from fp8graph.pipeline import Stopwatch
 from fp8graph.policy import Policy
 from fp8graph.program import Program, compile_dialect, run_eagerly
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
@@ -104,6 +105,7 @@ class Backend:
         self.save: Final = save
         self.save_activations_in_fp8: Final = save_activations_in_fp8
         self.weights: Final = Weights()
+        self.stopwatch: Final = Stopwatch()
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
@@ -180,6 +182,11 @@ class Backend:
         self.weights.refresh()  # their scales are others now
 
     @property
+    def pass_seconds(self) -> float:
+        """Time in fp8graph's own passes so far."""
+        return self.stopwatch.seconds
+
+    @property
     def report(self) -> Report:
         """What was compiled so far, including graphs that came from a warm compile cache."""
         views = [view for program in self._programs for view in program.views.values()]
@@ -189,6 +196,7 @@ class Backend:
             policy=self.policy,
             eager_frames=eager_frames,
             unused_state=self.state.unused,
+            pass_seconds=self.pass_seconds,
             weights=len(self.weights),
             weight_bytes=self.weights.bytes,
         )

@@ -55,14 +55,14 @@ def batches(text: Tensor, steps: int, seed: int) -> list[Tensor]:
     return [torch.stack([text[s : s + SEQUENCE] for s in row.tolist()]) for row in starts]
 
 
-def build_model(seed: int) -> Any:
-    """A Llama of 3.4 million parameters: 2 layers, grouped-query attention, SwiGLU, 256 byte tokens."""
+def build_model(seed: int, layers: int = 2) -> Any:
+    """A Llama of 3.4 million parameters (with 2 layers): grouped-query attention, SwiGLU, 256 byte tokens."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=384,
         intermediate_size=1024,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=6,
         num_key_value_heads=2,
         max_position_embeddings=SEQUENCE,

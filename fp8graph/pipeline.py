@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,21 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
+class Stopwatch:
+    """Seconds that were spent in passes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Generator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
 def _run(graph: fx.Graph, name: str, run: Callable[[], None], *, lowered: bool = False) -> None:
     """Run one pass and check what it leaves. Every failure reaches the user with the name of the pass.
 
@@ -56,8 +73,11 @@ def _append(text: str, more: str) -> str:
 class _Pass(CustomGraphPass):
     """A custom pass of Inductor that runs another one (the user's) first."""
 
-    def __init__(self, identity: str | None, first: GraphPass | Sequence[GraphPass] | None) -> None:
+    def __init__(
+        self, identity: str | None, first: GraphPass | Sequence[GraphPass] | None, stopwatch: Stopwatch | None = None
+    ) -> None:
         self._identity = identity
+        self._stopwatch = stopwatch or Stopwatch()
         self._first = [first] if callable(first) else list(first or ())
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -89,8 +109,9 @@ class JointPass(_Pass):
         check: Callable[[Sequence[GemmRecord]], None] | None = None,
         keep_module: bool = False,
         only_find: bool = False,
+        stopwatch: Stopwatch | None = None,
     ) -> None:
-        super().__init__(identity, first)
+        super().__init__(identity, first, stopwatch)
         self._compilation = compilation
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
@@ -114,8 +135,13 @@ class JointPass(_Pass):
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
+        with self._stopwatch():
+            self._rewrite(graph)
+
+    def _rewrite(self, graph: fx.Graph) -> None:
         compilation = self._compilation
-        self.before = _append(self.before, graph_text(graph))
+        if not self._only_find:
+            self.before = _append(self.before, graph_text(graph))
         inputs = list(graph_inputs(graph))
         compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
@@ -123,12 +149,13 @@ class JointPass(_Pass):
         self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
-            if run.__name__ == "assign":  # the matmul nodes are still there
+            if run.__name__ == "assign" and not self._only_find:  # the matmul nodes are still there
                 records = gemm_records(compilation)
                 self.records = (*(self.records or ()), *records)
                 if self._check is not None:
                     self._check(records)
-            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
+            if not self._only_find:
+                self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
         compilation.forget_nodes()  # they would keep the graph alive
         if self._only_find and not compilation.subgraph:
             raise Found
@@ -143,5 +170,6 @@ class LowerPass(_Pass):
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
-        for run in LOWERING:
-            _run(graph, run.__name__, functools.partial(run, graph), lowered=True)
+        with self._stopwatch():
+            for run in LOWERING:
+                _run(graph, run.__name__, functools.partial(run, graph), lowered=True)

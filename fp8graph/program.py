@@ -151,6 +151,7 @@ class Program:
             None if any(has_code(r) for r in recipes) else identity,
             first=options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass),
             check=backend.check_records if backend.strict else None,
+            stopwatch=backend.stopwatch,
         )
         if backend.may_rewrite(situation.region, self._regions()):
             options = {**compat.codegen_patches(backend.hardware, inputs), **options}
@@ -174,7 +175,7 @@ class Program:
         patches = {
             **options,
             "joint_custom_pre_pass": joint,
-            "post_grad_custom_pre_pass": LowerPass(source_hash(), first=first),
+            "post_grad_custom_pre_pass": LowerPass(source_hash(), first, self._backend.stopwatch),
         }
         extra: dict[str, Any] = {}
         if inner_compile is not None:
@@ -193,7 +194,13 @@ class Program:
 
     def _trace(self, situation: Situation, wanted: Wanted, *, only_find: bool = False) -> JointPass:
         """Run the passes without code generation: to find inputs, for a cached report, for ``.module``."""
-        joint = JointPass(self._compilation(situation, wanted), "", keep_module=True, only_find=only_find)
+        joint = JointPass(
+            self._compilation(situation, wanted),
+            "",
+            keep_module=True,
+            only_find=only_find,
+            stopwatch=self._backend.stopwatch,
+        )
         context = self._tracing_context
         fresh = TracingContext(context.fake_mode) if context is not None else None
         with tracing(fresh) if fresh is not None else contextlib.nullcontext():

@@ -128,6 +128,7 @@ class Report:
     policy: Policy
     eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
+    pass_seconds: float = 0.0  # that fp8graph's own passes took
     weights: int = 0  # quantized once per update, outside the graphs
     weight_bytes: int = 0  # the memory that their FP8 copies take
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
@@ -187,6 +188,7 @@ class Report:
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
             "unused_state": self.unused_state,
+            "pass_seconds": self.pass_seconds,
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
         }

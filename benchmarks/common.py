@@ -1,0 +1,95 @@
+"""What all benchmarks share: contenders in one process, interleaved rounds, ratios, one JSON file each."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+RESULTS: Final = Path(__file__).parent / "results"
+console: Final = Console(soft_wrap=True)
+
+
+def machine() -> dict[str, Any]:
+    """Where and when: versions, the GPU and its clocks."""
+    facts: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        if tool := shutil.which("nvidia-smi"):
+            query = [tool, "--query-gpu=clocks.sm,clocks.mem,power.limit,driver_version", "--format=csv,noheader"]
+            facts["clocks"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return facts
+
+
+def seconds(run: Callable[[], Any], iterations: int) -> float:
+    """Of one call, over ``iterations`` calls in a row."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / iterations
+
+
+def compare(contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 7, iterations: int = 5) -> dict[str, Any]:
+    """Each contender once a round, so that a machine that slows down slows all; the first one is the baseline.
+
+    Returns:
+        For each: the median time of a call in ms, the 10th and 90th percentile, and how many times faster than the
+        baseline it is (the median of the rounds' ratios).
+    """
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for run in contenders.values():  # compiles
+        for _ in range(3):
+            run()
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            times[name].append(seconds(run, iterations))
+    baseline = next(iter(times.values()))
+    return {
+        name: {
+            "ms": 1e3 * statistics.median(values),
+            "spread_ms": [1e3 * min(values), 1e3 * max(values)],
+            "speedup": statistics.median(b / v for b, v in zip(baseline, values, strict=True)),
+        }
+        for name, values in times.items()
+    }
+
+
+def show(title: str, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """A table of what :func:`compare` returned."""
+    table = Table(title=title)
+    for column in ("", "ms", "spread", "x baseline"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in results.items():
+        low, high = values["spread_ms"]
+        table.add_row(name, f"{values['ms']:.3f}", f"{low:.3f} - {high:.3f}", f"{values['speedup']:.3f}")
+    console.print(table)
+
+
+def write(name: str, results: Any) -> Path:
+    """``benchmarks/results/<name>.json`` with the machine beside the numbers."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
+    console.print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    return path
