@@ -188,7 +188,6 @@ class Report:
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
             "unused_state": self.unused_state,
-            "pass_seconds": self.pass_seconds,
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
         }
