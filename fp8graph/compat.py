@@ -17,7 +17,6 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.lowering import add_needs_realized_inputs
 from torch._inductor.runtime.hints import DeviceProperties
 from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
@@ -42,7 +41,6 @@ def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any
     """The Inductor options that rewritten graphs need on the target, or on the device of the inputs."""
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     on_gpu = "cuda" in devices if target is None else target.name != "cpu"
-    realize_gemm_operands()
     return gpu_codegen_patches() if on_gpu else cpu_codegen_patches(example_inputs)
 
 
@@ -77,15 +75,6 @@ def gpu_codegen_patches() -> dict[str, Any]:
     }
     known = inductor_config.get_config_copy()
     return {name: value for name, value in patches.items() if name in known}
-
-
-def realize_gemm_operands() -> None:
-    """Let Inductor write an operand of several FP8 GEMMs once.
-
-    Inductor keeps a list of ops that read their arguments from memory, with mm and bmm on it, and without _scaled_mm
-    (torch 2.11 to 2.15): an FP8 tensor that q, k and v multiply is then stored three times. Idempotent.
-    """
-    add_needs_realized_inputs(torch.ops.aten._scaled_mm)
 
 
 def without_cuda(device: torch.device) -> torch.device:

@@ -168,7 +168,8 @@ def quantize_layouts(
         )
         scale_inv = scale.reciprocal()
     elif scaling in ("tensor", "delayed"):
-        amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
+        if scaling == "delayed":
+            amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
         if scales is None:  # the first step's
             scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
         # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)

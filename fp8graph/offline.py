@@ -7,8 +7,8 @@ when its registers are asked for (``ptxas`` comes with triton).
 Torch has no switch for code generation without a device. Two of its hooks are official (the device interface, and
 triton's active driver); two functions are replaced while a graph is generated, and put back after:
 ``torch.cuda.get_device_properties``, which Inductor's heuristics call directly, and
-``GraphLowering.compile_to_module``, which would load the text (pytorch#115965 asks for such a mode).
-tests/test_offline.py says when they can go.
+``GraphLowering.compile_to_module``, which would load the text.
+tests/test_offline.py says when the latter can go.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class State:
     def _name(
         self, layout: PageLayout, entries: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
     ) -> None:
-        """Let every name of each index lead to it, and give new ones what was loaded for them."""
+        """Let every name of each row lead to it, and give new ones what was loaded for them."""
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
@@ -195,9 +195,9 @@ class State:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
         result = {_VERSION_KEY: torch.tensor([VERSION])}
         for name, row in self._alive().items():
-            index = row.page.tensor[row.index].detach().cpu().clone()
-            result[f"{name}|scale"] = index[:1].clone()
-            result[f"{name}|amax_history"] = index[delayed.HEADER :].clone()
+            numbers = row.page.tensor[row.index].detach().cpu()
+            result[f"{name}|scale"] = numbers[:1].clone()
+            result[f"{name}|amax_history"] = numbers[delayed.HEADER :].clone()
         for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
             result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
         return result
