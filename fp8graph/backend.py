@@ -67,6 +67,8 @@ class Backend:
             from what is kept anyway.
         save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
             Backward then sees them rounded; forward does not.
+        group: multiply once where linears of one module share their input (q, k and v; gate and up). Under recipes with
+            one scale a tensor their weights, and their gradients, then share it.
 
     Raises:
         PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
@@ -84,6 +86,7 @@ class Backend:
         cache_weights: bool = True,
         save: Literal["speed", "memory"] = "speed",
         save_activations_in_fp8: bool = False,
+        group: bool = True,
     ) -> None:
         if compiler not in _COMPILERS:
             raise PolicyError(f"compiler must be one of {', '.join(_COMPILERS)}, not {compiler!r}.")
@@ -91,7 +94,12 @@ class Backend:
             raise PolicyError(f"save must be 'speed' or 'memory', not {save!r}.")
         if save_activations_in_fp8 and save != "memory":
             raise PolicyError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
-        flags = {"strict": strict, "cache_weights": cache_weights, "save_activations_in_fp8": save_activations_in_fp8}
+        flags = {
+            "strict": strict,
+            "cache_weights": cache_weights,
+            "save_activations_in_fp8": save_activations_in_fp8,
+            "group": group,
+        }
         for name, value in flags.items():
             if type(value) is not bool:
                 raise PolicyError(f"{name} must be True or False, not {value!r}.")
@@ -104,6 +112,7 @@ class Backend:
         self.cache_weights: Final = cache_weights
         self.save: Final = save
         self.save_activations_in_fp8: Final = save_activations_in_fp8
+        self.group: Final = group
         self.weights: Final = Weights()
         self.stopwatch: Final = Stopwatch()
         self._programs: list[Program] = []

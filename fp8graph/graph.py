@@ -26,6 +26,10 @@ SITES: Final = (*MATMULS, *GROUPED)
 FORWARD: Final = "is_forward"
 BACKWARD: Final = "is_backward"
 
+NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
+GEMM_KEY: Final = "fp8graph_gemm"  # node.meta: the GEMM that the node belongs to, (index of its site, its name)
+PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
+
 # Metadata that an inserted node takes from the node it stands for. `recompute`, `ac_graph_id`: nodes inside
 # torch.utils.checkpoint regions are recomputed together with their region.
 _INHERITED: Final = (
@@ -38,10 +42,8 @@ _INHERITED: Final = (
     "ac_graph_id",
     "stack_trace",
     "fwd_stack_trace",
+    GEMM_KEY,
 )
-NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
-PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
-
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
 _PURE_VIEWS: Final = (*_SAME_VALUES, aten.alias.default, aten.detach.default)
@@ -209,6 +211,37 @@ def _origin(node: fx.Node) -> Any:
         source = cast(fx.Node, node.args[0])
         return "permute", str(node.args[1]), value_key(source)
     return node
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the value of ``node`` is a view of its first argument (or may be: reshape)."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    aliases = [a.alias_info for a in schema.returns if a.alias_info is not None and not a.alias_info.is_write]
+    return bool(aliases) or node.target in _SAME_VALUES
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """What reads ``node``, through views."""
+    for user in node.users:
+        yield from readers(user) if is_view(user) else (user,)
+
+
+def update_views(node: fx.Node) -> None:
+    """Give the views of ``node`` the strides that follow from its own; one that is impossible views a copy."""
+    for user in list(filter(is_view, node.users)):
+        try:
+            update_value(user)
+        except (RuntimeError, ValueError):  # "view size is not compatible"
+            contiguous = {"memory_format": torch.contiguous_format}
+            with node.graph.inserting_before(user):
+                copy = insert(
+                    node.graph, aten.clone.default, (node,), like=node, made_by=node.meta[PASS_KEY], kwargs=contiguous
+                )
+            user.replace_input_with(node, copy)
+            update_value(user)
+        update_views(user)
 
 
 def module_path(node: fx.Node) -> str:

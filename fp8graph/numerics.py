@@ -22,6 +22,7 @@ What a reader should know:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,8 +70,19 @@ def _untile(tiles: Tensor) -> Tensor:
     return tiles.reshape(*batch, row_tiles * rows, column_tiles * columns)
 
 
+def _largest(amaxes: Sequence[Tensor]) -> Tensor:
+    """Elementwise; NaN wins."""
+    return functools.reduce(torch.maximum, amaxes)
+
+
+def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """The parts along ``axis``. Stored parts are written where they belong: no copy."""
+    return torch.cat(list(parts), axis) if len(parts) > 1 else parts[0]
+
+
 def _quantize_tiles(
-    x: Tensor,
+    parts: Sequence[Tensor],
+    axis: int,
     dtype: torch.dtype,
     scaling: str,
     block: Sequence[int],
@@ -79,13 +91,47 @@ def _quantize_tiles(
     carry_overflow: bool,
     global_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; all of a row for "row"."""
-    *_, rows, columns = x.shape
+    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; all of a row for "row".
+
+    The parts are joined along ``axis`` (-2: rows, -1: columns). Only rows of columns that are joined share scales: the
+    parts are multiples of tiles.
+    """
+    *batch, rows, columns = parts[0].shape
     if scaling == "row":
         block = (1, columns)
-    padded = pad_to_multiple(x, *block)
-    tiles = _tiles(padded, block)
-    amax = tiles.abs().amax(dim=(-3, -1)).to(torch.float32)  # [..., R / rows, C / columns]
+    padded = [pad_to_multiple(x, *block) for x in parts]
+    tiled = [_tiles(x, block) for x in padded]
+    amaxes = [x.abs().amax(dim=(-3, -1)).to(torch.float32) for x in tiled]  # [..., R / rows, C / columns]
+    if scaling == "row" and axis == -1:
+        amaxes = [_largest(amaxes)] * len(parts)
+    settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
+    made = [_tile_scales(amax, *settings) for amax in amaxes]
+    scale_inv = made[0][1] if scaling == "row" and axis == -1 else _join([inverse for _, inverse in made], axis)
+    scaled = [x.to(torch.float32) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
+    if scaling == "nvfp4":
+        packed = [pack_e2m1(cast_to_e2m1(_untile(x)))[..., :rows, :].contiguous() for x in scaled]
+        return _join(packed, axis), scale_inv
+    data = [saturating_cast(x, dtype) for x in scaled]
+    if all(x is part for x, part in zip(padded, parts, strict=True)):
+        tile_axis = -4 if axis == -2 else -2  # of [R / rows, rows, C / columns, columns]
+        joined = [*batch, rows * len(parts), columns] if axis == -2 else [*batch, rows, columns * len(parts)]
+        if scaling == "row" and axis == -1:
+            tile_axis = -1
+        return _join([stored(x.contiguous()) for x in data], tile_axis).reshape(joined), scale_inv
+    return _join([stored(_untile(x)[..., :rows, :columns].contiguous()) for x in data], axis), scale_inv
+
+
+def _tile_scales(
+    amax: Tensor,
+    dtype: torch.dtype,
+    scaling: str,
+    power_2_scale: bool,
+    amax_epsilon: float,
+    carry_overflow: bool,
+    global_scale: Tensor | None,
+    source_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``(scale, scale_inv)`` of tiles from their amaxes."""
     if scaling == "mxfp8":
         exponent = biased_exponent(amax, FP8_MAX[dtype])
         scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
@@ -94,18 +140,12 @@ def _quantize_tiles(
         scale_inv = saturating_cast(amax * (global_scale / 6.0), torch.float8_e4m3fn)
         scale = (scale_inv.to(torch.float32) * global_scale.reciprocal()).reciprocal().clamp_max(FLT_MAX)
     else:
-        largest = torch.finfo(x.dtype).max if scaling == "block" else FLT_MAX
+        largest = torch.finfo(source_dtype).max if scaling == "block" else FLT_MAX
         scale = scale_from_amax(
             amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
         )
         scale_inv = _with_overflow(scale.reciprocal(), amax) if carry_overflow else scale.reciprocal()
-    scaled = tiles.to(torch.float32) * scale.unsqueeze(-2).unsqueeze(-1)
-    if scaling == "nvfp4":
-        return pack_e2m1(cast_to_e2m1(_untile(scaled)))[..., :rows, :].contiguous(), scale_inv
-    data = saturating_cast(scaled, dtype)
-    if padded is x:
-        return stored(data.contiguous()).reshape(x.shape), scale_inv
-    return stored(_untile(data)[..., :rows, :columns].contiguous()), scale_inv
+    return scale, scale_inv
 
 
 def _with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
@@ -138,6 +178,8 @@ def quantize_layouts(
     scales: Tensor | None = None,
     row: int = 0,
     keep_scales: bool = False,
+    more: Sequence[Tensor] | None = None,
+    dim: int = -1,
 ) -> list[Tensor]:
     """What a ``fp8graph::quantize`` node computes; :func:`output_names` names the results.
 
@@ -156,12 +198,17 @@ def quantize_layouts(
             ``scale_inv`` has shape [1], its amax comes back as one for each row. For "tensor" they take the place of
             those of its amax.
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
+        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); each a multiple of tiles and
+            of what sizes are padded to.
     """
+    parts = [x, *(more or ())]
+    if any(part.shape != x.shape for part in parts):
+        parts = [x := torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each where it is
     outputs: list[Tensor] = []
     scale_invs: list[Tensor] = []
     amax = scale = global_scale = None
     if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
-        amax = tensor_amax(x)
+        amax = _largest([tensor_amax(part) for part in parts])
     if scaling == "tensor" and scales is None:
         scale = scale_from_amax(
             cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
@@ -169,7 +216,9 @@ def quantize_layouts(
         scale_inv = scale.reciprocal()
     elif scaling in ("tensor", "delayed"):
         if scaling == "delayed":
-            amax = x.abs().amax(-1).to(torch.float32)  # [..., rows]: one kernel with the cast; the update reduces it
+            amaxes = [part.abs().amax(-1).to(torch.float32) for part in parts]
+            # [..., rows]: one kernel with the cast; the update reduces it
+            amax = _largest(amaxes) if dim == -1 else _join(amaxes, -1)
         if scales is None:  # the first step's
             scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
         # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)
@@ -182,17 +231,21 @@ def quantize_layouts(
     for multiples, transposed in ((rowwise, False), (columnwise, True)):
         if not multiples:
             continue
-        source = x.transpose(-2, -1) if transposed else x
-        source = pad_to_multiple(source, multiples[0], multiples[1])
+        axis = -3 - dim if transposed else dim
+        sources = [part.transpose(-2, -1) if transposed else part for part in parts]
+        sources = [pad_to_multiple(source, multiples[0], multiples[1]) for source in sources]
         if scale is not None:
-            exact = source.to(torch.float32)
-            scaled = exact * scale
-            if carry_overflow and scaling == "delayed":
-                scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
-            outputs.append(stored(saturating_cast(scaled, dtype).contiguous()))
+            quantized: list[Tensor] = []
+            for source in sources:
+                exact = source.to(torch.float32)
+                scaled = exact * scale
+                if carry_overflow and scaling == "delayed":
+                    scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
+                quantized.append(stored(saturating_cast(scaled, dtype).contiguous()))
+            outputs.append(_join(quantized, axis))
         else:
             settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
-            data, layout_scale_inv = _quantize_tiles(source, *settings)
+            data, layout_scale_inv = _quantize_tiles(sources, axis, *settings)
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
     if scale_inv is not None:

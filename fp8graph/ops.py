@@ -23,7 +23,7 @@ from fp8graph import delayed, numerics
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
     ' int[] rowwise, int[] columnwise, *, str scaling="tensor", int[] block=[], bool carry_overflow=False,'
-    " Tensor? scales=None, int row=0, bool keep_scales=False) -> Tensor[]",
+    " Tensor? scales=None, int row=0, bool keep_scales=False, Tensor[]? more=None, int dim=-1) -> Tensor[]",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
     ' ScalarType out_dtype, bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
@@ -50,8 +50,12 @@ def _fake_quantize(
     scales: Tensor | None = None,
     row: int = 0,
     keep_scales: bool = False,
+    more: Sequence[Tensor] | None = None,
+    dim: int = -1,
 ) -> list[Tensor]:
     *batch, rows, columns = x.shape
+    rows = rows + sum(part.shape[-2] for part in more or ()) if dim == -2 else rows
+    columns = columns + sum(part.shape[-1] for part in more or ()) if dim == -1 else columns
     shapes: list[tuple[list[int], torch.dtype]] = []
     scale_shapes: list[tuple[list[int], torch.dtype]] = []
     for multiples, sizes in ((rowwise, (rows, columns)), (columnwise, (columns, rows))):

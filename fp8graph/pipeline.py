@@ -19,7 +19,7 @@ from fp8graph import spec
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
-from fp8graph.report import GemmRecord, gemm_records
+from fp8graph.report import GemmRecord, gemm_records, with_groups
 from fp8graph.sites import Compilation, PageLayout, QuantizedWeight
 
 GraphPass = Callable[[fx.Graph], None]
@@ -147,15 +147,19 @@ class JointPass(_Pass):
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
         sources = dict(enumerate(compilation.sources))
         self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
+        records: list[GemmRecord] = []
+        earlier = self.records or ()
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
             if run.__name__ == "assign" and not self._only_find:  # the matmul nodes are still there
                 records = gemm_records(compilation)
-                self.records = (*(self.records or ()), *records)
+                self.records = (*earlier, *records)
                 if self._check is not None:
                     self._check(records)
             if not self._only_find:
                 self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
+        if not self._only_find:
+            self.records = (*earlier, *with_groups(records, compilation))
         compilation.forget_nodes()  # they would keep the graph alive
         if self._only_find and not compilation.subgraph:
             raise Found

@@ -131,6 +131,7 @@ class Program:
             records_amaxes=self._gradients,
             page_inputs=tuple(range(len(self._sources), first)),
             cache_weights=self._backend.cache_weights,
+            group=self._backend.group,
             save=self._backend.save,
             save_activations_in_fp8=self._backend.save_activations_in_fp8,
             weight_inputs=tuple(range(first, first + copies)),
@@ -269,7 +270,7 @@ class Program:
         """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
         digest = hashlib.sha256(source_hash().encode())
         backend = self._backend
-        settings = backend.strict, backend.cache_weights, backend.save, backend.save_activations_in_fp8
+        settings = backend.strict, backend.cache_weights, backend.save, backend.save_activations_in_fp8, backend.group
         digest.update(repr((situation, backend.hardware, settings)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import html
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,16 @@ class GemmRecord:
 def gemm_records(compilation: Compilation) -> list[GemmRecord]:
     """The rows of one graph. Called before the matmul nodes are replaced."""
     return [_record(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
+
+
+def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list[GemmRecord]:
+    """``records``, those of one graph told which GEMMs were multiplied together."""
+    result: list[GemmRecord] = []
+    for record in records:
+        others = compilation.grouped.get((record.fqn, record.index, record.gemm), ())
+        more = f"; one GEMM with {', '.join(others)}" if others else ""
+        result.append(dataclasses.replace(record, reason=record.reason + more))
+    return result
 
 
 def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:

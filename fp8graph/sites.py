@@ -97,6 +97,7 @@ class QuantizedWeight:
     parameters: tuple[int, ...]  # graph inputs that it is computed from
     quantizing: fx.Graph  # dialect: parameters, and its page under delayed scaling -> the outputs
     recording: fx.Graph  # the same, and the page is updated
+    linears: int  # whose weights it joins
     signature: str  # equal for weights that are made alike, except for the layouts
     layouts: tuple[tuple[int, ...], tuple[int, ...]]  # rowwise and columnwise multiples, () if not needed
     outputs: tuple[str, ...]  # what the graph takes, see ``numerics.output_names``
@@ -152,10 +153,14 @@ class Compilation:
     save_activations_in_fp8: bool = False
     weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order
     weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
+    group: bool = True  # multiply once where linears share their input
+    grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
+        default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
+    )
     operand_uses: dict[Any, list[Layout]] = field(default_factory=dict[Any, "list[Layout]"])  # by value_key
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
 
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""
-        self.sites, self.plan, self.operand_uses = [], {}, {}
+        self.sites, self.plan, self.operand_uses, self.grouped = [], {}, {}, {}

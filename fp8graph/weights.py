@@ -104,7 +104,7 @@ class Weights:
         self._refreshes += 1
 
     def __len__(self) -> int:
-        return len(self._copies())
+        return sum(copy.weight.linears for copy in self._copies())
 
     @property
     def bytes(self) -> int:
@@ -198,7 +198,7 @@ class Weights:
                     function = self._functions[key, len(batch)] = compile(module, [*inputs, *buffers])
                 function(*inputs, *buffers)
                 torch.autograd.graph.increment_version(buffers)  # generated code does not
-        self.quantized += len(stale)
+        self.quantized += sum(weight.linears for weight, _ in stale)
 
 
 def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:

@@ -12,21 +12,22 @@ class Counts:
 
     sites: int  # matmuls of the program, the head included
     fp8_gemms: int  # fprop, dgrad and wgrad of each site in FP8
-    quantized_tensors: int  # quantize nodes after sharing, weights aside: one amax each
+    multiplied: int  # the GEMMs that they are after grouping
+    quantized_tensors: int  # quantize nodes after sharing and grouping, weights aside: one amax each
     casts: int  # FP8 copies that they write: rowwise and columnwise
-    cached_weights: int  # quantized once per update, outside the graph
+    cached_weights: int  # quantize nodes that run once per update, outside the graph
 
 
 def expected_counts(layers: int) -> Counts:
-    """Per layer: 7 linears; 4 activations (q/k/v share one, gate/up share one), 7 output gradients."""
-    linears, activations = 7, 4
-    tensors = activations + linears
+    """Per layer: 7 linears in 4 groups (q/k/v are one, gate/up are one), each with an input and an output gradient."""
+    linears, groups = 7, 4
     return Counts(
         sites=linears * layers + 1,
         fp8_gemms=3 * linears * layers,
-        quantized_tensors=tensors * layers,
-        casts=2 * tensors * layers,
-        cached_weights=linears * layers,
+        multiplied=3 * groups * layers,
+        quantized_tensors=2 * groups * layers,
+        casts=2 * 2 * groups * layers,
+        cached_weights=groups * layers,
     )
 
 

@@ -124,6 +124,7 @@ def _extract(
         quantizing=quantizing,
         recording=recording,
         signature=signature,
+        linears=1 + len(cast(Sequence[fx.Node], node.kwargs.get("more", ()))),
         outputs=tuple(names[cast(int, user.args[1])] for user in node.users),
         layouts=(rowwise, columnwise),
         made=tuple(name for name in names if name != "amax"),

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import MATMULS, aten, insert, known_equal, matmul_arguments, nodes, value
+from fp8graph.graph import GEMM_KEY, MATMULS, aten, insert, known_equal, matmul_arguments, nodes, value
 from fp8graph.hardware import ALIGNMENT
 from fp8graph.recipes import Quantizer, Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, OperandView, Site, StateRow
@@ -36,11 +36,13 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
     results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: one matmul's result is the next one's operand
-    gemms = {gemm.node: (gemm, site) for site in compilation.sites for gemm in site.gemms}
+    gemms = {gemm.node: (gemm, site, i) for i, site in enumerate(compilation.sites) for gemm in site.gemms}
     for node in list(nodes(graph, MATMULS)):
         decision = compilation.plan.get(node)
         if decision is not None and decision.recipe is not None:
-            results[node] = _rewrite(graph, *gemms[node], decision, results)
+            gemm, site, position = gemms[node]
+            node.meta[GEMM_KEY] = position, gemm.gemm
+            results[node] = _rewrite(graph, gemm, site, decision, results)
     graph.eliminate_dead_code()  # the transposes that only the replaced matmuls used
 
 
@@ -99,24 +101,17 @@ def _quantize_operand(
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
     outputs.meta[OPERAND_KEY] = operand
     if quantizer.scaling == "delayed":
-        outputs.meta[ROWS_KEY] = [
-            StateRow(
-                fqn=site.fqn,
-                index=site.index,
-                use=site.use,
-                parameter=site.parameter,
-                operand=operand,
-                recipe=recipe,
-            )
-        ]
+        whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
+        outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(numerics.output_names(quantizer.scaling, *layouts)):
         if name != "amax":  # pass `state` asks for it
             named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
-    scale_inv = named.get("scale_inv") or named[f"{view.layout}_scale_inv"]
-    global_scale_inv = named.get("global_scale_inv")
     return _Quantized(
-        quantizer=quantizer, data=named[view.layout], scale_inv=scale_inv, global_scale_inv=global_scale_inv
+        quantizer=quantizer,
+        data=named[view.layout],
+        scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
+        global_scale_inv=named.get("global_scale_inv"),
     )
 
 

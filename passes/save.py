@@ -4,9 +4,11 @@
     dw = scaled_mm(qdy, qh.columnwise)                  qh_again = quantize(h, columnwise)              (backward)
                                                         dw = scaled_mm(qdy, qh_again.columnwise)
 
-With "speed" nothing is changed: the dialect is opaque to the partitioner, which saves the columnwise FP8 copy. With
-"memory" backward quantizes once more, from what is kept anyway (the inputs of a norm, of an activation function, of
-attention); the partitioner finds out what that is. The scale is forward's, bit for bit: it is a scalar, and is saved.
+With "speed" this is done only where it costs no traffic: under scales of rows, which read a tensor once more for those
+of its columns, an activation function's columnwise copy is made next to the function's own backward, which reads the
+same inputs. Else the partitioner, to which the dialect is opaque, saves the FP8 copy. With "memory" backward quantizes
+everything once more, from what is kept anyway (the inputs of a norm, of an activation function, of attention); the
+partitioner finds out what that is. One scale a tensor is forward's, bit for bit: it is saved.
 
 With ``save_activations_in_fp8``, the inputs of an activation function between two FP8 GEMMs (SwiGLU's gate and up)
 are kept in E4M3 with one scale a tensor, and backward recomputes the function from them:
@@ -30,7 +32,7 @@ import torch
 from torch import fx
 
 from fp8graph import ops
-from fp8graph.graph import aten, insert, is_backward, nodes, value
+from fp8graph.graph import aten, insert, is_backward, nodes, readers, value
 from fp8graph.ops import output_names
 from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
 from fp8graph.sites import CACHED_KEY, Compilation
@@ -38,17 +40,20 @@ from fp8graph.sites import CACHED_KEY, Compilation
 _NAME = "save"
 _BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
 def save(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.save == "memory":
-        for node in list(nodes(graph, (ops.quantize,))):
-            if not is_backward(node) and "recompute" not in node.meta and CACHED_KEY not in node.meta:
+    gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
+    functions = _activation_functions(gemms)
+    free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
+    for node in list(nodes(graph, (ops.quantize,))):
+        if not is_backward(node) and "recompute" not in node.meta and CACHED_KEY not in node.meta:
+            if compilation.save == "memory" or (node.kwargs.get("scaling") == "row" and node.args[0] in free):
                 _quantize_again(graph, node)
-        if compilation.save_activations_in_fp8:
-            _keep_in_fp8(graph)
-        graph.eliminate_dead_code()
+    if compilation.save_activations_in_fp8:
+        _keep_in_fp8(graph, functions, gemms)
+    graph.eliminate_dead_code()
 
 
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
@@ -86,10 +91,15 @@ def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _keep_in_fp8(graph: fx.Graph) -> None:
+def _is_read_by_backward(function: Sequence[fx.Node], gemms: Sequence[fx.Node]) -> bool:
+    """Whether backward reads all inputs of an activation function: it can compute the function again for no traffic."""
+    inputs = [node for node in function if node in gemms]
+    return all(any(map(is_backward, readers(x))) for x in inputs)
+
+
+def _keep_in_fp8(graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms: Sequence[fx.Node]) -> None:
     """Let backward compute activation functions from FP8 copies of their inputs."""
-    gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
-    for function in _activation_functions(gemms):
+    for function in functions:
         inputs = [node for node in function if node in gemms]
         users = {user for node in function for user in node.users if is_backward(user)}
         if not users:

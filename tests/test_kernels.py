@@ -65,10 +65,10 @@ def test_kernels_and_bytes_of_one_tensor(
 # recipe -> kernels, MiB of a Llama-3-8B layer with 8192 tokens, forward and backward, all but GEMMs and attention
 LAYERS = {
     None: (7, 3394),
-    "delayed": (19, 4099),
-    "tensorwise": (27, 5698),
-    "rowwise": (25, 5770),
-    "blockwise": (18, 5670),
+    "delayed": (17, 3586),
+    "tensorwise": (27, 5186),
+    "rowwise": (23, 4873),
+    "blockwise": (20, 5259),
 }
 
 
@@ -84,8 +84,8 @@ def test_kernels_and_bytes_of_a_layer(recipe: Any) -> None:
 @pytest.mark.slow
 def test_kernels_and_bytes_of_a_layer_on_blackwell() -> None:
     found = layer_kernels(Policy(default="mxfp8"), "sm_100")
-    assert len(found) <= 24
-    assert sum(k.bytes for k in found) / MIB <= 5764
+    assert len(found) <= 25
+    assert sum(k.bytes for k in found) / MIB <= 5365
 
 
 @pytest.mark.slow

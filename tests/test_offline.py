@@ -42,7 +42,7 @@ def test_every_launch_with_its_ops_and_bytes() -> None:
 def test_each_target_generates_its_own(target: str) -> None:
     found = kernels(target)
     assert {k.graph for k in found} == {"forward", "backward", "weights"}
-    assert sum(k.name == "extern_kernels._scaled_mm" for k in found) == 9
+    assert sum(k.name == "extern_kernels._scaled_mm" for k in found) == 6  # gate and up are one
     assert {k.target for k in found} == {target}
     code = next(k.source for k in found if k.kind == "triton")
     assert f"cc={target.removeprefix('sm_')}" in code
@@ -61,7 +61,7 @@ def test_registers_and_spills_of_a_kernel() -> None:
 
 def test_scales_are_divided_exactly() -> None:
     """Triton's ``a / b`` is approximate; CPU and interpreter cannot see it, the text can."""
-    sources = [k.source for k in kernels() if "448.0" in k.source and "/ " in k.source]
+    sources = [k.source for k in kernels() if "448.0" in k.source and " / " in k.source]
     assert not sources, "an approximate division"
     assert any("div_rn" in k.source for k in kernels())
 

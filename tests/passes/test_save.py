@@ -152,7 +152,8 @@ def test_bytes_saved_per_layer(recipe: str) -> None:
     policy = Policy([Rule("lm_head", None)], default=recipe)
     speed = bytes_per_layer(policy)
     assert speed.total() <= 0.88 * plain  # 0.87
-    assert speed[torch.float8_e4m3fn] == 512 * (3 * 256 + 896)  # the columnwise copies of the four inputs
+    # the columnwise copies of the four inputs; with scales of rows backward makes that of SwiGLU's result
+    assert speed[torch.float8_e4m3fn] == 512 * (3 * 256 + (0 if recipe == "rowwise" else 896))
     memory = bytes_per_layer(policy, save="memory")
     assert memory.total() <= 0.69 * plain  # 0.68
     assert memory[torch.float8_e4m3fn] == 0

@@ -1,0 +1,199 @@
+"""Multiply once where linears of one module share their input: q, k and v; gate and up.
+
+    q = scaled_mm(qx, qwq)                              qw = quantize(wq, more=[wk], dim=-2)
+    k = scaled_mm(qx, qwk)                      ->      qk = scaled_mm(qx, qw);  q, k = slices of its columns
+    dx = scaled_mm(qdq, qwq.columnwise)                 qdy = quantize(dq, more=[dk], dim=-1)
+       + scaled_mm(qdk, qwk.columnwise)         ->      dx = scaled_mm(qdy, qw.columnwise)
+    dwq = scaled_mm(qdq.columnwise, qx.columnwise)      dw = scaled_mm(qdy.columnwise, qx.columnwise)
+    dwk = scaled_mm(qdk.columnwise, qx.columnwise) ->   dwq, dwk = slices of its rows
+
+The joined weight, and the joined gradient, are quantized as one tensor: they share a scale where scales span them
+(one a tensor; one a row where it is contracted), as in Transformer Engine's fused projections. The sum over the
+linears is made in the GEMM's accumulator. Where slices of fprop's result would have to be copied, or would keep more
+than they hold for backward, fprop multiplies slices of the weight one by one (``_can_be_slices``).
+
+Refuses (multiplies one by one) linears of other recipes, layouts or biases than their neighbours; output sizes that
+are no multiples of tiles; weights and gradients with further uses; gradients of the input that are not just summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import fx
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from fp8graph import ops
+from fp8graph.graph import (
+    GEMM_KEY,
+    aten,
+    insert,
+    is_backward,
+    nodes,
+    readers,
+    runs_without_gradients,
+    static_size,
+    update_value,
+    update_views,
+    value,
+)
+from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
+from fp8graph.recipes import GemmName
+from fp8graph.sites import Compilation, Site
+from fp8graph.sums import are_summed, take_out_of_sum
+
+_NAME = "group"
+# the sides of each GEMM whose operand belongs to the linear alone; the others are x
+_OWN: dict[GemmName, tuple[int, ...]] = {"fprop": (1,), "dgrad": (0, 1), "wgrad": (0,)}
+_JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Linear:
+    """A site whose GEMMs may be grouped: its scaled_mm nodes."""
+
+    site: Site
+    gemms: dict[GemmName, fx.Node]
+    size: int  # N
+
+    def quantized(self) -> dict[tuple[GemmName, int], fx.Node]:
+        """The quantize nodes of the weight and of the gradient, by where they are used."""
+        return {
+            (gemm, side): cast(fx.Node, cast(fx.Node, node.args[side]).args[0])
+            for gemm, node in self.gemms.items()
+            for side in _OWN[gemm]
+        }
+
+
+def group(graph: fx.Graph, compilation: Compilation) -> None:
+    if not compilation.group:
+        return
+    found: dict[Any, list[_Linear]] = {}
+    for linear in _linears(graph, compilation):
+        found.setdefault(_key(linear), []).append(linear)
+    for linears in found.values():
+        if len(linears) > 1 and are_summed([x.gemms["dgrad"] for x in linears if "dgrad" in x.gemms]):
+            for gemm in _group(graph, linears):
+                for linear in linears:
+                    others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
+                    compilation.grouped[linear.site.fqn, linear.site.index, gemm] = others
+    if compilation.grouped:
+        stable_topological_sort(graph)  # what is joined is needed where the first linear runs
+        graph.eliminate_dead_code()
+
+
+def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
+    multiplied: dict[int, dict[GemmName, fx.Node]] = {}
+    for node in nodes(graph, (ops.scaled_mm,)):
+        site, gemm = node.meta[GEMM_KEY]
+        multiplied.setdefault(site, {})[gemm] = node
+    for position, gemms in multiplied.items():
+        site = compilation.sites[position]
+        if site.op != "linear" or "fprop" not in gemms or site.gemms[0].a.operand != "input":
+            continue
+        weight = cast(fx.Node, cast(fx.Node, gemms["fprop"].args[1]).args[0])
+        size = static_size(value(cast(fx.Node, weight.args[0])).shape[-2])  # N, before padding
+        own = _Linear(site=site, gemms=gemms, size=size or 0).quantized().values()
+        tile = max(16, *(max(cast(Any, q.kwargs.get("block")) or (1,)) for q in own))
+        users = {user for q in own for output in q.users for user in output.users}
+        if size is not None and size % tile == 0 and users <= set(gemms.values()):
+            yield _Linear(site=site, gemms=gemms, size=size)
+
+
+def _key(linear: _Linear) -> Any:
+    """Equal for linears that can be one: module, input, and how every operand is quantized and multiplied."""
+    settings: list[Any] = []
+    for (gemm, side), q in linear.quantized().items():
+        recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
+        dtype = value(cast(fx.Node, q.args[0])).dtype
+        settings.append((gemm, side, dtype, *map(str, (*q.args[1:], q.kwargs)), *recipes))
+    for gemm, node in linear.gemms.items():
+        shared = [node.args[side] for side in (0, 1, 2, 3) if side % 2 not in _OWN[gemm]]
+        scalings = {name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}
+        settings.append((gemm, *shared, node.args[4] is None, *map(str, (*node.args[5:], scalings))))
+    fprop = linear.gemms["fprop"]
+    same_run = runs_without_gradients(fprop), str(fprop.meta.get("recompute")), fprop.meta.get("ac_graph_id")
+    return linear.site.fqn.rpartition(".")[0], linear.site.region, *same_run, *settings
+
+
+def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
+    """The first linear's nodes become those of the group. Yields the GEMMs that are one now."""
+    sizes = [linear.size for linear in linears]
+    for place, quantized in linears[0].quantized().items():
+        if "more" not in quantized.kwargs:  # else joined for another GEMM
+            _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
+    for gemm, first in linears[0].gemms.items():
+        others = [linear.gemms[gemm] for linear in linears[1:]]
+        if gemm == "fprop" and not _can_be_slices([first, *others]):
+            _multiply_apart(graph, [first, *others], sizes)
+            continue
+        if first.args[4] is not None:
+            with graph.inserting_before(first):
+                biases = [node.args[4] for node in (first, *others)]
+                bias = insert(graph, aten.cat.default, (biases,), like=first, made_by=_NAME, name="bias")
+            first.args = (*first.args[:4], bias, *first.args[5:])
+        update_value(first)
+        if gemm == "dgrad":
+            for other in others:
+                take_out_of_sum(other)
+        else:
+            _slice(graph, [first, *others], sizes, dim=1 if gemm == "fprop" else 0)
+        yield gemm
+
+
+def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
+    """Let ``first`` quantize the tensors of ``others`` with its own, as one."""
+    dim = _JOINED_DIM[first.meta[OPERAND_KEY]]
+    first.kwargs = {**first.kwargs, "more": [node.args[0] for node in others], "dim": dim}
+    for node in (first, *first.users):
+        update_value(node)
+    if ROWS_KEY in first.meta:  # one amax: the rows of the others are names of it
+        rows = [row for node in (first, *others) for row in node.meta[ROWS_KEY]]
+        first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
+
+
+def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
+    """Give each linear's users its part of the first result, which is that of all."""
+    users = [list(node.users) for node in results]
+    for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
+        for user in own:
+            user.replace_input_with(node, part)
+        update_views(part)
+    for node in results[1:]:
+        graph.erase_node(node)
+
+
+def _parts(
+    graph: fx.Graph, joined: fx.Node, like: Sequence[fx.Node], sizes: Sequence[int], dim: int
+) -> Iterator[fx.Node]:
+    end = 0
+    for node, size in zip(like, sizes, strict=True):
+        args = (joined, dim, end, end := end + size)
+        with graph.inserting_after(joined):
+            yield insert(graph, aten.slice.Tensor, args, like=node, made_by=_NAME, name=f"{node.name}_part")
+
+
+def _multiply_apart(graph: fx.Graph, fprops: Sequence[fx.Node], sizes: Sequence[int]) -> None:
+    """Let each fprop take its rows of the joined weight."""
+    for side in (1, 3):  # data [N, K], scales [N / tile, K / tile] or one
+        joined = cast(fx.Node, fprops[0].args[side])
+        rows = value(joined).shape[0] if value(joined).ndim == 2 else 0
+        parts = _parts(graph, joined, fprops, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
+        for node, part in zip(fprops, parts or [joined] * len(fprops), strict=True):
+            node.args = (*node.args[:side], part, *node.args[side + 1 :])
+
+
+def _can_be_slices(fprops: Sequence[fx.Node]) -> bool:
+    """Whether no copy is needed when the results are slices of one tensor.
+
+    It is for what leaves the graph, and for an op that is not torch's own, which wants the strides that it had; and if
+    backward keeps one result and not the others, since a slice keeps all of them alive.
+    """
+    found = [list(readers(node)) for node in fprops]
+    kept = {
+        any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
+    }
+    taken = [getattr(node.target, "namespace", "") in ("aten", "prims", "fp8graph") for own in found for node in own]
+    return all(taken) and len(kept) == 1
