@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import matplotlib
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -84,6 +85,25 @@ def show(title: str, results: Mapping[str, Mapping[str, Any]]) -> None:
         low, high = values["spread_ms"]
         table.add_row(name, f"{values['ms']:.3f}", f"{low:.3f} - {high:.3f}", f"{values['speedup']:.3f}")
     console.print(table)
+
+
+def plot(name: str, title: str, results: Mapping[str, Any]) -> None:
+    """``benchmarks/results/<name>.png``: how many times faster than the first one, a point a case."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    cases = [results] if all("speedup" in values for values in results.values()) else list(results.values())
+    names = list(cases[0])
+    figure, axes = pyplot.subplots(figsize=(7, 0.5 * len(names) + 1.2))
+    for row, contender in enumerate(names):
+        speedups = [case[contender]["speedup"] for case in cases]
+        axes.plot(speedups, [row] * len(speedups), "|" if len(speedups) > 1 else "o", markersize=10)
+        axes.annotate(f"{statistics.median(speedups):.2f}", (statistics.median(speedups), row + 0.15), ha="center")
+    axes.axvline(1.0, color="gray", linewidth=0.8)
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel=f"times as fast as {names[0]}", title=title)
+    axes.margins(y=0.15)
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120, bbox_inches="tight")
 
 
 def write(name: str, results: Any) -> Path:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from benchmarks.common import compare, console, show, write
+from benchmarks.common import compare, console, plot, show, write
 
 BF16 = torch.bfloat16
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
@@ -192,6 +192,7 @@ def main() -> int:
         results = PARTS[part]("cuda" if on_gpu else "cpu", arguments.tiny)
         if not arguments.tiny:
             write(f"speed_{part}", results)
+            plot(f"speed_{part}", f"{part}, {torch.cuda.get_device_name()}", results)
     return 0
 
 

@@ -1,4 +1,7 @@
-"""The ``fp8graph`` command: demo, explain, doctor. Exit codes: 0 fine, 1 failed, 2 cannot run, 130 interrupted."""
+"""The ``fp8graph`` command: demo, explain, doctor, bench.
+
+Exit codes: 0 fine, 1 failed, 2 cannot run, 130 interrupted.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,15 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser("doctor", help="what is native, emulated or missing on this machine")
     doctor.set_defaults(run=_doctor)
+
+    bench = commands.add_parser(
+        "bench", help="measure what FP8 gains on this GPU, beside what the speed model predicts"
+    )
+    bench.add_argument("--recipe", nargs="+", default=["tensorwise", "rowwise"], help="(default tensorwise rowwise)")
+    bench.add_argument(
+        "--calibrate", type=Path, metavar="FILE.json", help="measure the speed model's numbers instead, for target=FILE"
+    )
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -130,6 +142,38 @@ def _meta_model(name: str) -> Any:
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).splitlines()[0][:200]
         raise PolicyError(f"cannot build a causal language model from {name!r}: {reason}") from None
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from fp8graph import bench, hardware
+    from fp8graph.errors import PolicyError
+    from fp8graph.recipes import resolve_recipe
+
+    for recipe in options.recipe:
+        resolve_recipe(recipe)
+    if options.calibrate is not None and options.calibrate.suffix != ".json":
+        raise PolicyError(f"{options.calibrate}: a target is told from a file by its ending; use FILE.json.")
+    device = bench.fp8_gpu()
+    found = hardware.of_device(device)
+    if options.calibrate is not None:
+        speed = bench.calibrate(device, found)
+        bench.write(options.calibrate, found, speed)
+        print(f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, ", end="")
+        print(f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s")
+        print(f'wrote {options.calibrate}: Backend(target="{options.calibrate}")')
+        return 0
+    table = Table(title="one linear, forward and backward, FP8 beside bf16 + torch.compile")
+    for column in ("tokens x in -> out", "recipe", "bf16 ms", "FP8 ms", "speedup", "predicted"):
+        table.add_column(column, justify="right")
+    for r in bench.linears(device, options.recipe):
+        shape = f"{r.tokens} x {r.inputs} -> {r.outputs}"
+        numbers = (r.bf16_ms, r.fp8_ms, r.speedup, r.predicted)
+        table.add_row(shape, r.recipe, *(f"{number:.3f}" for number in numbers))
+    Console().print(table)
+    return 0
 
 
 def _doctor(_options: argparse.Namespace) -> int:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +26,11 @@ import torch
 
 from fp8graph.errors import PolicyError
 from fp8graph.recipes import Scaling
+
+# The share of the per-tensor rate that GEMMs with more scales reach (Transformer Engine's and DeepGEMM's figures).
+RATES: Final[Mapping[str, float]] = {
+    "tensor": 1.0, "delayed": 1.0, "row": 0.95, "block": 0.8, "mxfp8": 1.0, "nvfp4": 1.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +44,15 @@ class Speed:
     fp4_flops: float
     bandwidth: float  # bytes
     launch: float  # seconds that one more kernel costs
+    rates: Mapping[str, float] = field(default_factory=lambda: RATES, hash=False)  # by scaling, in parts of fp8_flops
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self)[1:]:
-            value = getattr(self, field.name)
+        numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:-1]}
+        if set(self.rates) != set(RATES):
+            raise PolicyError(f"Speed(rates=...): one number is needed for each of {', '.join(RATES)}.")
+        for name, value in (*numbers.items(), *self.rates.items()):
             if type(value) not in (int, float) or not value > 0:
-                raise PolicyError(f"Speed({field.name}={value!r}): a number > 0 is needed.")
+                raise PolicyError(f"Speed({name}={value!r}): a number > 0 is needed.")
 
     @staticmethod
     def load(path: str | Path) -> tuple[str, Speed]:
@@ -74,10 +83,6 @@ H200: Final = _speed("H200", 989, 1979, 1979, 67, 4.8)
 B200: Final = _speed("B200", 2250, 4500, 9000, 80, 8.0)
 _BY_TARGET: Final = {"sm_89": L40S, "sm_90": H100, "sm_100": B200, "sm_103": B200}
 
-# The share of the per-tensor rate that GEMMs with more scales reach (Transformer Engine's and DeepGEMM's figures).
-_RATE: Final[dict[Scaling, float]] = {
-    "tensor": 1.0, "delayed": 1.0, "row": 0.95, "block": 0.8, "mxfp8": 1.0, "nvfp4": 1.0,
-}  # fmt: skip
 # Scales that need the whole tensor (or all of a column): how often it is read again before it can be cast.
 _READS: Final[dict[Scaling, int]] = {"tensor": 1, "delayed": 0, "row": 1, "block": 0, "mxfp8": 0, "nvfp4": 1}
 _LAUNCHES: Final[dict[Scaling, int]] = {"tensor": 2, "delayed": 0, "row": 2, "block": 1, "mxfp8": 1, "nvfp4": 3}
@@ -108,7 +113,7 @@ def predicted_speedup(
     rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
     before = speed.launch + max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
     narrow = 0.5 if scaling == "nvfp4" else 1.0
-    rate = (speed.fp4_flops if scaling == "nvfp4" else speed.fp8_flops) * _RATE[scaling]
+    rate = (speed.fp4_flops if scaling == "nvfp4" else speed.fp8_flops) * speed.rates[scaling]
     after = speed.launch + max(flops / rate, (narrow * (m * k + k * n) + wide * m * n) / speed.bandwidth)
     for operand in operands:
         if not operand.kept:

@@ -60,14 +60,8 @@ def test_large_gemms_are_rewritten_and_small_ones_are_not() -> None:
         assert gemm.by_profitability
         assert gemm.speedup is not None
         assert gemm.speedup < 1.0
-        assert (
-            gemm.reason
-            == (
-                f"not faster in FP8: predicted {gemm.speedup:.2f}x, min_speedup is 1 "
-                '(rule 0 "*" asked for Float8CurrentScaling())'
-            )
-            or "min_speedup is 1" in gemm.reason
-        )
+        predicted = f"not faster in FP8: predicted {gemm.speedup:.2f}x, min_speedup is 1 "
+        assert gemm.reason.startswith(predicted + "(")
 
 
 def test_the_bar_is_the_users() -> None:

@@ -1,0 +1,171 @@
+"""``fp8graph bench``: what FP8 gains on this machine, and the numbers that the speed model decides with.
+
+``calibrate`` measures what ``roofline.Speed`` states: the rates that large GEMMs reach, the bandwidth of a copy and the
+cost of one more kernel. ``linears`` measures what a user gets: forward and backward of one compiled linear, bf16 and
+FP8 in turns, beside what the model predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph import hardware, numerics
+from fp8graph.errors import PolicyError
+from fp8graph.hardware import Hardware
+from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
+from fp8graph.roofline import RATES, Speed
+
+SIZE: Final = 8192  # of the square GEMMs
+COPY: Final = 2**30  # bytes
+SHAPES: Final = ((512, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 8192, 8192))
+_RECIPES: Final[dict[Scaling, str]] = {
+    "tensor": "tensorwise", "row": "rowwise", "block": "blockwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+}  # fmt: skip
+
+
+def fp8_gpu() -> torch.device:
+    """The current GPU.
+
+    Raises:
+        PolicyError: there is none, or none that multiplies FP8.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    found = hardware.of_device(device)
+    if device.type == "cpu" or "tensor" not in found.scalings:
+        raise PolicyError(
+            f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on an Ada, Hopper or later GPU."
+        )
+    return device
+
+
+def seconds(run: Callable[[], Any], device: torch.device, *, rounds: int = 5, iterations: int = 10) -> float:
+    """Of one call: the fastest of ``rounds`` rounds (what disturbs a machine only makes it slower)."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    for _ in range(3):
+        run()
+    times: list[float] = []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            run()
+        wait()
+        times.append((time.perf_counter() - start) / iterations)
+    return min(times)
+
+
+def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Speed:
+    """Measure ``device``.
+
+    Args:
+        size: of the square GEMMs; large, for the rate that large ones reach.
+        copy: bytes of the copy, many times the caches.
+    """
+    flops = 2.0 * size**3
+
+    def rate(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return flops / seconds(lambda: a @ b, device)
+
+    def fp8_rate(scaling: Scaling) -> float:
+        recipe = resolve_recipe(_RECIPES[scaling])
+        assert isinstance(recipe, Recipe)
+        return flops / seconds(_scaled_mm(recipe, size, device), device)
+
+    fp8 = {scaling: fp8_rate(scaling) for scaling in _RECIPES if scaling in found.scalings}
+    source = torch.empty(copy, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one = torch.ones((), device=device)
+    measured = {scaling: value / fp8["tensor"] for scaling, value in fp8.items() if scaling not in ("tensor", "nvfp4")}
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Speed(
+        name=name,
+        bf16_flops=rate(torch.bfloat16),
+        fp32_flops=rate(torch.float32),
+        fp8_flops=fp8["tensor"],
+        fp4_flops=fp8.get("nvfp4", fp8["tensor"]),
+        bandwidth=2 * copy / seconds(lambda: target.copy_(source), device),
+        launch=seconds(lambda: one.add_(1.0), device, iterations=1000),  # one after the other, nothing to compute
+        rates={**RATES, **measured},
+    )
+
+
+def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    operands: tuple[OperandName, OperandName] = ("input", "weight")
+    left, right = (
+        numerics.quantize(x, recipe, operand, "rowwise") for x, operand in zip((a, b), operands, strict=True)
+    )
+    scaling = recipe.quantizer("input").scaling
+    settings: dict[str, Any] = {"scaling": scaling}
+    for side, q, operand in zip("ab", (left, right), operands, strict=True):
+        settings[f"block_{side}"] = list(recipe.quantizer(operand).block)
+        settings[f"global_scale_inv_{side}"] = q.global_scale_inv
+    args = (left.data, right.data, left.scale_inv, right.scale_inv, None, torch.bfloat16, True)
+    return lambda: numerics.scaled_mm(*args, **settings)  # with the reordering of scales that Blackwell wants
+
+
+def write(path: Path, found: Hardware, speed: Speed) -> None:
+    """A file for ``Backend(target=path)`` and ``explain(..., target=path)``."""
+    values = {"target": found.name, "speed": dataclasses.asdict(speed), "torch": torch.__version__}
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearResult:
+    """Forward and backward of one linear."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    recipe: str
+    bf16_ms: float
+    fp8_ms: float
+    speedup: float  # median over the rounds
+    predicted: float
+
+
+def linears(
+    device: torch.device, recipes: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES, *, rounds: int = 5
+) -> Iterator[LinearResult]:
+    """Measure each linear [tokens, inputs] -> [tokens, outputs] under each recipe, beside bf16 and the prediction."""
+    from fp8graph import Backend, Policy
+
+    for tokens, inputs, outputs in shapes:
+        x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+        linear = torch.nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
+        for recipe in recipes:
+            torch._dynamo.reset()
+            backend = Backend(Policy(default=recipe, min_speedup=0))
+            plain, fp8 = (_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
+            times = [[seconds(run, device, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]
+            parts = [g.speedup for g in backend.report.gemms if g.speedup]
+            yield LinearResult(
+                tokens=tokens,
+                inputs=inputs,
+                outputs=outputs,
+                recipe=recipe,
+                bf16_ms=1e3 * min(before for before, _ in times),
+                fp8_ms=1e3 * min(after for _, after in times),
+                speedup=statistics.median(before / after for before, after in times),
+                predicted=statistics.harmonic_mean(parts) if parts else float("nan"),
+            )
+
+
+def _step(model: Any, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        model(x).backward(dy)
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+
+    return run
