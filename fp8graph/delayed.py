@@ -65,7 +65,7 @@ def _largest(amaxes: Sequence[Tensor]) -> Tensor:
     """[tensors]: the largest number of each. Tensors of one length are reduced by one kernel."""
     positions: dict[Any, list[int]] = {}
     for position, amax in enumerate(amaxes):
-        positions.setdefault(amax.shape, []).append(position)
+        positions.setdefault(str(amax.shape), []).append(position)  # as text: a dynamic size has no hash
     largest: list[Tensor | None] = [None] * len(amaxes)
     for alike in positions.values():
         reduced = torch.stack([amaxes[i].reshape(-1) for i in alike]).amax(1)

@@ -52,7 +52,7 @@ def explain(
     _trace(backend, model, args, kwargs, training)
 
     def kernels() -> list[KernelRecord]:
-        generating = _Generating(backend.policy, target)
+        generating = Generating(backend.policy, target)
         _trace(generating, model, args, kwargs, training)
         return generating.generator.kernels
 
@@ -60,7 +60,7 @@ def explain(
     return dataclasses.replace(backend.report, load_kernels=kernels if on_gpu else None)
 
 
-class _Generating(Backend):
+class Generating(Backend):
     """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
 
     def __init__(self, policy: PolicyLike, target: str | None) -> None:

@@ -91,22 +91,14 @@ def _quantize_tiles(
     carry_overflow: bool,
     global_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; all of a row for "row".
-
-    The parts are joined along ``axis`` (-2: rows, -1: columns). Only rows of columns that are joined share scales: the
-    parts are multiples of tiles.
-    """
+    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; parts are joined."""
     *batch, rows, columns = parts[0].shape
-    if scaling == "row":
-        block = (1, columns)
     padded = [pad_to_multiple(x, *block) for x in parts]
     tiled = [_tiles(x, block) for x in padded]
     amaxes = [x.abs().amax(dim=(-3, -1)).to(torch.float32) for x in tiled]  # [..., R / rows, C / columns]
-    if scaling == "row" and axis == -1:
-        amaxes = [_largest(amaxes)] * len(parts)
     settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
     made = [_tile_scales(amax, *settings) for amax in amaxes]
-    scale_inv = made[0][1] if scaling == "row" and axis == -1 else _join([inverse for _, inverse in made], axis)
+    scale_inv = _join([inverse for _, inverse in made], axis)
     scaled = [x.to(torch.float32) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
     if scaling == "nvfp4":
         packed = [pack_e2m1(cast_to_e2m1(_untile(x)))[..., :rows, :].contiguous() for x in scaled]
@@ -115,10 +107,53 @@ def _quantize_tiles(
     if all(x is part for x, part in zip(padded, parts, strict=True)):
         tile_axis = -4 if axis == -2 else -2  # of [R / rows, rows, C / columns, columns]
         joined = [*batch, rows * len(parts), columns] if axis == -2 else [*batch, rows, columns * len(parts)]
-        if scaling == "row" and axis == -1:
-            tile_axis = -1
         return _join([stored(x.contiguous()) for x in data], tile_axis).reshape(joined), scale_inv
     return _join([stored(_untile(x)[..., :rows, :columns].contiguous()) for x in data], axis), scale_inv
+
+
+def _quantize_rows(
+    parts: Sequence[Tensor],
+    axis: int,
+    multiples: Sequence[int],
+    dtype: torch.dtype,
+    power_2_scale: bool,
+    amax_epsilon: float,
+    carry_overflow: bool,
+) -> tuple[Tensor, Tensor]:
+    """``(data, scale_inv)`` of one layout with one scale per row of the joined parts, padded to ``multiples``."""
+    amaxes = [x.abs().amax(-1, keepdim=True).to(torch.float32) for x in parts]  # [..., rows, 1]
+    if axis == -1:
+        amaxes = [_largest(amaxes)]
+
+    def scales_of(amax: Tensor) -> tuple[Tensor, Tensor]:
+        settings = (power_2_scale, amax_epsilon, carry_overflow, None, parts[0].dtype)
+        return _tile_scales(amax, dtype, "row", *settings)
+
+    made = [scales_of(amax) for amax in amaxes]
+    data = [
+        stored(saturating_cast(x.to(torch.float32) * made[i % len(made)][0], dtype).contiguous())
+        for i, x in enumerate(parts)
+    ]
+    scale_inv = _join([inverse for _, inverse in made], -2)
+    missing = -scale_inv.shape[-2] % multiples[0]
+    if not (isinstance(missing, int) and missing == 0):  # rows of zeros
+        zeros = scale_inv.new_zeros([*scale_inv.shape[:-2], missing, 1])
+        scale_inv = torch.cat([scale_inv, scales_of(zeros)[1]], -2)
+    return _with_padding(_join(data, axis), multiples), scale_inv
+
+
+def _with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
+    """``x`` with zeros at the end so that its last sizes are ``multiples``.
+
+    Written beside ``x``, not with it: the loop that makes ``x`` keeps its size and goes on to fuse with what feeds it.
+    """
+    for axis, multiple in ((-1, multiples[1]), (-2, multiples[0])):
+        missing = -x.shape[axis] % multiple
+        if not (isinstance(missing, int) and missing == 0):
+            shape = [*x.shape]
+            shape[axis] = missing
+            x = torch.cat([x, x.new_zeros(shape)], axis)
+    return x
 
 
 def _tile_scales(
@@ -233,7 +268,6 @@ def quantize_layouts(
             continue
         axis = -3 - dim if transposed else dim
         sources = [part.transpose(-2, -1) if transposed else part for part in parts]
-        sources = [pad_to_multiple(source, multiples[0], multiples[1]) for source in sources]
         if scale is not None:
             quantized: list[Tensor] = []
             for source in sources:
@@ -242,8 +276,14 @@ def quantize_layouts(
                 if carry_overflow and scaling == "delayed":
                     scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
                 quantized.append(stored(saturating_cast(scaled, dtype).contiguous()))
-            outputs.append(_join(quantized, axis))
+            outputs.append(_with_padding(_join(quantized, axis), multiples))
+        elif scaling == "row":
+            settings = (dtype, power_2_scale, amax_epsilon, carry_overflow)
+            data, layout_scale_inv = _quantize_rows(sources, axis, multiples, *settings)
+            outputs.append(data)
+            scale_invs.append(layout_scale_inv)
         else:
+            sources = [pad_to_multiple(source, multiples[0], multiples[1]) for source in sources]
             settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
             data, layout_scale_inv = _quantize_tiles(sources, axis, *settings)
             outputs.append(data)

@@ -63,6 +63,40 @@ def quantize_after(producer: str, recipe: str, operand: OperandName, rowwise: bo
     return function
 
 
+def swiglu_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
+    """The gradients of gate and up, for dh = weight * x."""
+    gate, up, dh = x, y, x * weight
+    sigmoid = torch.sigmoid(gate.float())
+    dgate = (dh * up).float() * sigmoid * (1 + gate.float() * (1 - sigmoid))
+    return [dgate.to(x.dtype), dh * (gate.float() * sigmoid).to(x.dtype)]
+
+
+def norm_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
+    """The gradient of rms_norm's input, and the residual's added."""
+    wide, dy = x.float(), (y * weight).float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    dx = inverse * dy - wide * inverse.pow(3) * (dy * wide).mean(-1, keepdim=True)
+    return [dx.to(x.dtype) + y]
+
+
+def quantize_after_backward(producer: str, recipe: str) -> Any:
+    """A function of (x, weight, y, scales) that quantizes the gradients that ``producer`` makes, as one tensor."""
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    quantizer = resolved.quantizer("grad_output")
+    make = {"swiglu": swiglu_backward, "norm": norm_backward}[producer]
+
+    def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
+        settings = numerics.quantizer_kwargs(quantizer) | {"carry_overflow": True}
+        if quantizer.scaling == "delayed":
+            settings |= {"scales": scales, "row": 0}
+        first, *more = make(x, weight, y)
+        settings |= {"more": more, "dim": -1} if more else {}
+        return list(ops.quantize(first, *numerics.quantizer_args(quantizer), [16, 16], [16, 16], **settings))
+
+    return function
+
+
 def quantize_inputs(rows: int, columns: int) -> list[Tensor]:
     like = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
     return [like, like[0], like, torch.empty(4, 2, device="meta")]
