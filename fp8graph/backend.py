@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 import weakref
@@ -14,7 +15,7 @@ from torch import fx
 from fp8graph import compat, hardware
 from fp8graph.autocast import DISABLED, POLICY
 from fp8graph.errors import Fp8CoverageError, PolicyError
-from fp8graph.models import general_policy
+from fp8graph.models import general_policy, policy_of
 from fp8graph.pipeline import Stopwatch
 from fp8graph.policy import Policy
 from fp8graph.program import Program, compile_dialect, run_eagerly
@@ -51,7 +52,8 @@ class Backend:
 
     Args:
         policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
-            except heads and MoE routers (:func:`fp8graph.models.general_policy`).
+            except heads and MoE routers, found by their usual names and by what the model's family
+            (``fp8graph.models.FAMILIES``, told from the modules' classes) says.
         recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
             "tensorwise"); or, beside ``policy``, in place of its default.
         strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
@@ -145,6 +147,8 @@ class Backend:
         Cheap for a policy that decides as the last one did: ``backend.set_policy(policy.at_step(step))`` may stand in
         a training loop. A policy with a schedule is taken as it is at step 0.
         """
+        self._families: dict[tuple[str, ...], tuple[Policy, str]] = {}
+        self._chosen = policy is not None
         if policy is None:
             default = hardware.default_recipe(self.hardware or hardware.of_machine())
             self.policy = general_policy(default)
@@ -155,7 +159,16 @@ class Backend:
             self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)
         if self.policy.scheduled:
             self.policy = self.policy.at_step(0)
-        self.policy_text = self.policy.identity()
+        self._families[()] = self.policy, self.policy.identity()
+
+    def policy_of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
+        """The policy for a graph of models of ``families`` (theirs, unless the user chose one), and its identity."""
+        if self._chosen:
+            families = ()
+        if families not in self._families:
+            policy = policy_of(families, self.policy.default)
+            self._families[families] = policy, policy.identity()
+        return self._families[families]
 
     def bind(self, model: torch.nn.Module) -> None:
         """Learn the full names of ``model``'s parameters, by identity.
@@ -245,7 +258,8 @@ def _checked_inductor_options(options: Mapping[str, Any] | None) -> dict[str, An
     return {key.replace("-", "_"): value for key, value in checked.items()}
 
 
-_OPTIONS: Final = ("policy", "recipe", "strict", "compiler", "target", "mode", "inductor")
+# Backend's arguments, and torch's own two under short names
+_OPTIONS: Final = (*(n for n in inspect.signature(Backend).parameters if n != "inductor_options"), "mode", "inductor")
 
 
 class NamedBackend:

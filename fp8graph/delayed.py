@@ -29,6 +29,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fp8graph.formats import inverse
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
 
 HEADER = 2  # columns of a page before the history: scale, scale_inv
@@ -103,5 +104,5 @@ def updated_page(
     shifted = torch.constant_pad_nd(page[:, 1:], [0, 1])  # slot i + 1 at i
     new = torch.where(column == columns - 1, amax, shifted)
     new = torch.where(column == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
-    new = torch.where(column == 1, scale.reciprocal(), new)
+    new = torch.where(column == 1, inverse(scale), new)
     return torch.where(seen, torch.where(column == 0, scale, new), page)

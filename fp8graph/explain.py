@@ -52,7 +52,7 @@ def explain(
     _trace(backend, model, args, kwargs, training)
 
     def kernels() -> list[KernelRecord]:
-        generating = Generating(backend.policy, target)
+        generating = Generating(policy, target)
         _trace(generating, model, args, kwargs, training)
         return generating.generator.kernels
 
@@ -63,7 +63,7 @@ def explain(
 class Generating(Backend):
     """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
 
-    def __init__(self, policy: PolicyLike, target: str | None) -> None:
+    def __init__(self, policy: PolicyLike | None, target: str | None) -> None:
         super().__init__(policy, target=target)
         self.generator = OfflineInductor(str(target), run_eagerly)
 

@@ -39,6 +39,11 @@ def scale_from_amax(
     return scale
 
 
+def inverse(scale: Tensor) -> Tensor:
+    """``1 / scale``, one IEEE division on a GPU too: torch 2.11 generates an approximate one for ``reciprocal``."""
+    return torch.div(torch.ones_like(scale), scale)
+
+
 def nvfp4_global_scale(amax: Tensor) -> Tensor:
     """``448 * 6 / amax``, FP32, at most FLT_MAX; 1 for an amax of 0, inf or nan. One IEEE division."""
     return scale_from_amax(amax, 448.0 * 6.0)

@@ -36,6 +36,7 @@ from fp8graph.formats import (
     biased_exponent,
     cast_to_e2m1,
     exp2_biased,
+    inverse,
     nvfp4_global_scale,
     pack_e2m1,
     saturating_cast,
@@ -173,13 +174,13 @@ def _tile_scales(
         scale_inv = exponent.to(torch.uint8)
     elif global_scale is not None:  # nvfp4
         scale_inv = saturating_cast(amax * (global_scale / 6.0), torch.float8_e4m3fn)
-        scale = (scale_inv.to(torch.float32) * global_scale.reciprocal()).reciprocal().clamp_max(FLT_MAX)
+        scale = inverse(scale_inv.to(torch.float32) * inverse(global_scale)).clamp_max(FLT_MAX)
     else:
         largest = torch.finfo(source_dtype).max if scaling == "block" else FLT_MAX
         scale = scale_from_amax(
             amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
         )
-        scale_inv = _with_overflow(scale.reciprocal(), amax) if carry_overflow else scale.reciprocal()
+        scale_inv = _with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
     return scale, scale_inv
 
 
@@ -248,7 +249,7 @@ def quantize_layouts(
         scale = scale_from_amax(
             cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
         )
-        scale_inv = scale.reciprocal()
+        scale_inv = inverse(scale)
     elif scaling in ("tensor", "delayed"):
         if scaling == "delayed":
             amaxes = [part.abs().amax(-1).to(torch.float32) for part in parts]
@@ -260,7 +261,7 @@ def quantize_layouts(
         scale, scale_inv = scales[row, 0], scales[row, 1:2].clone()
     elif scaling == "nvfp4":
         global_scale = nvfp4_global_scale(cast(Tensor, amax))
-        scale_inv = global_scale.reciprocal()
+        scale_inv = inverse(global_scale)
     else:
         scale_inv = None
     for multiples, transposed in ((rowwise, False), (columnwise, True)):

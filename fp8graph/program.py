@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +28,9 @@ from fp8graph import compat, delayed
 from fp8graph.autocast import REGION_KEY, current_region, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import NO_GRAD_KEY
+from fp8graph.models.general import families_of
 from fp8graph.pipeline import Found, JointPass, LowerPass, source_hash
-from fp8graph.policy import INHERIT
+from fp8graph.policy import INHERIT, Policy
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.report import GraphView
 from fp8graph.sites import Compilation, PageLayout, Parameter, QuantizedWeight
@@ -83,6 +84,7 @@ class Program:
             node.meta.get("example_value", x) for node, x in zip(placeholders, example_inputs, strict=True)
         ]
         self._variants: dict[Situation, _Variant] = {}
+        self._families = tuple(families_of(_module_classes(module)))
         self._gradients = torch.is_grad_enabled()
         self._recomputations = Recomputations()
         self._calls = 0
@@ -117,14 +119,18 @@ class Program:
     def _situation(self, args: Sequence[Any]) -> Situation:
         names = self._backend.names
         bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
-        return Situation(policy=self._backend.policy_text, region=current_region(), names=bound)
+        return Situation(policy=self._policy[1], region=current_region(), names=bound)
+
+    @property
+    def _policy(self) -> tuple[Policy, str]:
+        return self._backend.policy_of(self._families)
 
     def _compilation(self, situation: Situation, wanted: Wanted) -> Compilation:
         first = len(self._sources) + len(wanted.pages)
         copies = sum(len(weight.outputs) for weight in wanted.weights)
         bound = situation.names or ("",) * len(self._parameters)
         return Compilation(
-            policy=self._backend.policy,
+            policy=self._policy[0],
             hardware=self._backend.hardware,
             region=situation.region,
             sources=self._sources,
@@ -254,7 +260,7 @@ class Program:
 
     def _recipes(self, situation: Situation) -> set[Recipe]:
         """Every recipe that may apply to a GEMM of this graph."""
-        found: set[Recipe] = set(self._backend.policy.recipes())
+        found: set[Recipe] = set(self._policy[0].recipes())
         for region in (situation.region, *self._regions()):
             with contextlib.suppress(Fp8GraphError):  # `assign` says so, and where
                 recipe = region_recipe(region)
@@ -292,6 +298,13 @@ class Program:
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         digest.update(repr((state, sorted((k, str(v)) for k, v in options.items()))).encode())
         return digest.hexdigest()
+
+
+def _module_classes(module: fx.GraphModule) -> Iterator[Any]:
+    """The classes of the modules that Dynamo's graph was traced through (or their full names), the outer ones first."""
+    for node in module.graph.nodes:
+        for _, owner in (node.meta.get("nn_module_stack") or {}).values():
+            yield owner
 
 
 def _region_text(region: Any) -> str:

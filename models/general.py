@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 from torch import nn
 
@@ -27,7 +28,26 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
     return Policy([Rule(name, None, optional=True) for name in names], default=recipe)
 
 
-def policy_for(model: nn.Module) -> Policy:
-    """The default policy of ``model``'s family; the general policy for a model that no family names."""
-    del model  # llama, the only family so far, is served by the general policy
-    return general_policy()
+def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
+    """The general policy, and before it what the named families keep in high precision. Unknown names add nothing."""
+    from fp8graph.models import FAMILIES
+
+    kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
+    general = general_policy(recipe)
+    rules = [Rule(pattern, None, optional=True) for pattern in kept]
+    return Policy([*rules, *(rule for rule in general.rules if rule.pattern not in kept)], default=recipe)
+
+
+def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
+    """The default policy of ``model``: that of the families that its modules' classes come from."""
+    return policy_of(families_of(type(module) for module in model.modules()), recipe)
+
+
+def families_of(classes: Iterable[Any]) -> list[str]:
+    """The families that classes (or their full names) come from, each once: their folders in transformers.models."""
+    found: dict[str, None] = {}
+    for owner in classes:
+        parts = (owner if isinstance(owner, str) else owner.__module__).split(".")
+        if parts[:2] == ["transformers", "models"] and len(parts) > 2:
+            found[parts[2]] = None
+    return list(found)

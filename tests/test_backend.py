@@ -336,3 +336,17 @@ def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], messa
 def test_backend_of_something_else() -> None:
     with pytest.raises(fp8graph.PolicyError, match="was not compiled with the fp8graph backend"):
         fp8graph.backend_of(torch.compile(MLP(), backend="eager"))
+
+
+def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
+    options: dict[str, Any] = {
+        "compiler": "eager",
+        "save": "memory",
+        "cache_weights": False,
+        "group": False,
+        "recipe": "rowwise",
+    }
+    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
+    compiled(torch.randn(16, 32))
+    backend = fp8graph.backend_of(compiled)
+    assert (backend.save, backend.cache_weights, backend.group) == ("memory", False, False)

@@ -206,7 +206,12 @@ def test_first_used_under_inference_mode() -> None:
     ("body", "cached"),
     [
         pytest.param(lambda w, x: x @ w.t(), 1, id="transposed"),
-        pytest.param(lambda w, x: x @ w.to(torch.bfloat16).to(torch.float32).t(), 1, id="casts"),
+        pytest.param(
+            lambda w, x: x @ w.to(torch.bfloat16).to(torch.float32).t(),
+            1,
+            id="casts",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11 drops the two casts inside a graph"),
+        ),
         pytest.param(lambda w, x: x @ (w * 2 + 1).t(), 1, id="parametrization"),
         pytest.param(lambda w, x: x @ torch.cat([w, w * 2]).t(), 1, id="concatenated"),
         pytest.param(lambda w, x: x @ nn.functional.dropout(w, 0.5).t(), 0, id="random"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph import compat
 from fp8graph.numerics import sqnr_db
 from fp8graph.policy import Policy, Rule
 from helpers import ALL, MLP, Weight, eager_backend, same_bits, stage, step, view_of
@@ -147,18 +148,21 @@ def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dty
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_bytes_saved_per_layer(recipe: str) -> None:
-    """Of plain Inductor's, which has the same partitioner."""
+    """Of plain Inductor's, which has the same partitioner; torch 2.11's keeps a little more."""
+    most = (0.88, 0.69, 0.48) if torch.__version__ >= "2.13" else (0.89, 0.71, 0.52)
     plain = bytes_per_layer(Policy(default=None)).total()
     policy = Policy([Rule("lm_head", None)], default=recipe)
     speed = bytes_per_layer(policy)
-    assert speed.total() <= 0.88 * plain  # 0.87
+    assert speed.total() <= most[0] * plain
     # the columnwise copies of the four inputs; with scales of rows backward makes that of SwiGLU's result
-    assert speed[torch.float8_e4m3fn] == 512 * (3 * 256 + (0 if recipe == "rowwise" else 896))
+    assert speed[torch.float8_e4m3fn] == 512 * (
+        3 * 256 + (0 if recipe == "rowwise" and "row" in compat.CPU_SCALINGS else 896)
+    )
     memory = bytes_per_layer(policy, save="memory")
-    assert memory.total() <= 0.69 * plain  # 0.68
+    assert memory.total() <= most[1] * plain
     assert memory[torch.float8_e4m3fn] == 0
     least = bytes_per_layer(policy, save="memory", save_activations_in_fp8=True)
-    assert least.total() <= 0.48 * plain  # 0.47
+    assert least.total() <= most[2] * plain
     assert least[torch.float8_e4m3fn] == 512 * 2 * 896
 
 

@@ -1,0 +1,14 @@
+"""GPT-NeoX and Pythia: q/k/v come from one linear, attention and MLP in parallel."""
+
+from __future__ import annotations
+
+from fp8graph.models.family import HEAD, Counts, Family, causal_lm, tokens
+
+FAMILY = Family(
+    name="gpt_neox",
+    keep={"embed_out": HEAD, "lm_head": HEAD},
+    tiny=causal_lm("GPTNeoX"),
+    inputs=tokens,
+    layer=Counts(sites=4, fp8_gemms=12, multiplied=12, quantized_tensors=11, casts=22),
+    rest=Counts(sites=1),
+)

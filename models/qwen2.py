@@ -1,0 +1,14 @@
+"""Qwen2: Llama's graph with a bias on q, k and v, which goes into their GEMM."""
+
+from __future__ import annotations
+
+from fp8graph.models.family import HEAD, Counts, Family, causal_lm, tokens
+
+FAMILY = Family(
+    name="qwen2",
+    keep={"lm_head": HEAD},
+    tiny=causal_lm("Qwen2"),
+    inputs=tokens,
+    layer=Counts(sites=7, fp8_gemms=21, multiplied=12, quantized_tensors=12, casts=24),
+    rest=Counts(sites=1),
+)
