@@ -81,10 +81,13 @@ def norm_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
 
 def quantize_after_backward(producer: str, recipe: str) -> Any:
     """A function of (x, weight, y, scales) that quantizes the gradients that ``producer`` makes, as one tensor."""
+    return _quantize_gradients(recipe, {"swiglu": swiglu_backward, "norm": norm_backward}[producer])
+
+
+def _quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer("grad_output")
-    make = {"swiglu": swiglu_backward, "norm": norm_backward}[producer]
 
     def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
         settings = numerics.quantizer_kwargs(quantizer) | {"carry_overflow": True}
@@ -95,6 +98,11 @@ def quantize_after_backward(producer: str, recipe: str) -> Any:
         return list(ops.quantize(first, *numerics.quantizer_args(quantizer), [16, 16], [16, 16], **settings))
 
     return function
+
+
+def quantize_joined(recipe: str) -> Any:
+    """A function of (x, weight, y, scales) that quantizes silu(x) * y and x * y side by side, as one gradient."""
+    return _quantize_gradients(recipe, lambda x, weight, y: [nn.functional.silu(x) * y, x * y])
 
 
 def quantize_inputs(rows: int, columns: int) -> list[Tensor]:

@@ -28,7 +28,7 @@ import triton.runtime.interpreter as interpreter  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
 
-from generated import generate, quantize_after, quantize_inputs  # noqa: E402
+from generated import generate, quantize_after, quantize_inputs, quantize_joined  # noqa: E402
 
 _FLOATS = {
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
@@ -124,6 +124,7 @@ CASES: list[tuple[str, str, Any, tuple[bool, bool]]] = [
     )
     for layouts in ((True, False), (True, True))
 ]  # fmt: skip
+CASES += [("joined", recipe, "grad_output", (True, True)) for recipe in ("delayed", "tensorwise", "rowwise")]
 
 
 def inputs(rows: int, columns: int) -> list[Tensor]:
@@ -143,9 +144,12 @@ def main(rows: int, columns: int) -> None:
     prepare()
     for producer, recipe, operand, layouts in CASES:
         function: Any = quantize_after(producer, recipe, operand, *layouts)
+        size = rows, columns
+        if producer == "joined":
+            function, size = quantize_joined(recipe), (rows, columns - columns % 16)
         with inductor_config.patch({"emulate_precision_casts": True}):  # round between producer and cast, as eager does
-            offline = generate(function, quantize_inputs(rows, columns))
-        tensors = inputs(rows, columns)
+            offline = generate(function, quantize_inputs(*size))
+        tensors = inputs(*size)
         expected = [x.clone() for x in function(*tensors)]
         (_, code), *_ = offline.code
         used = [x for i, x in enumerate(tensors) if re.search(rf"\barg{i}_1\b", code)]
