@@ -5,7 +5,7 @@ TORCH ?= 2.13.0
 export OMP_NUM_THREADS ?= 1
 PYTEST_ARGS ?= -n 2
 
-.PHONY: demo test lint clean test-torch train-recipes bench
+.PHONY: demo test lint clean test-torch train-recipes bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -44,6 +44,10 @@ train-recipes: .venv/ready
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.compile_time
 	.venv/bin/python -m benchmarks.speed
+
+# every model family, run on the CPU: docs/coverage.md
+coverage: .venv/ready
+	.venv/bin/python -m benchmarks.coverage
 
 clean:
 	rm -rf .venv .venv-torch-* build dist *.egg-info

@@ -116,6 +116,8 @@ def _few_large_programs(kernel: Any) -> None:
 
 
 CASES: list[tuple[str, str, Any, tuple[bool, bool]]] = [
+    *(("joined", recipe, "grad_output", (True, True)) for recipe in ("delayed", "tensorwise", "rowwise")),
+    *(
     (producer, recipe, operand, layouts)
     for producer in ("nothing", "rms_norm", "silu_mul")
     for recipe, operand in (
@@ -123,8 +125,8 @@ CASES: list[tuple[str, str, Any, tuple[bool, bool]]] = [
         ("blockwise", "weight"), ("mxfp8", "input"), ("delayed", "grad_output"),
     )
     for layouts in ((True, False), (True, True))
+    ),
 ]  # fmt: skip
-CASES += [("joined", recipe, "grad_output", (True, True)) for recipe in ("delayed", "tensorwise", "rowwise")]
 
 
 def inputs(rows: int, columns: int) -> list[Tensor]:

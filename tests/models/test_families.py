@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import agreement, model_and_inputs, step
 from torch import nn
 
 import fp8graph
+from benchmarks.coverage import agreement, model_and_inputs, step
 from fp8graph.models import FAMILIES, general_policy, policy_for
 from fp8graph.models.family import Counts
 from helpers import dialect_counts, eager_backend

@@ -1,0 +1,108 @@
+"""Every model family, run: ``make coverage`` writes docs/coverage.md. A tiny model of each, on a CPU, in a few minutes.
+
+What is stated: the counts of its training graph, whether it generates, and how far FP8 is from the same model in bf16
+(SQNR in dB of logits, of all gradients, and of the deepest layer's gradients).
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+import fp8graph
+from fp8graph.models import FAMILIES, Family
+from fp8graph.numerics import sqnr_db
+
+RECIPES: Final = ("tensorwise", "rowwise")
+PAGE: Final = Path(__file__).parent.parent / "docs" / "coverage.md"
+
+
+def model_and_inputs(family: Family, layers: int = 2) -> tuple[Any, dict[str, Any]]:
+    """A tiny model in bf16, and the arguments of a step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = family.tiny(layers).bfloat16()
+    inputs = family.inputs(model)
+    return model, {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def step(model: Any, run: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The logits and the gradients of one step."""
+    model.zero_grad(set_to_none=True)
+    out = run(**inputs)
+    out.loss.backward()
+    logits = next(value for name, value in out.items() if name.startswith("logits"))
+    return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def flat(gradients: dict[str, Tensor], part: str = "") -> Tensor:
+    return torch.cat([g.float().reshape(-1) for name, g in gradients.items() if part in name])
+
+
+def agreement(family: Family, backend: fp8graph.Backend) -> dict[str, float]:
+    """SQNR in dB against the same model in bf16: logits, all gradients, those of the deepest layer."""
+    model, inputs = model_and_inputs(family)
+    expected, gradients = step(model, model, inputs)
+    got, found = step(model, torch.compile(model, backend=backend), inputs)
+    assert gradients.keys() == found.keys()
+    deepest = next(p for p in ("layers.0.", "layer.0.", "h.0.", "block.0.") if any(p in name for name in gradients))
+    return {
+        "logits": sqnr_db(expected, got),
+        "gradients": sqnr_db(flat(gradients), flat(found)),
+        "deepest": sqnr_db(flat(gradients, deepest), flat(found, deepest)),
+    }
+
+
+def generates(family: Family) -> bool:
+    model, inputs = model_and_inputs(family)
+    inputs.pop("labels")
+    model.eval().compile(backend=fp8graph.Backend(compiler="eager"))
+    out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
+    return bool(out.shape[-1] >= 4)
+
+
+def row(family: Family) -> str:
+    counts, graphs = family.counts(2), family.graphs
+    cells = [family.name, f"{counts.fp8_gemms} as {counts.multiplied}", str(counts.quantized_tensors), str(graphs)]
+    for recipe in RECIPES:
+        found = agreement(family, fp8graph.Backend(recipe=recipe, compiler="eager"))
+        cells.append(" / ".join(f"{value:.0f}" for value in found.values()))
+    cells.append(("yes" if generates(family) else "no") if family.generates else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    titles = ["family", "GEMMs in FP8", "quantized tensors", "graphs"]
+    titles += [f"{recipe}: dB of logits / gradients / deepest layer" for recipe in RECIPES]
+    titles.append("generates")
+    lines = [
+        "# What was run",
+        "",
+        f"Written by `make coverage`: torch {torch.__version__}, transformers {transformers.__version__}, CPU.",
+        "Two layers of random weights of each family, one training step, against the same model in bf16. GEMMs: fprop,",
+        "dgrad and wgrad of every linear in FP8, and as how many they are multiplied (q/k/v and gate/up are one).",
+        "Further recipes: `tests/test_recipes_run.py`.",
+        "",
+        f"| {' | '.join(titles)} |",
+        "|" + "---|" * len(titles),
+    ]
+    for name in sorted(FAMILIES):
+        lines.append(row(FAMILIES[name]))
+        print(lines[-1], flush=True)
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(PAGE.parent.parent)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
