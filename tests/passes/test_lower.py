@@ -74,13 +74,13 @@ def test_the_gemm_gets_a_column_major_b_without_a_copy() -> None:
     assert gemm.args[1].meta["val"].stride() == (1, 32)  # pyright: ignore
 
 
-def test_the_scale_is_one_true_division_and_one_reciprocal() -> None:
+def test_the_scale_and_its_inverse_are_true_divisions() -> None:
     quantizer = Float8CurrentScaling().quantizer("input")
     graph = graph_with(ops.quantize, X, quantizer.dtype, False, 0.0, [1, 1], [1, 1])
     lower(graph)
     names = [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    assert names.count("aten.div.Tensor") == 1  # fp8_max / amax: tensor by tensor, rounded once
-    assert names.count("aten.reciprocal.default") == 1
+    assert names.count("aten.div.Tensor") == 2  # fp8_max / amax and 1 / scale: tensor by tensor, rounded once
+    assert names.count("aten.reciprocal.default") == 0  # torch 2.11 generates an approximate one
     assert names.count("aten.amax.default") == 1  # two layouts, one amax
 
 
