@@ -8,7 +8,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,8 @@ import matplotlib
 import torch
 from rich.console import Console
 from rich.table import Table
+
+from fp8graph.bench import elapsed
 
 RESULTS: Final = Path(__file__).parent / "results"
 console: Final = Console(soft_wrap=True)
@@ -39,18 +40,6 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def seconds(run: Callable[[], Any], iterations: int) -> float:
-    """Of one call, over ``iterations`` calls in a row."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(iterations):
-        run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / iterations
-
-
 def compare(contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 7, iterations: int = 5) -> dict[str, Any]:
     """Each contender once a round, so that a machine that slows down slows all; the first one is the baseline.
 
@@ -64,7 +53,7 @@ def compare(contenders: Mapping[str, Callable[[], Any]], *, rounds: int = 7, ite
             run()
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(seconds(run, iterations))
+            times[name].append(elapsed(run, iterations))
     baseline = next(iter(times.values()))
     return {
         name: {

@@ -47,20 +47,22 @@ def fp8_gpu() -> torch.device:
     return device
 
 
-def seconds(run: Callable[[], Any], device: torch.device, *, rounds: int = 5, iterations: int = 10) -> float:
+def elapsed(run: Callable[[], Any], iterations: int) -> float:
+    """Seconds of one call, over ``iterations`` calls in a row."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        run()
+    wait()
+    return (time.perf_counter() - start) / iterations
+
+
+def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) -> float:
     """Of one call: the fastest of ``rounds`` rounds (what disturbs a machine only makes it slower)."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     for _ in range(3):
         run()
-    times: list[float] = []
-    for _ in range(rounds):
-        wait()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            run()
-        wait()
-        times.append((time.perf_counter() - start) / iterations)
-    return min(times)
+    return min(elapsed(run, iterations) for _ in range(rounds))
 
 
 def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Speed:
@@ -74,12 +76,12 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
 
     def rate(dtype: torch.dtype) -> float:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        return flops / seconds(lambda: a @ b, device)
+        return flops / seconds(lambda: a @ b)
 
     def fp8_rate(scaling: Scaling) -> float:
         recipe = resolve_recipe(_RECIPES[scaling])
         assert isinstance(recipe, Recipe)
-        return flops / seconds(_scaled_mm(recipe, size, device), device)
+        return flops / seconds(_scaled_mm(recipe, size, device))
 
     fp8 = {scaling: fp8_rate(scaling) for scaling in _RECIPES if scaling in found.scalings}
     source = torch.empty(copy, dtype=torch.uint8, device=device)
@@ -93,8 +95,8 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         fp32_flops=rate(torch.float32),
         fp8_flops=fp8["tensor"],
         fp4_flops=fp8.get("nvfp4", fp8["tensor"]),
-        bandwidth=2 * copy / seconds(lambda: target.copy_(source), device),
-        launch=seconds(lambda: one.add_(1.0), device, iterations=1000),  # one after the other, nothing to compute
+        bandwidth=2 * copy / seconds(lambda: target.copy_(source)),
+        launch=seconds(lambda: one.add_(1.0), iterations=1000),  # one after the other, nothing to compute
         rates={**RATES, **measured},
     )
 
@@ -148,7 +150,7 @@ def linears(
             torch._dynamo.reset()
             backend = Backend(Policy(default=recipe, min_speedup=0))
             plain, fp8 = (_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
-            times = [[seconds(run, device, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]
+            times = [[seconds(run, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]
             parts = [g.speedup for g in backend.report.gemms if g.speedup]
             yield LinearResult(
                 tokens=tokens,

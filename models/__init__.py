@@ -3,67 +3,17 @@
 if __name__ != "fp8graph.models":
     raise ImportError(f"import fp8graph.models, not {__name__}")
 
-from fp8graph.models import (
-    bert,
-    bloom,
-    clip,
-    deepseek_v3,
-    falcon,
-    gemma2,
-    gemma3,
-    glm4,
-    gpt2,
-    gpt_neox,
-    gpt_oss,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    opt,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    roberta,
-    starcoder2,
-    t5,
-    vit,
-    whisper,
-)
+import pkgutil
+from importlib import import_module
+
 from fp8graph.models.family import Family
 from fp8graph.models.general import general_policy, policy_for, policy_of
 
+# every other file here is a family's
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY
-    for module in (
-        bert,
-        bloom,
-        clip,
-        deepseek_v3,
-        falcon,
-        gemma2,
-        gemma3,
-        glm4,
-        gpt2,
-        gpt_neox,
-        gpt_oss,
-        granite,
-        llama,
-        mistral,
-        mixtral,
-        olmo2,
-        opt,
-        phi3,
-        qwen2,
-        qwen3,
-        qwen3_moe,
-        roberta,
-        starcoder2,
-        t5,
-        vit,
-        whisper,
-    )
+    found.name: import_module(f"{__name__}.{found.name}").FAMILY
+    for found in pkgutil.iter_modules(__path__)
+    if found.name not in ("family", "general")
 }
 
 __all__ = ["FAMILIES", "Family", "general_policy", "policy_for", "policy_of"]

@@ -38,7 +38,7 @@ class Family:
     tiny: Callable[[int], Any]  # number of layers -> a model of its class with random weights, on the CPU
     inputs: Callable[[Any], dict[str, Any]]  # the tiny model -> arguments of one training step
     layer: Counts  # each further layer
-    rest: Counts  # everything else, the first layer's missing gradient of the input included
+    rest: Counts  # everything else; negative where the first layers have less than a further one
     graphs: int = 1  # that Dynamo makes of it
     generates: bool = True
 

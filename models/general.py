@@ -10,13 +10,11 @@ from torch import nn
 from fp8graph.policy import Policy, Rule
 from fp8graph.recipes import RecipeLike
 
-# Heads: their output is the loss's input, errors there are not averaged out by later layers, and their N (the
-# vocabulary) makes their gradients the widest in range. Every published FP8 recipe keeps them.
+# Why: HEAD and ROUTER in family.py.
 HEADS: Final = (
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection", "proj_out",
 )  # fmt: skip
-# Routers choose experts by comparing logits: a small error is another expert. A bare "gate" is not one: it is
-# the gate projection of many gated MLPs.
+# A bare "gate" is none: it is the gate projection of many gated MLPs.
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 
 
