@@ -14,13 +14,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from fp8graph import compat
+from fp8graph import compat, ops
 
 aten = torch.ops.aten
 
 # Matmuls that quantize rewrites, and those that are only reported.
 MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
-GROUPED: Final = (aten._grouped_mm.default,)
+GROUPED: Final = (aten._grouped_mm.default, ops.grouped_mm)
 SITES: Final = (*MATMULS, *GROUPED)
 
 FORWARD: Final = "is_forward"
@@ -281,7 +281,7 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
 
 
 def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """``(a, b)`` of a matmul node: addmm and baddbmm have the bias before them, grouped_mm the offsets after."""
+    """``(a, b)`` of a matmul node: addmm and baddbmm have the bias before them, grouped matmuls the offsets after."""
     a, b = cast(tuple[fx.Node, ...], node.args[:2] if node.target in GROUPED else node.args[-2:])
     return a, b
 

@@ -46,9 +46,12 @@ class Hardware:
     name: str  # "cpu", "sm_90", "sm_100", or the device type
     scalings: frozenset[str]  # those that torch._scaled_mm multiplies
     speed: Speed | None = None  # None: not known, or nothing to win (a CPU)
+    grouped: frozenset[str] = frozenset()  # those that torch._scaled_grouped_mm multiplies
 
-    def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+    def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
         """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
+        if grouped:
+            return self._grouped_obstacle(a, b, out_dtype)
         if a.scaling not in self.scalings:
             return f"{self.name} has no {_NAMES[a.scaling]}"
         if self.name == "cpu":
@@ -60,6 +63,15 @@ class Hardware:
             return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
         if a.scaling == "mxfp8" and torch.float8_e5m2 in (a.dtype, b.dtype):
             return "MXFP8 GEMMs take E4M3 only"
+        return None
+
+    def _grouped_obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        if a.scaling not in self.grouped:
+            return f"{self.name} has no grouped {_NAMES[a.scaling]}"
+        if out_dtype != torch.bfloat16:
+            return f"grouped FP8 GEMMs give bf16 results only, not {str(out_dtype).removeprefix('torch.')}"
+        if torch.float8_e5m2 in (a.dtype, b.dtype):
+            return "grouped FP8 GEMMs take E4M3 only"
         return None
 
 
@@ -85,9 +97,16 @@ def from_target(target: str, device_name: str = "") -> Hardware:
         scalings |= {"row"}
     if (major, minor) == (9, 0):  # Blackwell's block scaling is MXFP8
         scalings |= {"block"}
+    # one scale a row; what has fewer scales is multiplied with copies of them
+    grouped: set[Scaling] = {"tensor", "delayed", "row"} if (major, minor) == (9, 0) else set()
     if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
         scalings |= {"mxfp8", "nvfp4"}
-    return Hardware(name=target, scalings=frozenset(scalings), speed=roofline.of_target(target, device_name))
+    return Hardware(
+        name=target,
+        scalings=frozenset(scalings),
+        speed=roofline.of_target(target, device_name),
+        grouped=frozenset(grouped),
+    )
 
 
 def default_recipe(device: Hardware) -> str:

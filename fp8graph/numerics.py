@@ -22,7 +22,6 @@ What a reader should know:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,160 +32,32 @@ from torch import Tensor
 
 from fp8graph import compat
 from fp8graph.formats import (
-    biased_exponent,
-    cast_to_e2m1,
     exp2_biased,
     inverse,
     nvfp4_global_scale,
-    pack_e2m1,
     saturating_cast,
     scale_from_amax,
     unpack_e2m1,
 )
+from fp8graph.groups import Span, group_of_rows, padded_offsets, quantize_groups, spans
 from fp8graph.hints import stored
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
+from fp8graph.tiles import (
+    join,
+    largest_of,
+    pad_to_multiple,
+    quantize_rows,
+    quantize_tiles,
+    tiles_of,
+    untile,
+    with_overflow,
+    with_padding,
+)
 
 
 def tensor_amax(x: Tensor) -> Tensor:
     """``max |x|`` as an FP32 scalar; NaN if any element is NaN. Exact: every dtype taken widens to FP32."""
     return x.abs().amax().to(torch.float32)
-
-
-def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Zero rows and columns at the end so that both sizes are multiples. Zeros change no amax."""
-    pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
-    if isinstance(pad_rows, int) and isinstance(pad_columns, int) and pad_rows == pad_columns == 0:
-        return x
-    return torch.constant_pad_nd(x, [0, pad_columns, 0, pad_rows], 0.0)
-
-
-def _tiles(x: Tensor, block: Sequence[int]) -> Tensor:
-    """[..., R, C] -> [..., R / rows, rows, C / columns, columns]; both sizes are multiples of the block's."""
-    *batch, rows, columns = x.shape
-    return x.reshape(*batch, rows // block[0], block[0], columns // block[1], block[1])
-
-
-def _untile(tiles: Tensor) -> Tensor:
-    *batch, row_tiles, rows, column_tiles, columns = tiles.shape
-    return tiles.reshape(*batch, row_tiles * rows, column_tiles * columns)
-
-
-def _largest(amaxes: Sequence[Tensor]) -> Tensor:
-    """Elementwise; NaN wins."""
-    return functools.reduce(torch.maximum, amaxes)
-
-
-def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """The parts along ``axis``. Stored parts are written where they belong: no copy."""
-    return torch.cat(list(parts), axis) if len(parts) > 1 else parts[0]
-
-
-def _quantize_tiles(
-    parts: Sequence[Tensor],
-    axis: int,
-    dtype: torch.dtype,
-    scaling: str,
-    block: Sequence[int],
-    power_2_scale: bool,
-    amax_epsilon: float,
-    carry_overflow: bool,
-    global_scale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; parts are joined."""
-    *batch, rows, columns = parts[0].shape
-    padded = [pad_to_multiple(x, *block) for x in parts]
-    tiled = [_tiles(x, block) for x in padded]
-    amaxes = [x.abs().amax(dim=(-3, -1)).to(torch.float32) for x in tiled]  # [..., R / rows, C / columns]
-    settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
-    made = [_tile_scales(amax, *settings) for amax in amaxes]
-    scale_inv = _join([inverse for _, inverse in made], axis)
-    scaled = [x.to(torch.float32) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
-    if scaling == "nvfp4":
-        packed = [pack_e2m1(cast_to_e2m1(_untile(x)))[..., :rows, :].contiguous() for x in scaled]
-        return _join(packed, axis), scale_inv
-    data = [saturating_cast(x, dtype) for x in scaled]
-    if all(x is part for x, part in zip(padded, parts, strict=True)):
-        tile_axis = -4 if axis == -2 else -2  # of [R / rows, rows, C / columns, columns]
-        joined = [*batch, rows * len(parts), columns] if axis == -2 else [*batch, rows, columns * len(parts)]
-        return _join([stored(x.contiguous()) for x in data], tile_axis).reshape(joined), scale_inv
-    return _join([stored(_untile(x)[..., :rows, :columns].contiguous()) for x in data], axis), scale_inv
-
-
-def _quantize_rows(
-    parts: Sequence[Tensor],
-    axis: int,
-    multiples: Sequence[int],
-    dtype: torch.dtype,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    carry_overflow: bool,
-) -> tuple[Tensor, Tensor]:
-    """``(data, scale_inv)`` of one layout with one scale per row of the joined parts, padded to ``multiples``."""
-    amaxes = [x.abs().amax(-1, keepdim=True).to(torch.float32) for x in parts]  # [..., rows, 1]
-    if axis == -1:
-        amaxes = [_largest(amaxes)]
-
-    def scales_of(amax: Tensor) -> tuple[Tensor, Tensor]:
-        settings = (power_2_scale, amax_epsilon, carry_overflow, None, parts[0].dtype)
-        return _tile_scales(amax, dtype, "row", *settings)
-
-    made = [scales_of(amax) for amax in amaxes]
-    data = [
-        stored(saturating_cast(x.to(torch.float32) * made[i % len(made)][0], dtype).contiguous())
-        for i, x in enumerate(parts)
-    ]
-    scale_inv = _join([inverse for _, inverse in made], -2)
-    missing = -scale_inv.shape[-2] % multiples[0]
-    if not (isinstance(missing, int) and missing == 0):  # rows of zeros
-        zeros = scale_inv.new_zeros([*scale_inv.shape[:-2], missing, 1])
-        scale_inv = torch.cat([scale_inv, scales_of(zeros)[1]], -2)
-    return _with_padding(_join(data, axis), multiples), scale_inv
-
-
-def _with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
-    """``x`` with zeros at the end so that its last sizes are ``multiples``.
-
-    Written beside ``x``, not with it: the loop that makes ``x`` keeps its size and goes on to fuse with what feeds it.
-    """
-    for axis, multiple in ((-1, multiples[1]), (-2, multiples[0])):
-        missing = -x.shape[axis] % multiple
-        if not (isinstance(missing, int) and missing == 0):
-            shape = [*x.shape]
-            shape[axis] = missing
-            x = torch.cat([x, x.new_zeros(shape)], axis)
-    return x
-
-
-def _tile_scales(
-    amax: Tensor,
-    dtype: torch.dtype,
-    scaling: str,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    carry_overflow: bool,
-    global_scale: Tensor | None,
-    source_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` of tiles from their amaxes."""
-    if scaling == "mxfp8":
-        exponent = biased_exponent(amax, FP8_MAX[dtype])
-        scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
-        scale_inv = exponent.to(torch.uint8)
-    elif global_scale is not None:  # nvfp4
-        scale_inv = saturating_cast(amax * (global_scale / 6.0), torch.float8_e4m3fn)
-        scale = inverse(scale_inv.to(torch.float32) * inverse(global_scale)).clamp_max(FLT_MAX)
-    else:
-        largest = torch.finfo(source_dtype).max if scaling == "block" else FLT_MAX
-        scale = scale_from_amax(
-            amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
-        )
-        scale_inv = _with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
-    return scale, scale_inv
-
-
-def _with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
-    """``scale_inv``, and inf where the amax is inf."""
-    return torch.where(amax > FLT_MAX, amax, scale_inv)
 
 
 def output_names(
@@ -216,6 +87,8 @@ def quantize_layouts(
     keep_scales: bool = False,
     more: Sequence[Tensor] | None = None,
     dim: int = -1,
+    offs: Tensor | None = None,
+    per_matrix: bool = False,
 ) -> list[Tensor]:
     """What a ``fp8graph::quantize`` node computes; :func:`output_names` names the results.
 
@@ -236,7 +109,13 @@ def quantize_layouts(
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
         more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); each a multiple of tiles and
             of what sizes are padded to.
+        offs, per_matrix: an operand of a grouped matmul, see :func:`fp8graph.groups.quantize_groups`: the rows of ``x``
+            fall into groups; or ``x`` [experts, rows, columns] and scales of tensors are one for each expert.
     """
+    if offs is not None or (per_matrix and scaling == "tensor"):
+        settings = (dtype, power_2_scale, amax_epsilon, rowwise, columnwise)
+        extra: Any = {"carry_overflow": carry_overflow, "scales": scales, "row": row, "offs": offs}
+        return quantize_groups(x, *settings, scaling=scaling, block=block, **extra)
     parts = [x, *(more or ())]
     if any(part.shape != x.shape for part in parts):
         parts = [x := torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each where it is
@@ -244,7 +123,7 @@ def quantize_layouts(
     scale_invs: list[Tensor] = []
     amax = scale = global_scale = None
     if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
-        amax = _largest([tensor_amax(part) for part in parts])
+        amax = largest_of([tensor_amax(part) for part in parts])
     if scaling == "tensor" and scales is None:
         scale = scale_from_amax(
             cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
@@ -254,7 +133,7 @@ def quantize_layouts(
         if scaling == "delayed":
             amaxes = [part.abs().amax(-1).to(torch.float32) for part in parts]
             # [..., rows]: one kernel with the cast; the update reduces it
-            amax = _largest(amaxes) if dim == -1 else _join(amaxes, -1)
+            amax = largest_of(amaxes) if dim == -1 else join(amaxes, -1)
         if scales is None:  # the first step's
             scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
         # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)
@@ -277,21 +156,21 @@ def quantize_layouts(
                 if carry_overflow and scaling == "delayed":
                     scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
                 quantized.append(stored(saturating_cast(scaled, dtype).contiguous()))
-            outputs.append(_with_padding(_join(quantized, axis), multiples))
+            outputs.append(with_padding(join(quantized, axis), multiples))
         elif scaling == "row":
             settings = (dtype, power_2_scale, amax_epsilon, carry_overflow)
-            data, layout_scale_inv = _quantize_rows(sources, axis, multiples, *settings)
+            data, layout_scale_inv = quantize_rows(sources, axis, multiples, *settings)
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
         else:
             sources = [pad_to_multiple(source, multiples[0], multiples[1]) for source in sources]
             settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
-            data, layout_scale_inv = _quantize_tiles(sources, axis, *settings)
+            data, layout_scale_inv = quantize_tiles(sources, axis, *settings)
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
     if scale_inv is not None:
         carried = carry_overflow and scaling != "delayed" and scales is None
-        scale_invs.append(_with_overflow(scale_inv, cast(Tensor, amax)) if carried else scale_inv)
+        scale_invs.append(with_overflow(scale_inv, cast(Tensor, amax)) if carried else scale_inv)
     if scaling == "delayed":
         scale_invs.append(cast(Tensor, amax))
     if keep_scales:
@@ -313,9 +192,9 @@ def decode(
     *_, rows, columns = values.shape
     if scaling == "mxfp8":
         scale_inv = exp2_biased(scale_inv.to(torch.int32))
-    tiles = _tiles(pad_to_multiple(values, *block), block)
+    tiles = tiles_of(pad_to_multiple(values, *block), block)
     tiles = tiles * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1)
-    values = _untile(tiles)[..., :rows, :columns]
+    values = untile(tiles)[..., :rows, :columns]
     return values if global_scale_inv is None else values * global_scale_inv
 
 
@@ -394,6 +273,85 @@ def scaled_mm(
         result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
         result = (result if bias is None else result + bias).to(out_dtype)
     return result
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    native: bool,
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+    multiple: int = 1,
+) -> Tensor:
+    """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
+    [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; rows of no group are zero where emulated.
+
+    ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
+    ``multiple``: what the groups of columns are padded to. ``native``: the device multiplies, with one scale a row.
+    """
+    ragged_k = b.ndim == 2
+    if native and a.device.type != "cpu":
+        ends = padded_offsets(offs, multiple) if ragged_k else offs
+        return torch._scaled_grouped_mm(
+            a,  # [t, k] or [m, t], row-major
+            b.transpose(-2, -1),  # column-major: no copy
+            _scales_of_rows(a, scale_inv_a, offs, scaling, ragged_k),
+            _scales_of_rows(b, scale_inv_b, offs, scaling, ragged_k),
+            ends,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    sides = ((a, scale_inv_a, block_a, global_scale_inv_a), (b, scale_inv_b, block_b, global_scale_inv_b))
+    shape = (offs.shape[0], a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
+    out = a.new_zeros(shape, dtype=out_dtype)
+    for span in spans(offs, multiple):
+        values = [
+            decode(*_of_group(span, data, scale_inv, scaling, block, ragged_k), scaling, block, scalar)
+            for data, scale_inv, block, scalar in sides
+        ]
+        out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
+    return out
+
+
+def _of_group(
+    span: Span, data: Tensor, scale_inv: Tensor, scaling: str, block: Sequence[int], ragged_k: bool
+) -> tuple[Tensor, Tensor]:
+    """Data and scales of one group of an operand of ``scaled_grouped_mm``."""
+    one = scale_inv[span.group] if scaling == "tensor" else scale_inv if scaling == "delayed" else None
+    if data.ndim == 3:  # [experts, n, k]
+        return data[span.group], scale_inv[span.group] if one is None else one
+    if not ragged_k:  # [t, k]
+        return data[span.rows], scale_inv[span.rows] if one is None else one
+    columns = span.columns  # of [m, padded t]
+    if scaling == "row":
+        return data[:, columns], scale_inv[span.group].unsqueeze(1)
+    if one is not None:
+        return data[:, columns], one
+    tiles = slice(columns.start // block[1], columns.stop // block[1])
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    return data[:, columns.start // packed : columns.stop // packed], scale_inv[:, tiles]
+
+
+def _scales_of_rows(data: Tensor, scale_inv: Tensor, offs: Tensor, scaling: str, ragged_k: bool) -> Tensor:
+    """Scales as torch._scaled_grouped_mm wants them, one for each row: [t], [experts, n] or [experts * m]."""
+    experts = offs.shape[0]
+    if scaling == "row":  # [t, 1], [experts, n, 1] or [experts, m]
+        return scale_inv.reshape(data.shape[:-1] if scale_inv.shape[-1] == 1 else -1)
+    one_each = scale_inv.expand(experts)
+    if data.ndim == 3:
+        return one_each.unsqueeze(1).expand(experts, data.shape[1]).contiguous()
+    if ragged_k:
+        return one_each.repeat_interleave(data.shape[0])
+    return one_each[group_of_rows(offs, data.shape[0]).clamp_max(experts - 1)]
 
 
 def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], scaling: str) -> tuple[Tensor, Tensor]:

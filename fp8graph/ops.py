@@ -2,6 +2,8 @@
 
     quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
+    scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, use_fast_accum, native, *, ...) -> a GEMM a group
+    grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     read_scales(page, copy) -> [tensors, 2];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
@@ -18,15 +20,20 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 
-from fp8graph import delayed, numerics
+from fp8graph import delayed, groups, numerics
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
     ' int[] rowwise, int[] columnwise, *, str scaling="tensor", int[] block=[], bool carry_overflow=False,'
-    " Tensor? scales=None, int row=0, bool keep_scales=False, Tensor[]? more=None, int dim=-1) -> Tensor[]",
+    " Tensor? scales=None, int row=0, bool keep_scales=False, Tensor[]? more=None, int dim=-1,"
+    " Tensor? offs=None, bool per_matrix=False) -> Tensor[]",
     "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
     ' ScalarType out_dtype, bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
+    "scaled_grouped_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs,"
+    ' ScalarType out_dtype, bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[],'
+    " int[] block_b=[], Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
+    "grouped_mm": "(Tensor a, Tensor b, Tensor offs) -> Tensor",
     "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
     "read_scales": "(Tensor page, bool copy) -> Tensor",
@@ -52,17 +59,24 @@ def _fake_quantize(
     keep_scales: bool = False,
     more: Sequence[Tensor] | None = None,
     dim: int = -1,
+    offs: Tensor | None = None,
+    per_matrix: bool = False,
 ) -> list[Tensor]:
     *batch, rows, columns = x.shape
     rows = rows + sum(part.shape[-2] for part in more or ()) if dim == -2 else rows
     columns = columns + sum(part.shape[-1] for part in more or ()) if dim == -1 else columns
     shapes: list[tuple[list[int], torch.dtype]] = []
     scale_shapes: list[tuple[list[int], torch.dtype]] = []
-    for multiples, sizes in ((rowwise, (rows, columns)), (columnwise, (columns, rows))):
+    for transposed, multiples, sizes in ((False, rowwise, (rows, columns)), (True, columnwise, (columns, rows))):
         if multiples:
+            ragged_k = offs if transposed else None
+            if ragged_k is not None:
+                sizes = columns, groups.padded_rows(rows, ragged_k.shape[0], multiples[1])
             padded = [size + -size % m for size, m in zip(sizes, multiples, strict=True)]
             tile = block if scaling != "row" else (1, padded[1])
             tiles = [-(-size // t) for size, t in zip(padded, tile, strict=True)] if tile else []
+            if ragged_k is not None and scaling == "row":
+                tiles = [ragged_k.shape[0], padded[0]]
             if scaling == "nvfp4":
                 padded[1] = (padded[1] + -padded[1] % block[1]) // 2
             shapes.append(([*batch, *padded], dtype))
@@ -70,6 +84,8 @@ def _fake_quantize(
     scalar = ([], torch.float32)
     if scaling in ("tensor", "delayed"):
         scale_shapes = [([1], torch.float32) if scales is not None or scaling == "delayed" else scalar]
+        if scaling == "tensor" and (offs is not None or per_matrix):
+            scale_shapes = [([x.shape[0] if offs is None else offs.shape[0]], torch.float32)]
         if scaling == "delayed":
             scale_shapes.append(([*batch, rows], torch.float32))  # the amax of each row
         elif keep_scales:
@@ -90,6 +106,25 @@ def _fake_scaled_mm(
     **_kwargs: Any,
 ) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _fake_scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    _scale_inv_a: Tensor,
+    _scale_inv_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    _use_fast_accum: bool,
+    _native: bool,
+    **_kwargs: Any,
+) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1]))
 
 
 def _fake_dequantize(
@@ -115,6 +150,8 @@ def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) 
 for _name, _reference, _fake in (
     ("quantize", numerics.quantize_layouts, _fake_quantize),
     ("scaled_mm", numerics.scaled_mm, _fake_scaled_mm),
+    ("scaled_grouped_mm", numerics.scaled_grouped_mm, _fake_scaled_grouped_mm),
+    ("grouped_mm", groups.grouped_mm, _fake_grouped_mm),
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
     ("read_scales", _read_scales, _fake_read_scales),
     ("update_page", delayed.updated_page, _fake_update_page),
@@ -125,6 +162,8 @@ for _name, _reference, _fake in (
 
 quantize = torch.ops.fp8graph.quantize.default
 scaled_mm = torch.ops.fp8graph.scaled_mm.default
+scaled_grouped_mm = torch.ops.fp8graph.scaled_grouped_mm.default
+grouped_mm = torch.ops.fp8graph.grouped_mm.default
 dequantize = torch.ops.fp8graph.dequantize.default
 read_scales = torch.ops.fp8graph.read_scales.default
 update_page = torch.ops.fp8graph.update_page.default
@@ -132,6 +171,7 @@ update_page = torch.ops.fp8graph.update_page.default
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     quantize: numerics.quantize_layouts,
     scaled_mm: numerics.scaled_mm,
+    scaled_grouped_mm: numerics.scaled_grouped_mm,
     dequantize: numerics.dequantize_data,
     read_scales: delayed.read_scales,
     update_page: delayed.updated_page,
@@ -146,3 +186,11 @@ def output_names(node: fx.Node) -> list[str]:
 
 
 DIALECT: Final = frozenset(REFERENCE)
+
+
+def stays(node: fx.Node) -> bool:
+    """Whether a node of the dialect runs as the op that it is: a loop over groups, whose sizes no graph knows."""
+    if node.target is not scaled_grouped_mm:
+        return False
+    device = cast(fx.Node, node.args[0]).meta["val"].device
+    return not node.args[7] or device.type == "cpu"

@@ -39,7 +39,7 @@ def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
             if "partitioner_tag" in node.meta and any(is_backward(s) for s in node.all_input_nodes):
                 fail(node, "a forward node that reads from backward")
         if node.target in _CHECKS:
-            if lowered and node.target in ops.DIALECT:
+            if lowered and node.target in ops.DIALECT and not ops.stays(node):
                 fail(node, "a dialect node that was not lowered")
             if PASS_KEY in node.meta:
                 if (problem := _CHECKS[node.target](node)) is not None:
@@ -58,10 +58,26 @@ def _quantize(node: fx.Node) -> str | None:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
     scaling = cast(str, node.kwargs.get("scaling", "tensor"))
+    if node.kwargs.get("more") is not None and (problem := _joined(node)) is not None:
+        return problem
     if len(outputs) != len(ops.output_names(node)):
         return f"{len(outputs)} outputs"
     if (scaling in ("block", "mxfp8", "nvfp4")) != bool(node.kwargs.get("block")):
         return f"scaling {scaling} with tiles {node.kwargs.get('block')}"
+    return None
+
+
+def _joined(node: fx.Node) -> str | None:
+    """``more``: tensors that are joined along ``dim``, each of the shape of the first but for that."""
+    first, more = value(cast(fx.Node, node.args[0])), [value(part) for part in cast(Any, node.kwargs["more"])]
+    dim = cast(int, node.kwargs.get("dim", -1))
+    if dim not in (-2, -1):
+        return f"joins along dim {dim}"
+    kept = -3 - dim
+    for part in more:
+        fits = part.ndim == first.ndim and known_equal(part.shape[kept], first.shape[kept])
+        if not fits or part.dtype != first.dtype:
+            return f"joins {part.dtype} {tuple(part.shape)} to {first.dtype} {tuple(first.shape)} along dim {dim}"
     return None
 
 
@@ -89,6 +105,26 @@ def _scaled_mm(node: fx.Node) -> str | None:
     return None
 
 
+def _scaled_grouped_mm(node: fx.Node) -> str | None:
+    a, b = (value(n) for n in cast(Any, node.args[:2]))
+    offs = value(cast(fx.Node, node.args[4]))
+    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
+    if (problem := _low_precision(a, b)) is not None:
+        return problem
+    if (a.ndim, b.ndim) not in ((2, 3), (2, 2)) or not known_equal(a.shape[-1], b.shape[-1]):
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
+    if offs.ndim != 1 or (b.ndim == 3 and not known_equal(b.shape[0], offs.shape[0])):
+        return f"{offs.shape} groups for {tuple(b.shape)}"
+    if node.args[7]:
+        if torch.float8_e5m2 in (a.dtype, b.dtype) or node.args[5] != torch.bfloat16:
+            return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}"
+        multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
+        _, n, k = ALIGNMENT[scaling]
+        if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
+            return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
+    return None
+
+
 def _aten_scaled_mm(node: fx.Node) -> str | None:
     a, b, *scales = (value(n) for n in cast(Any, node.args[:4]))
     bias, out_dtype = cast(Any, node.kwargs.get("bias", None)), node.kwargs.get("out_dtype", None)
@@ -105,9 +141,16 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """The rules that all low-precision GEMMs share: a [m, k] and b [n, k], both contiguous along k."""
+    """The rules of low-precision GEMMs: a [m, k] and b [n, k], both contiguous along k."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
+    if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
+        return f"cuBLAS cannot add a {bias.dtype} bias of {bias.ndim} dims to {out_dtype}"
+    return _low_precision(a, b)
+
+
+def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """The rules of all operands: their dtypes, and that they are contiguous along k."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in (*FP8_MAX, torch.float4_e2m1fn_x2):
             return f"operand {name} is {tensor.dtype}"
@@ -115,8 +158,6 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype
             return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
     if a.dtype == b.dtype == torch.float8_e5m2:
         return "E5M2 x E5M2 does not exist"
-    if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
-        return f"cuBLAS cannot add a {bias.dtype} bias of {bias.ndim} dims to {out_dtype}"
     return None
 
 
@@ -128,6 +169,7 @@ def _dequantize(node: fx.Node) -> str | None:
 _CHECKS: dict[Any, Any] = {
     ops.quantize: _quantize,
     ops.scaled_mm: _scaled_mm,
+    ops.scaled_grouped_mm: _scaled_grouped_mm,
     ops.dequantize: _dequantize,
     aten._scaled_mm.default: _aten_scaled_mm,
 }

@@ -9,6 +9,6 @@ FAMILY = Family(
     keep={"lm_head": HEAD, "*.mlp.router": ROUTER},
     tiny=causal_lm("GptOss", head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     inputs=tokens,
-    layer=Counts(sites=9, fp8_gemms=12, multiplied=8, quantized_tensors=6, casts=12),
+    layer=Counts(sites=9, fp8_gemms=18, multiplied=14, quantized_tensors=12, casts=24),
     rest=Counts(sites=1),
 )

@@ -9,6 +9,6 @@ FAMILY = Family(
     keep={"lm_head": HEAD, "*.mlp.gate": ROUTER},
     tiny=causal_lm("Qwen3Moe", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     inputs=tokens,
-    layer=Counts(sites=7, fp8_gemms=12, multiplied=6, quantized_tensors=6, casts=12),
+    layer=Counts(sites=7, fp8_gemms=18, multiplied=12, quantized_tensors=12, casts=24),
     rest=Counts(sites=1),
 )

@@ -21,12 +21,13 @@ from fp8graph.passes.quantize import quantize
 from fp8graph.passes.save import save
 from fp8graph.passes.share import share
 from fp8graph.passes.state import state
+from fp8graph.passes.unpack import unpack
 from fp8graph.sites import Compilation
 
 Pass = Callable[[fx.Graph, Compilation], None]
 
 # On the joint forward + backward graph (or the forward graph of inference), before the partitioner.
-JOINT_PIPELINE: tuple[Pass, ...] = (match, assign, quantize, share, group, cache, state, save)
+JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, group, cache, state, save)
 
 # On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.

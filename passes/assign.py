@@ -12,6 +12,7 @@ matmuls that nobody asked for, backward matmuls without a forward one; and what 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,12 +22,11 @@ from fp8graph.autocast import DISABLED, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import GROUPED, matmul_arguments, size_hint, static_size, value, value_key
 from fp8graph.hardware import ALIGNMENT
+from fp8graph.legality import is_batched, why_not
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
 from fp8graph.roofline import Operand, predicted_speedup
 from fp8graph.sites import Compilation, Decision, Gemm, Site
-
-_HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
@@ -74,42 +74,29 @@ def resolve(site: Site, compilation: Compilation) -> Resolution:
 def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Decision:
     """The decision about one GEMM."""
     recipe = resolution.recipes[gemm.gemm]
+
+    def left_alone(reason: str, **more: Any) -> Decision:
+        return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution, **more)
+
     if recipe is None:
-        reason = resolution.source
-        if resolution.source.startswith("rule") or resolution.source == "default":
-            reason += ": high precision"
-        return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution)
+        says_so = not resolution.source.startswith("rule") and resolution.source != "default"
+        return left_alone(resolution.source if says_so else f"{resolution.source}: high precision")
     if not recipe.covers(gemm.gemm):
-        return Decision(
-            recipe=None,
-            reason=f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision",
-            execution="high precision",
-            resolution=resolution,
-        )
+        return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
+    asked = f" ({resolution.source} asked for {recipe.name})"
     obstacle = why_not(gemm, resolution)
     if obstacle is None and compilation.subgraph and isinstance(recipe, DelayedScaling):
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
-        return Decision(
-            recipe=None,
-            reason=f"{obstacle} ({resolution.source} asked for {recipe.name})",
-            execution="high precision",
-            resolution=resolution,
-            required=resolution.by_user,
-        )
+        return left_alone(obstacle + asked, required=resolution.by_user)
     obstacle = _emulation(gemm, recipe, compilation)
+    if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
+        if _device(gemm, compilation).speed is not None:  # a loop over experts, in place of one fast kernel
+            return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
     speedup = None if obstacle else _speedup(gemm, recipe, compilation)
     if speedup is not None and speedup < compilation.policy.min_speedup:
         why = f"not faster in FP8: predicted {speedup:.2f}x, min_speedup is {compilation.policy.min_speedup:g}"
-        return Decision(
-            recipe=None,
-            reason=f"{why} ({resolution.source} asked for {recipe.name})",
-            execution="high precision",
-            resolution=resolution,
-            by_profitability=True,
-            speedup=speedup,
-            required=resolution.by_user,
-        )
+        return left_alone(why + asked, by_profitability=True, speedup=speedup, required=resolution.by_user)
     notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe))]
     notes += [f"predicted {speedup:.2f}x"] if speedup is not None else []
     return Decision(
@@ -122,38 +109,13 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     )
 
 
-def why_not(gemm: Gemm, resolution: Resolution) -> str | None:
-    """Why FP8 cannot do this GEMM, or None if it can."""
-    a, b = value(gemm.a.tensor), value(gemm.b.tensor)
-    for tensor in (a, b):
-        if tensor.dtype not in _HIGH_PRECISION_DTYPES:
-            return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
-        if any(static_size(size) == 0 for size in tensor.shape):
-            return f"an operand is empty: {list(tensor.shape)}"
-    if a.dtype != b.dtype:
-        return f"operands of two dtypes: {a.dtype}, {b.dtype}"
-    if value(gemm.node).dtype not in _HIGH_PRECISION_DTYPES:
-        return f"the result is {value(gemm.node).dtype}"
-    if gemm.node.target in GROUPED:
-        return "grouped matmul: not rewritten in this version"
-    if is_batched(gemm) and not resolution.by_user:
-        return "batched matmul: torch has no scaled bmm; a rule that names it gets it emulated"
-    return None
-
-
-def is_batched(gemm: Gemm) -> bool:
-    """Whether this is a bmm over more than one matrix (a batch of one is a plain GEMM)."""
-    out = value(gemm.node)
-    return out.ndim == 3 and static_size(out.shape[0]) != 1
-
-
 def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:
     """Why this GEMM is emulated, or None if the device multiplies it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = _device(gemm, compilation)
     a, b = (recipe.quantizer(view.operand) for view in (gemm.a, gemm.b))
-    return device.obstacle(a, b, value(gemm.node).dtype)
+    return device.obstacle(a, b, value(gemm.node).dtype, grouped=gemm.node.target in GROUPED)
 
 
 def _device(gemm: Gemm, compilation: Compilation) -> hardware.Hardware:

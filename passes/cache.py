@@ -32,7 +32,7 @@ from fp8graph.graph import (
     static_size,
     value,
 )
-from fp8graph.passes.quantize import ROWS_KEY
+from fp8graph.operands import ROWS_KEY
 from fp8graph.passes.state import state
 from fp8graph.sites import CACHED_KEY, Compilation, QuantizedWeight
 

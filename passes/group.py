@@ -39,7 +39,7 @@ from fp8graph.graph import (
     update_views,
     value,
 )
-from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
+from fp8graph.operands import OPERAND_KEY, ROWS_KEY
 from fp8graph.recipes import GemmName
 from fp8graph.sites import Compilation, Site
 from fp8graph.sums import are_summed, take_out_of_sum

@@ -5,7 +5,8 @@
 
 The aten nodes come from tracing ``ops.REFERENCE`` with Inductor's decompositions, so the arithmetic is written
 once. A trace costs some ten milliseconds: it is kept per signature. Runs after the partitioner, on the forward
-and on the backward graph. Every dialect node is lowered; a node that cannot be traced is an error.
+and on the backward graph. Every dialect node is lowered but emulated grouped GEMMs (``ops.stays``); a node that cannot
+be traced is an error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from fp8graph.graph import inline, nodes, trace, value
 def lower(graph: fx.Graph) -> None:
     traces: dict[Any, fx.Graph] = {}
     for node in list(nodes(graph, ops.DIALECT)):
+        if ops.stays(node):
+            continue
         key = _signature(node)
         if key not in traces:
             traces[key] = _trace(node)

@@ -3,6 +3,9 @@
     y = mm(x, permute(w))       ->      qx = quantize(x, rowwise=[1, 16]);  qw = quantize(w, rowwise=[16, 16])
                                         y  = scaled_mm(qx[0], qw[0], qx[1], qw[1], None, bf16, fast_accum)
 
+    y = grouped_mm(x, permute(w), offs)    ->    qx = quantize(x, offs=offs);  qw = quantize(w, per_matrix=True)
+                                        y  = scaled_grouped_mm(qx[0], qw[0], qx[1], qw[1], offs, bf16, ...)
+
     y = bmm(a, b)               ->      qa = quantize(a); qb = quantize(b)                    (emulated)
                                         y  = to(bmm(dequantize(qa), dequantize(qb)), bf16)
 
@@ -14,46 +17,34 @@ the plan are not touched.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from operator import getitem
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import GEMM_KEY, MATMULS, aten, insert, known_equal, matmul_arguments, nodes, value
+from fp8graph.graph import GEMM_KEY, GROUPED, SITES, aten, insert, known_equal, matmul_arguments, nodes, value
 from fp8graph.hardware import ALIGNMENT
-from fp8graph.recipes import Quantizer, Recipe
-from fp8graph.sites import Compilation, Decision, Gemm, OperandView, Site, StateRow
+from fp8graph.operands import QuantizedOperand, quantize_operand
+from fp8graph.recipes import Recipe
+from fp8graph.sites import Compilation, Decision, Gemm, OperandView, Site
 
 _NAME = "quantize"
-OPERAND_KEY = "fp8graph_operand"  # node.meta of a quantize node: the operand's name
-ROWS_KEY = "fp8graph_rows"  # node.meta of a delayed quantize node: its StateRows
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
     results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: one matmul's result is the next one's operand
     gemms = {gemm.node: (gemm, site, i) for i, site in enumerate(compilation.sites) for gemm in site.gemms}
-    for node in list(nodes(graph, MATMULS)):
+    for node in list(nodes(graph, SITES)):
         decision = compilation.plan.get(node)
         if decision is not None and decision.recipe is not None:
             gemm, site, position = gemms[node]
             node.meta[GEMM_KEY] = position, gemm.gemm
             results[node] = _rewrite(graph, gemm, site, decision, results)
     graph.eliminate_dead_code()  # the transposes that only the replaced matmuls used
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Quantized:
-    """One operand in the layout that the GEMM wants, as nodes."""
-
-    quantizer: Quantizer
-    data: fx.Node
-    scale_inv: fx.Node
-    global_scale_inv: fx.Node | None
 
 
 def _rewrite(
@@ -66,60 +57,64 @@ def _rewrite(
 
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
+    grouped = node.target in GROUPED
     m, n, k = ALIGNMENT[recipe.quantizer(gemm.a.operand).scaling] if native else (1, 1, 1)
+    if grouped and value(gemm.b.tensor).ndim == 2:  # wgrad: groups of columns are whole tiles
+        k = math.lcm(k, *(recipe.quantizer(view.operand).block[1] or 1 for view in (gemm.a, gemm.b)))
     with graph.inserting_before(node):
-        quantized: list[_Quantized] = []
+        quantized: list[QuantizedOperand] = []
         for view, multiples in ((gemm.a, [m, k]), (gemm.b, [n, k])):
-            quantized.append(_quantize_operand(view, results, recipe, site, emit, native, multiples))
-        result = (_native if native else _emulated)(gemm, recipe, emit, *quantized)
+            settings = _of_groups(view, node) if grouped else {}
+            quantized.append(
+                quantize_operand(view, results, recipe, site, emit, native and not grouped, multiples, **settings)
+            )
+        if grouped:
+            result = _grouped(gemm, recipe, emit, *quantized, native=native, multiple=k)
+        else:
+            result = (_native if native else _emulated)(gemm, recipe, emit, *quantized)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
     return result
 
 
-def _quantize_operand(
-    view: OperandView,
-    results: Mapping[fx.Node, fx.Node],
-    recipe: Recipe,
-    site: Site,
-    emit: Callable[..., fx.Node],
-    native: bool,
-    multiples: list[int],
-) -> _Quantized:
-    tensor = results.get(view.tensor, view.tensor)
-    if native and value(tensor).ndim == 3:
-        tensor = emit(aten.squeeze.dim, tensor, 0)  # [1, r, c]: a batch of one
-    if view.flipped:
-        dims = list(range(value(tensor).ndim))
-        tensor = emit(aten.permute.default, tensor, [*dims[:-2], dims[-1], dims[-2]])
-    layouts: tuple[list[int], list[int]] = (multiples, []) if view.layout == "rowwise" else ([], multiples)
-    operand, quantizer = view.operand, recipe.quantizer(view.operand)
-    settings = numerics.quantizer_kwargs(quantizer)
-    if operand == "grad_output":
-        settings["carry_overflow"] = True  # torch.amp.GradScaler must see an inf
-    args = (tensor, *numerics.quantizer_args(quantizer), *layouts)
-    outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
-    outputs.meta[OPERAND_KEY] = operand
-    if quantizer.scaling == "delayed":
-        whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
-        outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
-    named: dict[str, fx.Node] = {}
-    for position, name in enumerate(numerics.output_names(quantizer.scaling, *layouts)):
-        if name != "amax":  # pass `state` asks for it
-            named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
-    return _Quantized(
-        quantizer=quantizer,
-        data=named[view.layout],
-        scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
-        global_scale_inv=named.get("global_scale_inv"),
-    )
-
-
-def _native(gemm: Gemm, recipe: Recipe, emit: Callable[..., fx.Node], a: _Quantized, b: _Quantized) -> fx.Node:
+def _native(
+    gemm: Gemm, recipe: Recipe, emit: Callable[..., fx.Node], a: QuantizedOperand, b: QuantizedOperand
+) -> fx.Node:
     out = value(gemm.node)
     padded_n = value(b.data).shape[0]  # a [m, k], b [n, k]
     bias = gemm.bias if _bias_fits(gemm) and known_equal(out.shape[-1], padded_n) else None
     args = (a.data, b.data, a.scale_inv, b.scale_inv, bias, out.dtype, recipe.fast_accum(gemm.gemm))
+    result = emit(ops.scaled_mm, *args, name=gemm.gemm, **_gemm_settings(a, b))  # [m_padded, n_padded]
+    result = _without_padding(gemm, result, emit)
+    if out.ndim == 3:
+        result = emit(aten.unsqueeze.default, result, 0)
+    return result if bias is not None else _add_bias(gemm, result, emit)
+
+
+def _grouped(
+    gemm: Gemm,
+    recipe: Recipe,
+    emit: Callable[..., fx.Node],
+    a: QuantizedOperand,
+    b: QuantizedOperand,
+    *,
+    native: bool,
+    multiple: int,
+) -> fx.Node:
+    args = (a.data, b.data, a.scale_inv, b.scale_inv, gemm.node.args[2], value(gemm.node).dtype)
+    settings = _gemm_settings(a, b) | ({"multiple": multiple} if multiple != 1 else {})
+    name = f"grouped_{gemm.gemm}"
+    result = emit(ops.scaled_grouped_mm, *args, recipe.fast_accum(gemm.gemm), native, name=name, **settings)
+    return _without_padding(gemm, result, emit)
+
+
+def _of_groups(view: OperandView, node: fx.Node) -> dict[str, Any]:
+    """What tells a quantize node that its operand is one of a grouped matmul."""
+    return {"per_matrix": True} if value(view.tensor).ndim == 3 else {"offs": node.args[2]}
+
+
+def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
+    """The keyword arguments of a scaled matmul: only what differs from the defaults."""
     settings: dict[str, Any] = {}
     if a.quantizer.scaling != "tensor":
         settings["scaling"] = a.quantizer.scaling
@@ -128,14 +123,10 @@ def _native(gemm: Gemm, recipe: Recipe, emit: Callable[..., fx.Node], a: _Quanti
             settings[f"block_{side}"] = list(operand.quantizer.block)
         if operand.global_scale_inv is not None:
             settings[f"global_scale_inv_{side}"] = operand.global_scale_inv
-    result = emit(ops.scaled_mm, *args, name=gemm.gemm, **settings)  # [m_padded, n_padded]
-    result = _without_padding(gemm, result, emit)
-    if out.ndim == 3:
-        result = emit(aten.unsqueeze.default, result, 0)
-    return result if bias is not None else _add_bias(gemm, result, emit)
+    return settings
 
 
-def _emulated(gemm: Gemm, _recipe: Recipe, emit: Callable[..., fx.Node], *operands: _Quantized) -> fx.Node:
+def _emulated(gemm: Gemm, _recipe: Recipe, emit: Callable[..., fx.Node], *operands: QuantizedOperand) -> fx.Node:
     a, b = (_dequantized(operand, emit) for operand in operands)  # [..., m, k], [..., n, k]
     out = value(gemm.node)
     if value(a).ndim == 3:
@@ -150,15 +141,16 @@ def _emulated(gemm: Gemm, _recipe: Recipe, emit: Callable[..., fx.Node], *operan
 
 
 def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
-    """``result`` [m_padded, n_padded] cut to the size of the matmul that it replaces."""
+    """``result`` [..., m_padded, n_padded] cut to the size of the matmul that it replaces."""
     sizes, padded = value(gemm.node).shape[-2:], value(result).shape[-2:]
+    first = value(result).ndim - 2
     for dim, (size, padded_size) in enumerate(zip(sizes, padded, strict=True)):
         if not known_equal(size, padded_size):
-            result = emit(aten.slice.Tensor, result, dim, 0, _symbolic(dim, gemm.node, emit))
+            result = emit(aten.slice.Tensor, result, first + dim, 0, _symbolic(dim, gemm.node, emit))
     return result
 
 
-def _dequantized(operand: _Quantized, emit: Callable[..., fx.Node]) -> fx.Node:
+def _dequantized(operand: QuantizedOperand, emit: Callable[..., fx.Node]) -> fx.Node:
     settings = numerics.quantizer_kwargs(operand.quantizer)
     if operand.global_scale_inv is not None:
         settings["global_scale_inv"] = operand.global_scale_inv

@@ -16,8 +16,8 @@ are kept in E4M3 with one scale a tensor, and backward recomputes the function f
     h = silu(g) * u;  qh = quantize(h)          ->      h, qh as before; qg = quantize(g), qu = quantize(u)  (forward)
     dg = silu_backward(dh * u, g)                       dg = silu_backward(dh * dequantize(qu), dequantize(qg))
 
-Refuses (keeps as it is) what torch.utils.checkpoint recomputes, and functions whose inputs are not GEMM results or
-whose values go anywhere but into an FP8 GEMM.
+Refuses (keeps as it is) what torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions whose
+inputs are not GEMM results or whose values go anywhere but into an FP8 GEMM.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from torch import fx
 
 from fp8graph import ops
 from fp8graph.graph import aten, insert, is_backward, nodes, readers, value
+from fp8graph.operands import OPERAND_KEY, ROWS_KEY
 from fp8graph.ops import output_names
-from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
 from fp8graph.sites import CACHED_KEY, Compilation
 
 _NAME = "save"
@@ -48,7 +48,7 @@ def save(graph: fx.Graph, compilation: Compilation) -> None:
     functions = _activation_functions(gemms)
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
-        if not is_backward(node) and "recompute" not in node.meta and CACHED_KEY not in node.meta:
+        if not is_backward(node) and not {"recompute", CACHED_KEY} & {*node.meta} and "offs" not in node.kwargs:
             if compilation.save == "memory" or (node.kwargs.get("scaling") == "row" and node.args[0] in free):
                 _quantize_again(graph, node)
     if compilation.save_activations_in_fp8:

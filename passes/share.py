@@ -21,7 +21,7 @@ from torch import fx
 
 from fp8graph import ops
 from fp8graph.graph import NO_GRAD_KEY, insert, nodes, runs_without_gradients, update_value, value_key
-from fp8graph.passes.quantize import OPERAND_KEY, ROWS_KEY
+from fp8graph.operands import OPERAND_KEY, ROWS_KEY
 from fp8graph.sites import Compilation, StateRow
 
 _NAME = "share"

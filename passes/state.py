@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph import delayed, ops
 from fp8graph.graph import aten, graph_inputs, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
-from fp8graph.passes.quantize import ROWS_KEY
+from fp8graph.operands import ROWS_KEY
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
 

@@ -184,4 +184,4 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 
 def test_each_dialect_op_has_a_reference() -> None:
     defined = {getattr(torch.ops.fp8graph, name).default for name in ops._SCHEMAS}
-    assert ops.DIALECT == defined == set(ops.REFERENCE)
+    assert ops.DIALECT == set(ops.REFERENCE) == defined - {ops.grouped_mm}  # high precision: runs as it is

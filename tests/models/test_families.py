@@ -12,12 +12,13 @@ from torch import nn
 import fp8graph
 from benchmarks.coverage import agreement, model_and_inputs, step
 from fp8graph.models import FAMILIES, general_policy, policy_for
-from fp8graph.models.family import Counts
+from fp8graph.models.family import Counts, causal_lm
 from helpers import dialect_counts, eager_backend
 
 # dB of logits, of all gradients and of the deepest layer's, at least, against the same model in bf16, tensorwise and
 # rowwise: what was measured (docs/coverage.md), less 1 to 2. Norms behind the blocks (gemma, olmo2, glm4) and T5's
 # unscaled attention amplify what the blocks' last linears round; of BERT's and BLOOM's logits most is the embedding.
+# Two of gpt_oss's 32 tokens go to another expert under tensorwise (8 dB each; 24 and more for the other 30).
 BOUNDS = {
     "bert": (43, 42, 26),
     "bloom": (46, 42, 22),
@@ -29,7 +30,7 @@ BOUNDS = {
     "glm4": (19, 16, 15),
     "gpt2": (28, 24, 22),
     "gpt_neox": (24, 21, 21),
-    "gpt_oss": (28, 25, 24),
+    "gpt_oss": (17, 15, 15),
     "granite": (25, 22, 19),
     "llama": (25, 22, 20),
     "mistral": (25, 22, 20),
@@ -81,11 +82,12 @@ def test_counts(name: str, layers: int) -> None:
     )
     for view in report.graphs:
         nodes = dialect_counts(view.module.graph)
-        found += Counts(multiplied=nodes["scaled_mm"], quantized_tensors=nodes["quantize"], casts=nodes["casts"])
+        multiplied = nodes["scaled_mm"] + nodes["scaled_grouped_mm"]
+        found += Counts(multiplied=multiplied, quantized_tensors=nodes["quantize"], casts=nodes["casts"])
     assert dataclasses.asdict(found) == dataclasses.asdict(family.counts(layers))
     assert len(report.graphs) == expected_graphs == family.graphs  # no graph break that plain Inductor has not
     left = {g.reason.partition(":")[0].partition(' "')[0].rstrip(" 0123456789") for g in report.gemms if not g.recipe}
-    assert left <= {"rule", "no rule", "grouped matmul"}
+    assert left <= {"rule", "no rule"}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -120,7 +122,9 @@ def test_generates(name: str) -> None:
     model.compile(backend=backend)
     torch.manual_seed(0)
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    assert out.shape[-1] >= 4
+    asked = inputs.get("input_ids", next(iter(inputs.values())))
+    started = 1 if model.config.is_encoder_decoder else asked.shape[-1]
+    assert out.shape[-1] == started + 4
     assert any(g.recipe for g in backend.report.gemms)
     quantized = backend.weights.quantized
     model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
@@ -148,26 +152,15 @@ def test_a_backend_by_name_finds_the_family() -> None:
     assert "visual_projection" in {g.fqn for g in chosen.report.gemms if g.recipe}  # the user's policy is the user's
 
 
-def causal(prefix: str, **settings: Any) -> Any:
-    import transformers
-
-    sizes: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "vocab_size": 256, "max_position_embeddings": 128,
-    }  # fmt: skip
-    config = getattr(transformers, f"{prefix}Config")(**{**sizes, **settings})
-    return getattr(transformers, f"{prefix}ForCausalLM")(config)
-
-
 # families that no file names: the general policy is theirs
 UNKNOWN: dict[str, Any] = {
-    "stablelm": lambda: causal("StableLm", num_key_value_heads=2),
-    "cohere": lambda: causal("Cohere", num_key_value_heads=2, pad_token_id=0),
-    "smollm3": lambda: causal("SmolLM3", num_key_value_heads=2, pad_token_id=0),
-    "phi": lambda: causal("Phi"),
-    "nemotron": lambda: causal("Nemotron", num_key_value_heads=2),
-    "gptj": lambda: causal("GPTJ", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=128),
-    "ernie4_5": lambda: causal("Ernie4_5", num_key_value_heads=2, head_dim=16),
+    "stablelm": causal_lm("StableLm"),
+    "cohere": causal_lm("Cohere", pad_token_id=0),
+    "smollm3": causal_lm("SmolLM3", pad_token_id=0),
+    "phi": causal_lm("Phi", num_key_value_heads=4),
+    "nemotron": causal_lm("Nemotron"),
+    "gptj": causal_lm("GPTJ", rotary_dim=8),
+    "ernie4_5": causal_lm("Ernie4_5", head_dim=16),
 }
 
 
@@ -176,7 +169,7 @@ def test_a_family_that_no_file_names(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     assert name not in FAMILIES
-    model = UNKNOWN[name]().bfloat16()
+    model = UNKNOWN[name](2).bfloat16()
     ids = torch.randint(3, 256, (2, 16))
     inputs = {"input_ids": ids, "labels": ids}
     expected, gradients = step(model, model, inputs)

@@ -121,7 +121,7 @@ def test_the_general_policy_keeps_heads_and_routers() -> None:
     report.check()
 
 
-def test_grouped_matmuls_are_left_alone_and_said() -> None:
+def test_grouped_matmuls_take_the_default_recipe() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -131,13 +131,13 @@ def test_grouped_matmuls_are_left_alone_and_said() -> None:
             return torch._grouped_mm(a, self.w, offs=offsets)
 
     offsets = torch.tensor([8, 16], dtype=torch.int32)
-    report = fp8graph.explain(Experts(), x(16, 32, dtype=torch.bfloat16), offsets, policy=ALL)
+    report = fp8graph.explain(Experts(), x(16, 32, dtype=torch.bfloat16), offsets)
     assert [(g.op, g.gemm, g.recipe, g.k) for g in report.gemms] == [
-        ("grouped_mm", "fprop", None, 32), ("grouped_mm", "dgrad", None, 16), ("grouped_mm", "wgrad", None, 16),
-    ]  # fmt: skip
-    assert {g.reason for g in report.gemms} == {
-        "grouped matmul: not rewritten in this version (default asked for tensorwise)"
-    }
+        ("grouped_mm", "fprop", "tensorwise", 32),
+        ("grouped_mm", "dgrad", "tensorwise", 16),
+        ("grouped_mm", "wgrad", "tensorwise", 16),
+    ]
+    assert {g.reason for g in report.gemms} == {"default; emulated: cpu has no grouped FP8 GEMM"}
 
 
 @pytest.mark.parametrize(("target", "recipe"), [("sm_89", "tensorwise"), ("sm_90", "tensorwise"), ("sm_100", "mxfp8")])

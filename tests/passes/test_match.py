@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.graph import module_path, split_source
-from fp8graph.passes import JOINT_PIPELINE
+from fp8graph.passes.match import match
 from fp8graph.policy import Policy
 from fp8graph.sites import Compilation, Site
 from helpers import MLP, NONE, Weight, view_of
@@ -20,7 +20,7 @@ def sites_of(module: Any, *args: Tensor) -> list[Site]:
     """What match finds in the joint graph of ``module(*args)``."""
     graph = view_of(module, *args, policy=NONE).module.graph
     compilation = Compilation(policy=Policy(default=None))
-    JOINT_PIPELINE[0](graph, compilation)
+    match(graph, compilation)
     return compilation.sites
 
 

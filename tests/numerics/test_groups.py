@@ -1,0 +1,175 @@
+"""Grouped matmuls: each group of rows is quantized as a tensor of its own, and multiplied by its own matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8graph
+from fp8graph import numerics, ops
+from fp8graph.groups import group_of_rows, grouped_mm, pad_groups, padded_rows
+from fp8graph.recipes import OperandName, resolve_recipe
+from helpers import bits
+
+SIZES = ([5, 0, 1, 18], [24, 0, 0, 0], [0, 0, 0, 24], [6, 6, 6, 6], [0, 33, 2, 64])
+EACH_ITS_OWN = ("tensorwise", "rowwise", "blockwise", "mxfp8")  # delayed and nvfp4 have one scale for all groups
+
+
+def named(recipe: str) -> Any:
+    return resolve_recipe(recipe)
+
+
+def offsets(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    return list(pairwise([0, *offsets(sizes).tolist()]))
+
+
+def quantized(x: Tensor, recipe: Any, operand: OperandName, layout: str, multiples: list[int], **kwargs: Any) -> Any:
+    """The outputs of the dialect op by name."""
+    quantizer = recipe.quantizer(operand)
+    layouts: tuple[list[int], list[int]] = (multiples, []) if layout == "rowwise" else ([], multiples)
+    settings = numerics.quantizer_kwargs(quantizer)
+    results = ops.quantize(x, *numerics.quantizer_args(quantizer), *layouts, **settings, **kwargs)
+    return dict(zip(numerics.output_names(quantizer.scaling, *layouts), results, strict=True))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(bits(a.contiguous()), bits(b.contiguous()))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", EACH_ITS_OWN)
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+def test_each_group_of_rows_is_a_tensor_of_its_own(name: str, operand: OperandName, sizes: list[int]) -> None:
+    recipe = named(name)
+    x = torch.randn(sum(sizes), 48, dtype=torch.bfloat16) * torch.rand(sum(sizes), 1) * 100
+    tile = recipe.quantizer(operand).block[1] or 1
+    multiple = max(tile, 16)
+    rowwise = quantized(x, recipe, operand, "rowwise", [1, 1], offs=offsets(sizes))
+    columnwise = quantized(x, recipe, operand, "columnwise", [1, multiple], offs=offsets(sizes))
+    assert columnwise["columnwise"].shape == (48, padded_rows(sum(sizes), len(sizes), multiple))
+    first = 0  # column of the padded group
+    for group, (start, end) in enumerate(spans(sizes)):
+        rows = end - start
+        if not rows:
+            continue
+        one = numerics.quantize(x[start:end], recipe, operand, "rowwise")
+        assert same(rowwise["rowwise"][start:end], one.data)
+        scale_inv = rowwise["scale_inv"][group] if name == "tensorwise" else rowwise["rowwise_scale_inv"][start:end]
+        assert same(scale_inv, one.scale_inv)
+        other = numerics.quantize(x[start:end], recipe, operand, "columnwise")
+        assert same(columnwise["columnwise"][:, first : first + rows], other.data)
+        padding = columnwise["columnwise"][:, first + rows : first + rows + -rows % multiple]
+        assert not padding.float().any()
+        if name == "tensorwise":
+            assert same(columnwise["scale_inv"][group], other.scale_inv)
+        elif name == "rowwise":
+            assert same(columnwise["columnwise_scale_inv"][group], other.scale_inv.reshape(-1))
+        else:
+            tiles = slice(first // tile, -(-(first + rows) // tile))
+            assert same(columnwise["columnwise_scale_inv"][:, tiles], other.scale_inv)
+        first += rows + -rows % multiple
+    assert not columnwise["columnwise"][:, first:].float().any()
+
+
+def test_scales_of_an_expert_s_weight_are_its_own() -> None:
+    w = torch.randn(3, 20, 40) * torch.tensor([1.0, 100.0, 0.0]).reshape(3, 1, 1)
+    recipe = named("tensorwise")
+    together = quantized(w, recipe, "weight", "columnwise", [16, 16], per_matrix=True)
+    for expert in range(3):
+        alone = numerics.quantize(w[expert], recipe, "weight", "columnwise")
+        assert same(together["columnwise"][expert, :40, :20], alone.data)
+        assert same(together["scale_inv"][expert], alone.scale_inv)
+    assert together["columnwise"].shape == (3, 48, 32)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_an_overflow_stays_in_its_group(value: float) -> None:
+    x = torch.randn(10, 16)
+    x[7, 3] = value
+    recipe = named("tensorwise")
+    made = quantized(x, recipe, "grad_output", "rowwise", [1, 1], offs=offsets([4, 4, 2]), carry_overflow=True)
+    clean = quantized(x[:4], recipe, "grad_output", "rowwise", [1, 1], offs=offsets([4, 0, 0]))
+    assert same(made["rowwise"][:4], clean["rowwise"])
+    assert made["scale_inv"].isfinite().tolist() == [True, value != value, True]
+    assert made["rowwise"][7, 3].float().isnan() == (value != value)
+
+
+def test_rows_after_the_last_group_belong_to_none() -> None:
+    assert group_of_rows(offsets([2, 0, 1]), 5).tolist() == [0, 0, 2, 3, 3]
+    x = torch.arange(1.0, 6.0).reshape(5, 1)
+    padded, _ = pad_groups(x, offsets([2, 0, 1]), 2)
+    assert padded.flatten().tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    x[4] = 1e30  # no group's amax
+    recipe = named("delayed")
+    assert quantized(x, recipe, "input", "rowwise", [1, 1], offs=offsets([2, 0, 1]))["amax"].amax() == 3
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", [*EACH_ITS_OWN, "delayed", "nvfp4"])
+def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int]) -> None:
+    """fprop and wgrad forms against one GEMM a group of what the numbers stand for."""
+    recipe = named(name)
+    tokens, experts, n, k = sum(sizes), len(sizes), 20, 48
+    offs = offsets(sizes)
+    x, dy, w = torch.randn(tokens, k), torch.randn(tokens, n), torch.randn(experts, n, k)
+
+    def gemm(
+        a: Any, b: Any, layouts: tuple[str, str], operands: tuple[OperandName, OperandName], **more: Any
+    ) -> Tensor:
+        settings: dict[str, Any] = {"scaling": recipe.quantizer("input").scaling}
+        for side, operand, made in zip("ab", operands, (a, b), strict=True):
+            if any(block := recipe.quantizer(operand).block):
+                settings[f"block_{side}"] = list(block)
+            if "global_scale_inv" in made:
+                settings[f"global_scale_inv_{side}"] = made["global_scale_inv"]
+        data = [made[layout] for made, layout in zip((a, b), layouts, strict=True)]
+        scales = [
+            made.get("scale_inv", made.get(f"{layout}_scale_inv")) for made, layout in zip((a, b), layouts, strict=True)
+        ]
+        return ops.scaled_grouped_mm(*data, *scales, offs, torch.float32, False, False, **settings, **more)
+
+    rowwise: tuple[str, str] = ("rowwise", "rowwise")
+    qx = quantized(x, recipe, "input", "rowwise", [1, 1], offs=offs)
+    qw = quantized(w, recipe, "weight", "rowwise", [1, 1], per_matrix=True)
+    y = gemm(qx, qw, rowwise, ("input", "weight"))
+    multiple = max(recipe.quantizer("input").block[1], 16)
+    columnwise: list[tuple[Tensor, OperandName]] = [(dy, "grad_output"), (x, "input")]
+    columns = [quantized(t, recipe, o, "columnwise", [1, multiple], offs=offs) for t, o in columnwise]
+    dw = gemm(columns[0], columns[1], ("columnwise", "columnwise"), ("grad_output", "input"), multiple=multiple)
+    assert y.shape == (tokens, n)
+    assert dw.shape == (experts, n, k)
+    bound = 12 if name == "nvfp4" else 23.5  # dB, of what rounding to the format costs a random GEMM
+    exact = torch.cat([x[start:end] @ w[expert].t() for expert, (start, end) in enumerate(spans(sizes))])
+    assert fp8graph.numerics.sqnr_db(exact, y) > bound
+    exact = torch.stack([dy[start:end].t() @ x[start:end] for start, end in spans(sizes)])
+    assert fp8graph.numerics.sqnr_db(exact, dw) > bound
+    for expert, (start, end) in enumerate(spans(sizes)):
+        if start == end:
+            assert not dw[expert].any()
+        elif name in EACH_ITS_OWN:  # the very numbers of one GEMM on its own
+
+            def values(t: Tensor, operand: OperandName, layout: Any) -> Tensor:
+                return numerics.dequantize(numerics.quantize(t, recipe, operand, layout))
+
+            alone = values(x[start:end], "input", "rowwise") @ values(w[expert], "weight", "rowwise").t()
+            torch.testing.assert_close(y[start:end], alone, rtol=1e-5, atol=1e-5)
+            alone = values(dy[start:end], "grad_output", "columnwise").t() @ values(x[start:end], "input", "columnwise")
+            torch.testing.assert_close(dw[expert], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_in_high_precision_it_is_one_matmul_a_group(sizes: list[int]) -> None:
+    x, dy, w = torch.randn(sum(sizes), 7), torch.randn(sum(sizes), 5), torch.randn(len(sizes), 7, 5)
+    y, dw = grouped_mm(x, w, offsets(sizes)), grouped_mm(x.t(), dy, offsets(sizes))
+    for expert, (start, end) in enumerate(spans(sizes)):
+        assert torch.equal(y[start:end], x[start:end] @ w[expert])
+        torch.testing.assert_close(dw[expert], x[start:end].t() @ dy[start:end])

@@ -1,0 +1,183 @@
+"""Experts: grouped matmuls in FP8, forward and backward, beside one FP8 linear a group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph.numerics import sqnr_db
+from helpers import eager_backend, step
+
+moe = pytest.importorskip("transformers.integrations.moe")
+
+RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+SIZES = ([10, 0, 3, 19], [0, 32, 0, 0], [8, 8, 8, 8])
+
+
+def offsets(sizes: Sequence[int]) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).to(torch.int32)
+
+
+class Experts(nn.Module):
+    """[t, 32] -> [t, 48], four experts; bf16 goes through torch's grouped matmul, FP32 through Hugging Face's."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 48, 32, dtype=dtype))
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        w = self.w.transpose(-2, -1)
+        if x.dtype == torch.bfloat16:
+            return torch._grouped_mm(x, w, offs=offs)
+        return torch.ops.transformers.grouped_mm_fallback(x, w, offs)
+
+
+class Loop(nn.Module):
+    """The same with one linear a group of fixed size."""
+
+    def __init__(self, w: nn.Parameter, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.w, self.sizes = w, sizes
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        spans = enumerate(pairwise([0, *torch.tensor(self.sizes).cumsum(0).tolist()]))
+        return torch.cat([x[a:b] @ self.w[expert].t() for expert, (a, b) in spans if b > a])
+
+
+def policy(recipe: Any, **gemms: Any) -> fp8graph.Policy:
+    return fp8graph.Policy([fp8graph.Rule("*", recipe, op="*", **gemms)], default=None)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_expert_is_a_linear_of_its_own(recipe: str, dtype: torch.dtype, sizes: list[int]) -> None:
+    module = Experts(dtype)
+    x = torch.randn(32, 32, dtype=dtype, requires_grad=True)
+    loop = torch.compile(Loop(module.w, sizes), backend=eager_backend(policy(recipe)))
+    expected = step(loop, x, offsets(sizes), parameters=[module.w])
+    backend = eager_backend(policy(recipe))
+    got = step(torch.compile(module, backend=backend, fullgraph=True), x, offsets(sizes), parameters=[module.w])
+    assert [(g.gemm, g.recipe, g.execution) for g in backend.report.gemms] == [
+        (gemm, recipe, "emulated") for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+    for a, b in zip(expected, got, strict=True):
+        # the same FP8 numbers, summed in another order; bf16: the last bit
+        assert sqnr_db(a.float(), b.float()) > (100 if dtype == torch.float32 else 50)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_generated_code_computes_the_same(recipe: str) -> None:
+    module, sizes = Experts(), SIZES[0]
+    x = torch.randn(32, 32, requires_grad=True)
+    results: list[list[Tensor]] = []
+    for compiler in ("eager", "inductor"):
+        torch._dynamo.reset()
+        backend = fp8graph.Backend(policy(recipe), compiler=compiler)
+        compiled = torch.compile(module, backend=backend, fullgraph=True)
+        results.append(step(compiled, x, offsets(sizes), parameters=[module.w]))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_token_counts_change_without_a_recompile(recipe: str) -> None:
+    module, backend = Experts(), eager_backend(policy(recipe))
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    x = torch.randn(32, 32, requires_grad=True)
+    for sizes in SIZES:
+        exact = step(module, x, offsets(sizes), parameters=[module.w])
+        got = step(compiled, x, offsets(sizes), parameters=[module.w])
+        for a, b in zip(exact, got, strict=True):
+            assert sqnr_db(a, b) > 22
+        gradient = got[2]
+        for expert, tokens in enumerate(sizes):
+            assert gradient[expert].any() == (tokens > 0)  # an expert without tokens learns nothing
+    assert len(backend.report.graphs) == 1
+
+
+def test_one_gemm_can_stay_in_high_precision() -> None:
+    module = Experts()
+    x = torch.randn(32, 32, requires_grad=True)
+    exact = step(module, x, offsets(SIZES[0]), parameters=[module.w])
+    backend = eager_backend(policy("tensorwise", wgrad=None))
+    got = step(torch.compile(module, backend=backend), x, offsets(SIZES[0]), parameters=[module.w])
+    assert [g.recipe for g in backend.report.gemms] == ["tensorwise", "tensorwise", None]
+    torch.testing.assert_close(got[2], exact[2])
+    assert not torch.equal(got[1], exact[1])
+
+
+def test_weights_of_experts_are_quantized_once_per_update() -> None:
+    module, backend = Experts(), eager_backend(policy("tensorwise"), cache_weights=True)
+    compiled = torch.compile(module, backend=backend)
+    x = torch.randn(32, 32, requires_grad=True)
+    first = step(compiled, x, offsets(SIZES[0]), parameters=[module.w])
+    with torch.no_grad():
+        module.w.mul_(2)
+    second = step(compiled, x, offsets(SIZES[0]), parameters=[module.w])
+    assert torch.equal(first[0] * 2, second[0])  # a power of two: the same FP8 numbers
+    (view,) = backend.report.graphs
+    assert "quantize_weight" not in view.after
+    assert backend.report.weights == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "recipe", "execution", "reason"),
+    [
+        ("sm_90", "rowwise", ["native"] * 3, "default"),
+        ("sm_90", "tensorwise", ["native", "high precision", "high precision"], "grouped FP8 GEMMs take E4M3 only"),
+        ("sm_90", "mxfp8", ["high precision"] * 3, "sm_90 has no grouped MXFP8 GEMM"),
+        ("sm_100", "rowwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale a row"),
+    ],
+)
+def test_what_a_gpu_multiplies(target: str, recipe: str, execution: list[str], reason: str) -> None:
+    with torch.device("meta"):
+        module = Experts(torch.bfloat16)
+        x, offs = torch.empty(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.empty(4, dtype=torch.int32)
+    asked = fp8graph.Policy(default=recipe, min_speedup=0)
+    report = fp8graph.explain(module, x, offs, target=target, policy=asked)
+    assert [g.execution for g in report.gemms] == execution
+    assert reason in report.gemms[-1].reason
+    named = fp8graph.Policy([fp8graph.Rule("*", recipe, op="grouped_mm")], default=None, min_speedup=0)
+    report = fp8graph.explain(module, x, offs, target=target, policy=named)
+    assert all(g.recipe == recipe for g in report.gemms)  # a rule that names them gets the rest emulated
+    report.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_code_for_a_gpu_calls_its_grouped_gemm(recipe: str) -> None:
+    pytest.importorskip("triton")
+    with torch.device("meta"):
+        module = Experts(torch.bfloat16)
+        x, offs = torch.empty(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.empty(4, dtype=torch.int32)
+    report = fp8graph.explain(module, x, offs, target="sm_90", policy=fp8graph.Policy(default=recipe, min_speedup=0))
+    names = [kernel.name for kernel in report.kernels]
+    assert names.count("extern_kernels._scaled_grouped_mm") == (3 if recipe == "rowwise" else 1)
+
+
+@pytest.mark.parametrize("form", ["weight on the left", "tiles of rows"])
+def test_forms_that_are_left_alone(form: str) -> None:
+    class WeightLeft(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 48, 32, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+            return torch._grouped_mm(self.w, x.t(), offs=offs)
+
+    left = form == "weight on the left"
+    module = WeightLeft() if left else Experts(torch.bfloat16)
+    recipe = "tensorwise" if left else fp8graph.Float8BlockScaling(x_block=(2, 48))
+    report = fp8graph.explain(
+        module, torch.randn(32, 32, dtype=torch.bfloat16), offsets(SIZES[0]), policy=policy(recipe)
+    )
+    reason = "grouped matmul of 3 x 2 dims" if left else "tiles of 2 rows do not fit groups of rows"
+    assert report.gemms[0].recipe is None
+    assert reason in report.gemms[0].reason
