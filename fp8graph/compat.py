@@ -14,10 +14,11 @@ import torch
 from torch import fx
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_compilation_metrics
-from torch._guards import CompileContext
+from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
 
@@ -35,6 +36,20 @@ def source_name(node: fx.Node) -> str:
     """
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return cast(str, name() if callable(name) else name)
+
+
+def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> Any:
+    """What stands for the graph input ``node`` when its graph is traced again later, in ``context``.
+
+    With ``dynamic=True`` Dynamo turns Python floats into tensors of one element, and the graph calls ``.item()`` on
+    them. A fake tensor knows that item as a symbol, but forgets it when it is taken into another fake mode.
+    """
+    fake = node.meta.get("example_value", example)
+    if context is None or not isinstance(fake, FakeTensor) or fake.item_memo is None:
+        return fake
+    copy = cast(FakeTensorMode, context.fake_mode).from_tensor(fake)
+    copy.item_memo = fake.item_memo
+    return copy
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -81,7 +81,8 @@ class Program:
         }
         # Fake inputs for variants that are compiled later; the real ones must not be kept alive.
         self._fake_inputs = [
-            node.meta.get("example_value", x) for node, x in zip(placeholders, example_inputs, strict=True)
+            compat.fake_input(node, x, self._tracing_context)
+            for node, x in zip(placeholders, example_inputs, strict=True)
         ]
         self._variants: dict[Situation, _Variant] = {}
         self._families = tuple(families_of(_module_classes(module)))
