@@ -57,7 +57,8 @@ class Backend:
         recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
             "tensorwise"); or, beside ``policy``, in place of its default.
         strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
-            compiling), and when a rule matched nothing or a frame fell back to eager (at the next call).
+            compiling), when Dynamo's recompile limit is met (new shapes would run in eager), and when a rule matched
+            nothing or a frame fell back to eager (at the next call).
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
@@ -120,6 +121,8 @@ class Backend:
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
+        self._eager_frames: list[str] = []  # that met the recompile limit
+        self._watch_recompile_limit()
         self.set_policy(policy, recipe=recipe)
 
     @property
@@ -212,11 +215,10 @@ class Backend:
     def report(self) -> Report:
         """What was compiled so far, including graphs that came from a warm compile cache."""
         views = [view for program in self._programs for view in program.views.values()]
-        eager_frames = compat.failed_frames(self._frames, self._created)
         return Report(
             graphs=views,
             policy=self.policy,
-            eager_frames=eager_frames,
+            eager_frames=self._fallen_back(),
             unused_state=self.state.unused,
             pass_seconds=self.pass_seconds,
             weights=len(self.weights),
@@ -225,8 +227,28 @@ class Backend:
 
     def check_strictly(self, *, everything: bool) -> None:
         """Strict mode, at a call: raise for code that fell back to eager, and for ``everything`` in the report."""
-        if everything or compat.failed_frames(self._frames, self._created):
+        if everything or self._fallen_back():
             self.report.check()
+
+    def _fallen_back(self) -> list[str]:
+        """Code that Dynamo runs in eager, each frame once."""
+        return list(dict.fromkeys([*self._eager_frames, *compat.failed_frames(self._frames, self._created)]))
+
+    def _watch_recompile_limit(self) -> None:
+        reference = weakref.ref(self)
+
+        def at_limit(found: Any, text: str) -> None:
+            backend = reference()
+            if backend is None or _behind(found) is not backend:
+                return
+            if backend.strict:
+                raise Fp8CoverageError(
+                    f"strict mode: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
+                    "dynamic=True if it is a size, or raise torch._dynamo.config.recompile_limit."
+                )
+            backend._eager_frames.append(text)
+
+        compat.on_recompile_limit(self, at_limit)
 
     def check_records(self, records: Sequence[GemmRecord]) -> None:
         """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
@@ -313,13 +335,18 @@ def backend_of(compiled: Any) -> Backend:
     Raises:
         PolicyError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
     """
-    found = compat.orig_backend(compiled)
-    inner = getattr(found, "compiler_fn", found)  # torch wraps names and callables alike
-    if isinstance(inner, Backend):
-        return inner
+    backend = _behind(compat.orig_backend(compiled))
+    if backend is None:
+        raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+    return backend
+
+
+def _behind(found: Any) -> Backend | None:
+    """The Backend behind what torch calls; torch wraps names and callables alike."""
+    inner = getattr(found, "compiler_fn", found)
     if isinstance(inner, NamedBackend):
         return inner.backend(getattr(found, "kwargs", {}))
-    raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+    return inner if isinstance(inner, Backend) else None
 
 
 def refresh_weights(backend: Backend) -> None:

@@ -5,7 +5,10 @@ tests/test_compat.py says when an entry can go.
 
 from __future__ import annotations
 
+import logging
 import platform
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
@@ -24,6 +27,8 @@ from torch.utils._sympy.functions import FloorDiv
 
 # What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
 CPU_SCALINGS: Final = frozenset({"tensor", "delayed"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
+
+_DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,10 +170,15 @@ def orig_backend(compiled: Any) -> Any:
         candidates = list(_closure(compiled))
     for candidate in candidates:
         if hasattr(candidate, "_torchdynamo_orig_backend"):
-            while hasattr(candidate, "_torchdynamo_orig_backend"):
-                candidate = candidate._torchdynamo_orig_backend
-            return candidate
+            return innermost_backend(candidate)
     return None
+
+
+def innermost_backend(wrapper: Any) -> Any:
+    """The backend in a chain of Dynamo's wrappers."""
+    while hasattr(wrapper, "_torchdynamo_orig_backend"):
+        wrapper = wrapper._torchdynamo_orig_backend
+    return wrapper
 
 
 def _closure(function: Any) -> Iterator[Any]:
@@ -177,15 +187,17 @@ def _closure(function: Any) -> Iterator[Any]:
 
 
 def failed_frames(frame_ids: set[str], since: int) -> list[str]:
-    """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics.
+    """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics (the last 64).
 
     Args:
         frame_ids: the frames that the caller compiled. Such a frame falls back to eager when it meets the
-            recompile limit. A frame whose autocast region contains a graph break never reaches a backend; it
-            is recognised by Dynamo's message.
+            recompile limit: looked for here only while :func:`on_recompile_limit`, which is exact, sees nothing
+            because Dynamo's warnings are off. A frame whose autocast region contains a graph break never reaches a
+            backend; it is recognised by Dynamo's message.
         since: time in microseconds; older failures belong to other models, whose frame ids may be the same.
     """
     found: list[str] = []
+    unseen = not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
     for metrics in get_compilation_metrics():
         if metrics.fail_type is None or (metrics.start_time_us or 0) < since:
             continue
@@ -195,9 +207,36 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
             found.append(
                 f"{metrics.co_name}: a graph break inside an fp8graph.autocast region; the frame runs in eager"
             )
-        elif frame in frame_ids and "recompile" in reason:
-            found.append(f"frame {frame}: {reason}; new shapes or values run in eager")
+        elif unseen and frame in frame_ids and "recompile" in reason:
+            found.append(_at_recompile_limit(frame))
     return found
+
+
+def on_recompile_limit(owner: object, callback: Callable[[Any, str], None]) -> None:
+    """Call ``callback(backend, text)`` when a frame meets Dynamo's recompile limit, for as long as ``owner`` lives.
+
+    From then on Dynamo runs that frame in eager for new shapes and values, and calls no backend. It says so nowhere
+    but in its log, so this is a filter of that log (with warnings switched off: :func:`failed_frames`, later). What
+    ``callback`` raises leaves Dynamo where the error of ``config.fail_on_recompile_limit_hit``, a switch for every
+    model, would, and reaches the user. Whose frame it is is a variable of the function that logs: ids of frames do
+    not tell, they start again after ``torch._dynamo.reset()``.
+    """
+
+    def watch(record: logging.LogRecord) -> bool:
+        if "torch._dynamo hit config" in str(record.msg):
+            frame: Any = sys._getframe()
+            while frame is not None and "compiler_fn" not in frame.f_locals:
+                frame = frame.f_back
+            if frame is not None:
+                callback(innermost_backend(frame.f_locals["compiler_fn"]), _at_recompile_limit(current_frame_id()))
+        return True
+
+    _DYNAMO_LOG.addFilter(watch)
+    weakref.finalize(owner, _DYNAMO_LOG.removeFilter, watch)
+
+
+def _at_recompile_limit(frame: str) -> str:
+    return f"frame {frame}: Dynamo's recompile limit is exceeded; new shapes or values run in eager"
 
 
 def never_a_root_frame(function: Callable[P, R]) -> Callable[P, R]:

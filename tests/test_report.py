@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -152,20 +153,70 @@ def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
         model(torch.randn(8, 32))
 
 
-def test_strict_mode_notices_the_recompile_limit() -> None:
+def at_the_recompile_limit(backend: Any, **kwargs: Any) -> Any:
+    """A compiled function that Dynamo compiled twice, which is as often as it may."""
     linear = nn.Linear(16, 16)
-    backend = eager_backend(ALL, strict=True)
 
     def scaled(x: Tensor, factor: int) -> Tensor:
         return linear(x) * factor
 
-    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
-        compiled: Any = torch.compile(scaled, backend=backend, dynamic=False)
-        for factor in range(3):  # the third one runs in eager, silently
+    compiled: Any = torch.compile(scaled, backend=backend, dynamic=False, **kwargs)
+    for factor in range(2):
+        compiled(torch.ones(4, 16), factor)
+    return compiled
+
+
+two_compiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
+
+
+@two_compiles
+@pytest.mark.parametrize("by_name", [False, True])
+def test_strict_mode_raises_at_the_recompile_limit(by_name: bool) -> None:
+    """At the call that would have run in eager: there may be no later one that a compiled graph is called in."""
+    backend = "fp8graph" if by_name else eager_backend(strict=True)
+    kwargs: dict[str, Any] = {"options": {"compiler": "eager", "strict": True}} if by_name else {}
+    compiled = at_the_recompile_limit(backend, **kwargs)
+    for factor in (2, 3):
+        with pytest.raises(fp8graph.Fp8CoverageError, match="strict mode: frame 0: Dynamo's recompile limit"):
             compiled(torch.ones(4, 16), factor)
+    compiled(torch.ones(4, 16), 0)  # what was compiled still runs
+
+
+@two_compiles
+def test_without_strict_mode_the_report_says_what_met_the_recompile_limit() -> None:
+    backend = eager_backend()
+    compiled = at_the_recompile_limit(backend)
+    for factor in (2, 3):
+        compiled(torch.ones(4, 16), factor)
+    (frame,) = backend.report.eager_frames
+    assert "recompile limit is exceeded; new shapes or values run in eager" in frame
+    for n in range(70):  # more than Dynamo's metrics remember
+        torch._dynamo.reset()
+        other: Any = torch.compile(lambda x, n: x * n, backend="eager")
+        other(torch.ones(2), n)
+    assert backend.report.eager_frames == [frame]
+
+
+@two_compiles
+def test_the_recompile_limit_with_dynamos_warnings_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    backend = eager_backend(ALL, strict=True)
+    compiled = at_the_recompile_limit(backend)
+    with caplog.at_level(logging.ERROR, logger="torch._dynamo.convert_frame"):
+        compiled(torch.ones(4, 16), 2)  # runs in eager, silently
         with pytest.raises(fp8graph.Fp8CoverageError, match="recompile limit"):
             compiled(torch.ones(4, 16), 0)
-    assert "recompile" in "".join(backend.report.eager_frames)
+        assert len(backend.report.eager_frames) == 1
+
+
+@two_compiles
+def test_the_recompile_limit_of_another_model() -> None:
+    strict = eager_backend(strict=True)
+    compiled = at_the_recompile_limit(strict)
+    torch._dynamo.reset()  # ids of frames start again
+    other = at_the_recompile_limit(eager_backend())
+    other(torch.ones(4, 16), 2)
+    assert strict.report.eager_frames == []
+    compiled(torch.ones(4, 16), 0)
 
 
 def test_failures_of_other_models_are_not_ours() -> None:
