@@ -5,7 +5,8 @@ parameters may have changed since its copy was made is quantized again, into the
 changed is seen from three things, because none of them tells alone:
 
 * the version counter, which an in-place write bumps, but ``AdamW(fused=True)`` does not;
-* the address, which changes when ``.data`` is replaced or the model moves;
+* the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone may
+  come back: ``model.to(bfloat16).to(float32)`` frees the memory that it then gets);
 * steps of optimizers (torch's hook fires for fused ones too): a step makes stale what the optimizer holds, and
   every trainable parameter that no optimizer was seen to hold (an optimizer may hold slices of it).
 
@@ -27,6 +28,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -132,14 +134,16 @@ class Weights:
             elif weight.records and not copy.recorded:
                 stale.append((weight, copy))
         if stale:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
         return found.tensors
 
-    def _state_of(self, parameter: Tensor) -> tuple[int, int, int]:
+    def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
         version = 0 if parameter.is_inference() else parameter._version
-        address = 0 if isinstance(parameter, FakeTensor) else parameter.data_ptr()
-        return version, address, self._steps.of(parameter)
+        if isinstance(parameter, FakeTensor):
+            return version, self._steps.of(parameter)
+        storage = StorageWeakRef(parameter.untyped_storage())  # holds no data, but no other storage becomes equal to it
+        return version, storage, parameter.data_ptr(), self._steps.of(parameter)
 
     def _copies(self) -> set[_Copy]:
         return {copy for found in self._found.values() for copy in found.copies}

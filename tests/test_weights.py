@@ -38,6 +38,18 @@ def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
     assert same_bits(*results)
 
 
+def test_quantizing_under_autocast() -> None:
+    """Weights are quantized at call time, where torch.autocast may be on: it cannot join FP8 tensors."""
+    model, x = model_and_input()
+    results: list[list[Tensor]] = []
+    for cache_weights in (True, False):
+        torch._dynamo.reset()
+        run, _ = compiled(model, cache_weights=cache_weights)
+        with torch.autocast("cpu", torch.bfloat16):
+            results.append(step(run, x, parameters=model.parameters()))
+    assert same_bits(*results)
+
+
 def test_once_per_update_not_once_per_call() -> None:
     model, x = model_and_input()
     run, backend = compiled(model)
