@@ -255,14 +255,17 @@ def module_path(node: fx.Node) -> str:
 
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
 _ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?:\.__self__)?\.?""")
-_STEP: Final = re.compile(r"""\._(?:modules|parameters|buffers)\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
+# A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
+_OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
+_STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
 
 
 def split_source(text: str) -> tuple[str, str]:
     """Dynamo's name of a value -> (root variable, dotted FQN under it).
 
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
-    ``L['model'].layers.0.mlp`` -> ``("model", "layers.0.mlp")``; a plain path comes back with root "".
+    ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; a plain path comes back with
+    root "".
     """
     root = ""
     if match := _ROOT.match(text):

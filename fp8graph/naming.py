@@ -35,6 +35,8 @@ class Naming:
                 prefix = parameter.bound.removesuffix(parameter_path).rstrip(".")
             if not path:  # code at the root of the frame: the parameter's own name
                 root, path = parameter_root, parameter_path
+            elif parameter_path.startswith(path + "."):
+                path = _owner(path, parameter_path)
         if prefix is None:
             prefix = root if self._several_roots else ""
         fqn = ".".join(part for part in (prefix, path) if part)
@@ -45,3 +47,13 @@ class Naming:
         while node is not None and node not in self._parameters:
             node = node.all_input_nodes[0] if node.all_input_nodes else None
         return None if node is None else self._parameters[node]
+
+
+def _owner(path: str, parameter_path: str) -> str:
+    """The module that owns a parameter which the module ``path`` multiplies by: itself, as a rule.
+
+    It may be a child that is not called: a ParameterDict (PEFT's ``lora_embedding_B``), a linear whose weight is
+    borrowed. A parametrized weight is its layer's own.
+    """
+    owner = parameter_path.rpartition(".")[0]
+    return path if ".parametrizations." in owner[len(path) :] + "." else owner

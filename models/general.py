@@ -16,13 +16,19 @@ HEADS: Final = (
 )  # fmt: skip
 # A bare "gate" is none: it is the gate projection of many gated MLPs.
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
+# Adapters (PEFT's names): trained, at ranks where a GEMM is mostly overhead, and all that a fine-tuning keeps.
+ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_WRAPPED: Final = "base_model.model."  # what PEFT puts before every name
 
 
 def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
-    """FP8 for every linear except heads and MoE routers, found by their usual names."""
+    """FP8 for every linear except heads, MoE routers and low-rank adapters, found by their usual names."""
     names = [pattern for name in (*HEADS, *ROUTERS) for pattern in (name, f"*.{name}")]
     # Heads of several layers: cls.predictions.decoder, lm_head.dense, classifier.out_proj.
     names += [f"{name}.*" for name in HEADS]
+    names += [pattern for name in ADAPTERS for pattern in (f"*.{name}", f"*.{name}.*")]
+    names += [f"{_WRAPPED}{name}.*" for name in HEADS]
+    names += [f"*.{name}.base_layer" for name in ROUTERS]  # with an adapter beside it
     return Policy([Rule(name, None, optional=True) for name in names], default=recipe)
 
 
@@ -32,7 +38,7 @@ def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Pol
 
     kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
-    rules = [Rule(pattern, None, optional=True) for pattern in kept]
+    rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
     return Policy([*rules, *(rule for rule in general.rules if rule.pattern not in kept)], default=recipe)
 
 

@@ -127,6 +127,7 @@ def test_module_paths_of_all_kinds() -> None:
     assert split_source("L['fn'].__self__.layers.0") == ("fn", "layers.0")
     assert split_source("L['fn'].__self__._modules['0']._parameters['w']") == ("fn", "0.w")
     assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
+    assert split_source("L['self'].__dict__['_modules']['a'].b.__dict__['_parameters']['w']") == ("self", "a.b.w")
     assert split_source("G['net'].head") == ("net", "head")
     assert split_source("model.layers.0") == ("", "model.layers.0")
     node: Any = type(
