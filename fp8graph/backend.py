@@ -109,6 +109,7 @@ class Backend:
         self.strict: Final = strict
         self.compiler: Final = compiler
         self.inductor_options: Final = _checked_inductor_options(inductor_options)
+        self.target: Final = target
         self.hardware: Final = hardware.from_target(target) if target is not None else None
         self.names: Final = Names()
         self.state: Final = State()
@@ -271,6 +272,19 @@ class Backend:
         """A copied model (EMA) is the same model to its backend: compiled code and report are shared."""
         return self
 
+    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+        """A pickled model takes the settings and the scaling state along; it is compiled again where it is loaded."""
+        settings = {name: getattr(self, name) for name in inspect.signature(Backend).parameters if name != "recipe"}
+        if not self._chosen:  # the default policy is made again: there may be another GPU, and the family adds to it
+            settings |= {"policy": None, "recipe": self.policy.default}
+        return _restored, (settings, self.state_dict())
+
+
+def _restored(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> Backend:
+    backend = Backend(**settings)
+    backend.load_state_dict(state)
+    return backend
+
 
 def _checked_inductor_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
     checked = dict(options or {})
@@ -295,6 +309,9 @@ class NamedBackend:
 
     def __init__(self) -> None:
         self._backends: list[tuple[dict[str, Any], Backend]] = []
+
+    def __reduce__(self) -> str:
+        return "named_backend"
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         return self.backend(kwargs)(module, example_inputs)

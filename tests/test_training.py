@@ -1,9 +1,12 @@
-"""Training as users do it, under every recipe: GradScaler, autocast, master weights, fused optimizers."""
+"""Training as users do it: GradScaler, autocast, master weights, several optimizers, EMA, pickled models, modes."""
 
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -119,3 +122,116 @@ def test_region_recipes_by_name_train_with_state() -> None:
     assert owners() == {"a", "b"}
     kinds: dict[str, Any] = {g.fqn: g.recipe for g in backend.report.graphs[0].gemms}
     assert kinds == {"a": "delayed", "b": "mxfp8"}
+
+
+def through_torch_save(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": through_torch_save,
+    "EMA": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "recipe"), [*((how, "rowwise") for how in COPIES), ("pickle", "delayed"), ("torch.save", "delayed")]
+)
+def test_copies_of_a_compiled_model(how: str, recipe: str) -> None:
+    """A copy computes the same; a pickled one with a backend of its own, which has the settings and the state.
+
+    (The scaling state of a deep copy is its own and starts anew: tests/test_state.py.)
+    """
+    module = MLP()
+    backend = eager_backend(Policy(default=recipe), cache_weights=True, save="memory", target="cpu")
+    model: Any = torch.compile(module, backend=backend)
+    for step in range(3):
+        model(batch(step)).sum().backward()
+    copied = COPIES[how](model)
+    fp8graph.refresh_weights(backend)  # delayed: to the scales of now, as the copy does
+    with torch.no_grad():
+        assert torch.equal(model(batch(3)), copied(batch(3)))
+        copied.down.weight.mul_(2)  # the copy's own
+        assert not torch.equal(model(batch(3)), copied(batch(3)))
+    found = fp8graph.backend_of(copied)
+    assert (found is backend) == (how in ("deepcopy", "EMA"))
+    assert found.policy == backend.policy
+    assert (found.save, found.target, found.compiler) == ("memory", "cpu", "eager")
+    if found is not backend and recipe == "delayed":
+        assert found.state_dict().keys() == backend.state_dict().keys()
+
+
+def test_pickled_models_compiled_by_name_or_in_place() -> None:
+    module = MLP()
+    named: Any = torch.compile(module, backend="fp8graph", options={"compiler": "eager", "recipe": "rowwise"})
+    copied = COPIES["pickle"](named)
+    assert torch.equal(named(batch(0)), copied(batch(0)))
+    assert fp8graph.backend_of(copied) is fp8graph.backend_of(named)  # one backend per set of options
+    module.compile(backend=eager_backend())
+    copied = COPIES["pickle"](module)  # torch drops the compiled code
+    with pytest.raises(fp8graph.PolicyError, match="was not compiled"):
+        fp8graph.backend_of(copied)
+
+
+def test_an_averaged_model() -> None:
+    """EMA as torch does it: its in-place updates make its FP8 weights stale, nobody else's."""
+    module = MLP()
+    backend = eager_backend(cache_weights=True)
+    model: Any = torch.compile(module, backend=backend)
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(step)).sum().backward()
+        optimizer.step()
+        average.update_parameters(model)
+        with torch.no_grad():
+            plain: Any = copy.deepcopy(average.module._orig_mod)
+            expected = torch.compile(plain, backend=eager_backend())(batch(9))
+            assert torch.equal(average(batch(9)), expected)
+    assert backend.weights.quantized == 3 * 2 * 3  # three weights of two models in three steps
+
+
+def test_two_optimizers_make_their_own_weights_stale() -> None:
+    module = MLP()
+    backend = eager_backend(cache_weights=True, group=False)
+    model = torch.compile(module, backend=backend)
+    optimizers = [
+        torch.optim.AdamW([module.gate.weight, module.up.weight], lr=0.1, fused=True),
+        torch.optim.SGD([module.down.weight], lr=0.1),
+    ]
+    model(batch(0)).sum().backward()
+    # the first step of the first one: nobody is known to hold the third weight
+    for optimizer, quantized in zip(optimizers * 2, (3 + 3, 6 + 1, 7 + 2, 9 + 1), strict=True):
+        optimizer.step()
+        fresh = torch.compile(copy.deepcopy(module), backend=eager_backend(group=False))
+        assert torch.equal(model(batch(1)), fresh(batch(1)))
+        assert backend.weights.quantized == quantized
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_of_torch_compile(mode: str) -> None:
+    module = MLP()
+    losses: list[list[float]] = []
+    for named in (False, True):
+        torch._dynamo.reset()
+        trained = copy.deepcopy(module)
+        how: dict[str, Any] = {"backend": "fp8graph", "mode": mode} if named else {"backend": eager_backend()}
+        model: Any = torch.compile(trained, **how)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
+        losses.append([])
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+        if named:
+            assert {g.recipe for g in fp8graph.backend_of(model).report.gemms} == {"tensorwise"}
+    assert max(abs(b / a - 1) for a, b in zip(*losses, strict=True)) < 1e-3
