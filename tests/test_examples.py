@@ -1,0 +1,46 @@
+"""Every example runs as it stands, and says what it promises."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SAYS = {  # the end of what each prints, as a regular expression
+    "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, in 3 graph\(s\)",
+    "layer_policy": r"model\.layers\.\*\.mlp\.down_proj .* wgrad .* high precision",
+    "lora": r"\n7 weights quantized in 8 steps",
+    "moe": r"mlp\.gate fprop: high precision \(rule",
+    "trainer": r"21 of 24 GEMMs in FP8, in 1 graph\(s\)",
+}
+
+
+def test_every_example_is_run_and_named() -> None:
+    files = sorted((ROOT / "examples").glob("*.py"))
+    assert [file.stem for file in files] == sorted(SAYS)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for file in files:
+        assert file.name in readme
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 50, file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAYS)
+def test_example(name: str) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(SAYS[name], done.stdout), done.stdout
+    losses = [float(loss) for loss in re.findall(r"\bloss'?:? '?(\d+\.\d+)", done.stdout)]
+    assert losses == sorted(losses, reverse=True)
