@@ -118,6 +118,10 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
             tensor, transposed = arguments[position]
             if value_key(tensor) != value_key(known.tensor):
                 continue
+            # dy @ b.T or b @ dy.T, a.T @ dy or dy.T @ a; of x @ x only this tells one from the other
+            written_transposed = known.flipped if known is fprop.a else not known.flipped
+            if (transposed != written_transposed) != ((known is fprop.b) == (position == 1)):
+                continue
             grad, grad_transposed = arguments[1 - position]
             # Is the other argument dy of `y` as the forward node wrote it, or its transpose?
             argument_is_dy_transposed = (known is fprop.b) == (position == 0)
