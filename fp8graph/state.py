@@ -34,7 +34,7 @@ class _Key:
     """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
 
     owner: int
-    site: str  # of a matmul without a weight; else ""
+    site: str | None  # of a matmul without a weight ("" at the root), whose owner only says which model it is in
     use: int
     operand: OperandName
     recipe: DelayedScaling
@@ -153,7 +153,7 @@ class State:
         owner = args[row.parameter] if row.parameter is not None else anchor
         token = self._token(owner) if owner is not None else 0
         assert isinstance(row.recipe, DelayedScaling)
-        site = row.fqn if row.parameter is None else ""
+        site = row.fqn if row.parameter is None else None
         return _Key(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
 
     def _token(self, parameter: Tensor) -> int:

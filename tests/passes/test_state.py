@@ -155,3 +155,12 @@ def test_explain_shows_the_state() -> None:
     report = fp8graph.explain(MLP(), torch.randn(16, 32), policy=Policy(default=RECIPE), training=True)
     text: Any = report.graphs[0].after
     assert "fp8graph.update_page(" in text
+
+
+def test_a_matmul_of_the_root_has_rows_of_its_own() -> None:
+    """It has no weight and no name; the first weight of the model, which stands for the model, has rows too."""
+    backend = eager_backend(Policy([Rule("*", "delayed", op="matmul")], default="delayed"))
+    module = Weight(lambda w, a: (a @ a.t()) @ w, 16, 8)
+    torch.compile(module, backend=backend)(torch.ones(16, 4)).sum().backward()
+    scales = {name.partition("|")[0]: x.item() for name, x in backend.state_dict().items() if name.endswith("scale")}
+    assert (scales[".input"], scales["w.input"]) == (448.0, 448.0 / 4)
