@@ -46,7 +46,14 @@ _INHERITED: Final = (
 )
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
-_PURE_VIEWS: Final = (*_SAME_VALUES, aten.alias.default, aten.detach.default)
+_PURE_VIEWS: Final = (  # the same elements in the same order
+    *_SAME_VALUES,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+)
 
 
 def value(node: fx.Node) -> torch.Tensor:

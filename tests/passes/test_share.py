@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Policy, Rule
-from helpers import ALL, MLP, dialect_counts, same_bits, step, view_of
+from helpers import ALL, MLP, Weight, dialect_counts, same_bits, step, view_of
 
 E4M3 = Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3)
 POWER_2 = Float8CurrentScaling(power_2_scale=True)
@@ -84,6 +84,11 @@ DIFFERENT = [
 @pytest.mark.parametrize(("first", "second"), SAME)
 def test_one_tensor_is_quantized_once(first: Any, second: Any) -> None:
     assert counts(Branches(first, second), x(16, 32)) == (1 + 2 + 2, 2 * 5)
+
+
+def test_what_einsum_multiplies_is_quantized_once() -> None:
+    """It arrives as a bmm of one matrix, squeezed for each of its GEMMs."""
+    assert counts(Weight(lambda w, a: torch.einsum("bsk,nk->bsn", a, w), 48, 32), x(2, 8, 32)) == (3, 6)
 
 
 @pytest.mark.parametrize(("first", "second"), DIFFERENT)
