@@ -1,0 +1,155 @@
+"""Random programs: what fp8graph computes of each is what the reference computes, forward and backward.
+
+``FUZZ_CASES=20000 python -m pytest tests/test_fuzz.py`` draws more of them (the first 2,000 are those of CI), a tenth
+of them through Inductor too with ``FUZZ_INDUCTOR=2000``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import fuzz_reference
+from fuzz import RECIPES, Input, Linear, Program, RuleSpec, Step, Weight
+from fuzz_draw import programs
+from fuzz_reference import assert_right
+
+CASES: Final = int(os.environ.get("FUZZ_CASES", "2000"))
+INDUCTOR_CASES: Final = int(os.environ.get("FUZZ_INDUCTOR", "8"))  # Inductor takes seconds for each
+PART: Final = 50  # programs of one test: about 30 seconds
+NAMES: Final = [name for name, recipe in RECIPES.items() if recipe is not None]
+
+
+def run_random(number: int, cases: int, compiler: str) -> None:
+    """``cases`` programs, which ``number`` alone decides about."""
+
+    @seed(number)
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        print_blob=True,
+        # one process draws and compiles: slow drawing is compiling; large programs are redrawn now and then
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+        phases=(Phase.generate, Phase.shrink),
+    )
+    @given(program=programs(NAMES[number % len(NAMES)]))
+    def run(program: Program) -> None:
+        assert_right(program, compiler)
+
+    run()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(-(-CASES // PART)))
+def test_random_programs(part: int) -> None:
+    run_random(part, min(PART, CASES - part * PART), "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(-(-INDUCTOR_CASES // 2)))
+def test_random_programs_through_inductor(part: int) -> None:
+    run_random(part + 100_000, min(2, INDUCTOR_CASES - part * 2), "inductor")
+
+
+REGRESSIONS: Final[dict[str, Program]] = {
+    # under delayed scaling the root's matmul and the first weight's layer had one row of state: one scale for both
+    "the root's matmul beside the first weight": Program(
+        inputs=(Input(shape=(2, 16)), Input(shape=(2, 16))),
+        steps=(Step("einsum_scores", (0, 1)), Step("linear", (2,))),
+        outputs=(3, 2),
+        linears=(Linear(inputs=2, outputs=24),),
+        recipe="delayed",
+        rules=(RuleSpec(pattern="*", recipe="delayed", op="matmul"),),
+    ),
+    # the weight of an einsum was quantized a second time for dgrad, with the scale that the first time had made
+    "an einsum's weight under delayed scaling": Program(
+        inputs=(Input(shape=(2, 40, 8)),),
+        steps=(Step("einsum", (0,)),),
+        outputs=(1,),
+        weights=(Weight(shape=(40, 8)),),
+        recipe="delayed",
+    ),
+    # the two gradients of x @ x were taken for each other: the rule for wgrad decided about dgrad
+    "x @ x with two recipes": Program(
+        inputs=(Input(shape=(8, 8)),),
+        steps=(Step("values", (0, 0)),),
+        outputs=(1,),
+        rules=(RuleSpec(pattern="*", recipe="nvfp4", op="*", wgrad="high_precision"),),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_regressions(name: str) -> None:
+    assert_right(REGRESSIONS[name])
+
+
+# Every kind of product, siblings and a tied weight, all the layouts: what a mistake is planted into.
+PLANTED: Final = Program(
+    inputs=(Input(shape=(24, 33)), Input(shape=(24, 33), strides="transposed")),
+    steps=(
+        Step("linear", (0,)),
+        Step("linear", (0,), 1),
+        Step("mul", (2, 3)),
+        Step("columns", (4,)),
+        Step("scores", (5, 1)),
+    ),
+    outputs=(6, 2),
+    linears=(Linear(inputs=33, outputs=48, bias=True), Linear(inputs=33, outputs=48)),
+    weights=(Weight(shape=(48, 33)),),
+    rules=(RuleSpec(pattern="*", recipe="tensorwise", op="matmul"),),
+    group=False,
+)
+
+
+def _mistaken(change: Callable[[list[Any], dict[str, Any]], Any], original: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        arguments = list(args)
+        change(arguments, kwargs)
+        return original(*arguments, **kwargs)
+
+    return function
+
+
+def _double_scale(arguments: list[Any], _: dict[str, Any]) -> None:
+    arguments[2] = arguments[2] * 2
+
+
+def _reversed_rows(arguments: list[Any], _: dict[str, Any]) -> None:
+    arguments[0] = arguments[0].view(torch.uint8).flip(0).view(arguments[0].dtype)
+
+
+def _one_element_missing(arguments: list[Any], _: dict[str, Any]) -> None:
+    arguments[0] = arguments[0].clone()
+    arguments[0].view(torch.uint8)[0, 0] = 0
+
+
+MISTAKES: Final[dict[str, Callable[[list[Any], dict[str, Any]], None]]] = {
+    "a scale times 2": _double_scale,
+    "rows in another order": _reversed_rows,
+    "an element is missing": _one_element_missing,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+def test_a_mistake_is_found(recipe: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = dataclasses.replace(PLANTED, recipe=recipe)
+    assert_right(program)
+    monkeypatch.setattr(torch, "_scaled_mm", _mistaken(MISTAKES[mistake], torch._scaled_mm))
+    with pytest.raises(AssertionError, match="dB, at least"):
+        assert_right(program)
+
+
+def test_a_wrong_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_reference, "expected_recipe", lambda *_: None)
+    with pytest.raises(AssertionError):
+        assert_right(PLANTED)
