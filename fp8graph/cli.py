@@ -177,36 +177,10 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _doctor(_options: argparse.Namespace) -> int:
-    import importlib.util
-    import platform
-    import shutil
+    from fp8graph import doctor
+    from fp8graph.report import aligned
 
-    import torch
-
-    from fp8graph import __version__, hardware
-    from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
-
-    rows = [("fp8graph", __version__), ("python", platform.python_version())]
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    supported = (2, 11) <= (major, minor) <= (2, 15)
-    rows.append(("torch", torch.__version__ + ("" if supported else ": untested, 2.11 to 2.15 are supported")))
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] + [torch.device("cpu")]
-    for device in devices:
-        found = hardware.of_device(device)
-        if device.type == "cpu":
-            text = "torch's reference GEMM, right numbers, no speed; "
-        else:
-            text = f"{torch.cuda.get_device_name(device)}, {found.name}; "
-        recipes = {name: resolve_recipe(name) for name in RECIPE_NAMES}
-        native = [name for name, r in recipes.items() if r and r.quantizer("input").scaling in found.scalings]
-        text += f"native: {', '.join(native) or 'none'}; other recipes are emulated"
-        rows.append((str(device), text))
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))
-    rows.append(("default recipe", hardware.default_recipe(hardware.of_machine())))
-    missing = [name for name in _EXTRAS if importlib.util.find_spec(name) is None]
-    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all there"))
-    width = max(len(name) for name, _ in rows)
-    for name, text in rows:
-        print(f"{name.ljust(width)}  {text}")
+    print("\n".join(aligned(doctor.machine())))
+    print("\nLinears, and experts (grouped matmuls), in bf16; what is not native is emulated:\n")
+    print("\n".join(aligned(doctor.architectures())))
     return 0

@@ -29,6 +29,7 @@ from fp8graph.autocast import REGION_KEY, current_region, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import NO_GRAD_KEY
 from fp8graph.models.general import families_of
+from fp8graph.observe import announce
 from fp8graph.pipeline import Found, JointPass, LowerPass, source_hash
 from fp8graph.policy import INHERIT, Policy
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
@@ -165,6 +166,7 @@ class Program:
             options = {**compat.codegen_patches(backend.hardware, inputs), **options}
         compiled = self._run_compile_fx(joint, options, inputs, wanted, inner_compile=backend.inner_compile)
         self.views[situation] = self._view(situation, joint, identity, options, wanted)
+        announce(self.views[situation])
         if backend.strict:
             backend.check_records(self.views[situation].gemms)
         return _Variant(compiled, wanted)

@@ -212,6 +212,7 @@ class Report:
         """Write one self-contained HTML page: the table and every graph's text."""
         header, *rows = _rows(self.gemms)
         cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+        kinds = [row[_HEADER.index("execution")].replace(" ", "-") for row in rows]  # native, emulated, high-precision
         titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
         texts = [
             f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
@@ -219,26 +220,28 @@ class Report:
             for graph in self.graphs
             for stage, text in {"before": graph.before, **graph.stages}.items()
         ]
+        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
+        lines = [f"<tr class={kind}>{row}</tr>" for kind, row in zip(kinds, cells, strict=True)]
         page = (
-            "<!doctype html><meta charset=utf-8><title>fp8graph report</title><style>"
+            "<!doctype html><html lang=en><meta charset=utf-8><title>fp8graph report</title><style>"
             "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}"
-            "td,th{border:1px solid #ccc;padding:2px 8px;text-align:left}pre{font-size:12px}</style>"
-            f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>"
-            f"<table><tr>{titles}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-            f"<h2>Graphs</h2>{''.join(texts)}"
+            "td,th{border:1px solid #ccc;padding:2px 8px;text-align:left}th{background:#eee}"
+            "tr.high-precision{color:#777}tr.emulated{background:#fff6e0}"
+            "pre{font-size:12px;overflow-x:auto;background:#f7f7f7;padding:1em}summary{cursor:pointer}</style>"
+            f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>{notes}"
+            f"<table><tr>{titles}</tr>{''.join(lines)}</table><h2>Graphs</h2>{''.join(texts)}"
         )
         Path(path).write_text(page, encoding="utf-8")
 
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8."""
-        gemms = self.gemms
-        fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
-        emulated = sum(gemm.execution == "emulated" for gemm in fp8)
-        text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8, in {len(self.graphs)} graph(s)"
-        return text + (f" ({emulated} emulated)" if emulated else "")
+        return summary(self.gemms, len(self.graphs))
 
     def __str__(self) -> str:
-        lines = [self.summary(), *_table(_rows(self.gemms))]
+        return "\n".join([self.summary(), *aligned(_rows(self.gemms), ruled=True), *self._notes()])
+
+    def _notes(self) -> list[str]:
+        lines: list[str] = []
         if self.weights:
             size = (
                 f"{self.weight_bytes / 2**10:.1f} KiB"
@@ -249,7 +252,21 @@ class Report:
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
-        return "\n".join(lines)
+        return lines
+
+
+def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
+    """One line: how many GEMMs run in FP8."""
+    fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
+    emulated = sum(gemm.execution == "emulated" for gemm in fp8)
+    text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8" + (f", in {graphs} graph(s)" if graphs is not None else "")
+    return text + (f" ({emulated} emulated)" if emulated else "")
+
+
+def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
+    """A line for each kind of GEMM in high precision: site, GEMM, how many, why."""
+    _, *rows = _rows(gemm for gemm in gemms if gemm.recipe is None)
+    return [f"{site} {gemm} ({count}): {reason}" for site, count, _, gemm, *_, reason in rows]
 
 
 _HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
@@ -274,7 +291,8 @@ def _rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     return [_HEADER, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str]:
+    """Rows as text with columns of one width; ``ruled``: with a line under the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]] if ruled else lines

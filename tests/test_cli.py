@@ -44,7 +44,7 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
         (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
         (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
         (["explain", "llama", "--target", "h100"], "target must be 'cpu' or like 'sm_90'"),
-        (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, match"),
+        (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
         (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
     ],
 )
@@ -76,8 +76,12 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "default recipe     tensorwise" in out
-    assert "native: tensorwise, " in out
+    lines = {line.split("  ")[0]: line for line in out.splitlines()}
+    assert lines["recipe"].split() == ["recipe", "cpu", "sm_89", "sm_90", "sm_100"]
+    assert lines["tensorwise"].split()[1:] == ["native"] * 4
+    assert lines["mxfp8"].split()[1:] == ["emulated", "emulated", "emulated", "native"]
+    assert lines["tensorwise, experts"].split()[2:] == ["emulated", "emulated", "fprop", "native", "emulated"]
+    assert out.splitlines()[-1].split()[2:] == ["tensorwise", "tensorwise", "tensorwise", "mxfp8"]
 
 
 @pytest.mark.parametrize("arguments", [[], ["nosuch"], ["demo", "--steps", "0"], ["demo", "--compiler", "x"]])

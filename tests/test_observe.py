@@ -1,0 +1,141 @@
+"""Where users look for what was compiled: logs, tlparse, a page in a browser."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp8graph
+from fp8graph.report import Report
+from helpers import MLP, eager_backend
+
+KEEPS_DOWN = fp8graph.Policy([fp8graph.Rule(re.compile("down|<b>&amp;"), None)], default="tensorwise")
+
+
+def compiled_report() -> Report:
+    backend = eager_backend(KEEPS_DOWN)
+    torch.compile(MLP(), backend=backend)(torch.randn(16, 32, requires_grad=True))
+    return backend.report
+
+
+def test_a_line_for_a_graph_and_one_for_what_was_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="fp8graph"):
+        compiled_report()
+    first, *rest = [record.getMessage() for record in caplog.records if record.name == "fp8graph.observe"]
+    assert first == "Linear training: 6 of 9 GEMMs in FP8"
+    assert [line.partition(": high")[0] for line in rest] == [
+        f'Linear training: left alone: down {gemm} (1): rule 0 "down|<b>&amp;"' for gemm in ("fprop", "dgrad", "wgrad")
+    ]
+
+
+def test_nothing_is_logged_unasked(caplog: pytest.LogCaptureFixture) -> None:
+    compiled_report()
+    assert not [record for record in caplog.records if record.name.startswith("fp8graph")]
+
+
+SCRIPT = """
+import torch, fp8graph
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager")
+torch.compile(model, backend=backend)(torch.randn(16, 32)).sum().backward()
+(view,) = backend.report.graphs
+import json, sys
+json.dump(view.to_dict(), open(sys.argv[1], "w"))
+"""
+
+
+def run_script(folder: Path, **environment: str) -> tuple[str, dict[str, Any]]:
+    """What the script above prints to stderr, and its graph."""
+    root = Path(__file__).parent.parent
+    env = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore", **environment}
+    command = [sys.executable, "-c", SCRIPT, str(folder / "view.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return done.stderr, json.loads((folder / "view.json").read_text())
+
+
+def test_torch_logs(tmp_path: Path) -> None:
+    text, _ = run_script(tmp_path, TORCH_LOGS="fp8graph")
+    assert "Sequential training: 5 of 5 GEMMs in FP8" in text
+    assert "graph after" not in text
+    text, view = run_script(tmp_path, TORCH_LOGS="+fp8graph")
+    assert all(f"graph after {stage}:" in text for stage in ("before", *view["stages"]))
+
+
+def test_tlparse_shows_the_graphs_and_the_report(tmp_path: Path) -> None:
+    tlparse = Path(sys.executable).with_name("tlparse")
+    if not tlparse.exists():
+        pytest.skip("tlparse is not installed")
+    trace, page = tmp_path / "trace", tmp_path / "page"
+    _, view = run_script(tmp_path, TORCH_TRACE=str(trace))
+    (log,) = trace.iterdir()
+    subprocess.run([tlparse, log, "-o", page, "--no-browser"], check=True, capture_output=True)
+    found = {re.sub(r"fp8graph_\d\d_|_\d+$", "", f.stem): f for f in page.rglob("fp8graph_*.txt")}
+    assert found.keys() == {"before", "report", *view["stages"]}
+    for stage, text in view["stages"].items():
+        assert found[stage].read_text().strip() == text.strip()
+    assert json.loads(found["report"].read_text()) == view["gemms"]
+    assert all(f.name in (page / "index.html").read_text() for f in found.values())
+
+
+class Page(HTMLParser):
+    """The table rows, the texts of the details and their titles, of what the browser made of the page."""
+
+    def __init__(self, dom: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.texts: dict[str, str] = {}
+        self._title = self._tag = ""
+        self.feed(dom)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self._tag = tag
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if tag == "summary":
+            self._title = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._tag in ("td", "th"):
+            self.rows[-1][-1] += data
+        elif self._tag == "summary":
+            self._title += data
+        elif self._tag == "pre":
+            self.texts[self._title] = self.texts.get(self._title, "") + data
+
+    def handle_endtag(self, tag: str) -> None:
+        self._tag = ""
+
+
+def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium here")
+    report = compiled_report()
+    path, picture = tmp_path / "report.html", tmp_path / "report.png"
+    report.to_html(path)
+    headless = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--log-level=1"]
+    headless += [f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run([*headless, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True)
+    assert "CONSOLE" not in done.stderr  # an error on the page
+    page = Page(done.stdout)
+    (view,) = report.graphs
+    assert len(page.rows) == 1 + 9
+    assert page.rows[0][0] == "site"
+    assert {row[-1].partition(":")[0] for row in page.rows[-3:]} == {'rule 0 "down|<b>&amp;"'}  # nothing was markup
+    stages = {"before": view.before, **view.stages}
+    assert {title.partition(": ")[2]: text for title, text in page.texts.items()} == stages
+    subprocess.run([*headless, f"--screenshot={picture}", path.as_uri()], capture_output=True, check=True)
+    assert picture.stat().st_size > 10_000
