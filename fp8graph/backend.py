@@ -220,6 +220,7 @@ class Backend:
             graphs=views,
             policy=self.policy,
             eager_frames=self._fallen_back(),
+            skipped_frames=compat.skipped_frames(self._created),
             unused_state=self.state.unused,
             pass_seconds=self.pass_seconds,
             weights=len(self.weights),

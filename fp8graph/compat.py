@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import platform
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import sympy
@@ -210,6 +212,20 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
         elif unseen and frame in frame_ids and "recompile" in reason:
             found.append(_at_recompile_limit(frame))
     return found
+
+
+def skipped_frames(since: int) -> list[str]:
+    """Functions that Dynamo could not trace and runs in eager, with its reason; what they call, it compiles again.
+
+    From the last 64 compilations after ``since`` (time in microseconds), which may be another model's.
+    """
+    found: list[str] = []
+    for metrics in get_compilation_metrics():
+        if metrics.fail_type == "Unsupported" and (metrics.start_time_us or 0) >= since:
+            name = re.sub(r"^torch_dynamo_resume_in_(\w+)_at_\d+$", r"\1", metrics.co_name or "")
+            place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
+            found.append(f"{name} ({place}): {(metrics.fail_reason or '').splitlines()[0].rstrip('.')}")
+    return list(dict.fromkeys(found))
 
 
 def on_recompile_limit(owner: object, callback: Callable[[Any, str], None]) -> None:

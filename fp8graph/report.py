@@ -137,6 +137,7 @@ class Report:
     graphs: list[GraphView]
     policy: Policy
     eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
+    skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
     pass_seconds: float = 0.0  # that fp8graph's own passes took
     weights: int = 0  # quantized once per update, outside the graphs
@@ -197,6 +198,7 @@ class Report:
             "policy": self._plain_policy(),
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
+            "skipped_frames": self.skipped_frames,
             "unused_state": self.unused_state,
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
@@ -251,6 +253,7 @@ class Report:
             lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
+        lines += [f"runs in eager, matmuls of its own in high precision: {frame}" for frame in self.skipped_frames]
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
 

@@ -62,7 +62,7 @@ def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
 
 def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
-    assert list(view.stages) == ["match", "assign", "quantize", "share", "group", "cache", "state", "save"]
+    assert list(view.stages) == ["unpack", "match", "assign", "quantize", "share", "group", "cache", "state", "save"]
     assert view.before == view.stages["assign"]
     assert view.after == view.stages["state"]
     assert view.before.count("aten.mm(") == 7
@@ -230,3 +230,30 @@ def test_failures_of_other_models_are_not_ours() -> None:
     for _ in range(2):
         model(torch.randn(8, 32))
     assert backend.report.eager_frames == []
+
+
+def test_a_function_that_dynamo_cannot_trace_is_said() -> None:
+    """Its own matmuls never reach a backend; the linear that it calls does."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32, 32))
+            self.inner = MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                if x.sum() > -1e9:  # a branch on data in a loop
+                    x = torch.nn.functional.linear(x, self.w)
+            return self.inner(x)
+
+    backend = eager_backend()
+    torch.compile(Loop(), backend=backend)(torch.randn(16, 32))
+    report = backend.report
+    (frame,) = report.skipped_frames
+    assert frame.startswith("forward (test_report.py:")
+    assert frame.endswith(": Data-dependent branching")
+    assert f"runs in eager, matmuls of its own in high precision: {frame}" in str(report)
+    assert report.to_dict()["skipped_frames"] == [frame]
+    assert {g.fqn for g in report.gemms} == {"gate", "up", "down"}
+    report.check()  # not an error by itself: a rule that names the matmul matches nothing
