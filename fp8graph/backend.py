@@ -33,18 +33,34 @@ class Names:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def __bool__(self) -> bool:
         return bool(self._names)
 
     def bind(self, model: torch.nn.Module) -> None:
+        self._models.append(weakref.ref(model))
+        self._learn(model)
+
+    def _learn(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._names[id(parameter)] = (weakref.ref(parameter), name.replace("_orig_mod.", ""))
 
-    def get(self, parameter: object) -> str:
-        """The FQN, or "" for a tensor that was not bound (an id may be that of a dead parameter)."""
-        reference, name = self._names.get(id(parameter), (None, ""))
-        return name if reference is not None and reference() is parameter else ""
+    def get(self, parameter: torch.Tensor) -> str:
+        """The FQN, or "" for a tensor that was not bound.
+
+        A bound model may have got other parameters: FSDP2 puts gathered ones in their place while a layer runs.
+        """
+        if not self._has(parameter):
+            for model in filter(None, [reference() for reference in self._models]):
+                self._learn(model)
+            if not self._has(parameter):
+                self._names[id(parameter)] = weakref.ref(parameter), ""  # none: not looked for again
+        return self._names[id(parameter)][1]
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        reference, _ = self._names.get(id(parameter), (None, ""))
+        return reference is not None and reference() is parameter  # an id may be that of a dead one
 
 
 class Backend:

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -281,13 +282,25 @@ def split_source(text: str) -> tuple[str, str]:
     return root, text.strip(".")
 
 
+_SHARD: Final = "_local_tensor"  # of a DTensor
+
+
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
     """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
 
-    None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body).
+    None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body). What a graph
+    takes of a DTensor is its shard (:func:`local`).
     """
     for node in graph.find_nodes(op="placeholder"):
-        yield node, getattr(node.meta.get("desc"), "idx", None)  # PlainAOTInput(idx)
+        desc = node.meta.get("desc")
+        if isinstance(desc, SubclassGetAttrAOTInput) and desc.attr == _SHARD:
+            desc = desc.base
+        yield node, desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a graph takes of a tensor: a DTensor's shard."""
+    return getattr(tensor, _SHARD, tensor)
 
 
 def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:

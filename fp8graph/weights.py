@@ -32,7 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8graph.graph import aten
+from fp8graph.graph import aten, local
 from fp8graph.sites import PageLayout, QuantizedWeight
 
 BATCH: Final = 8
@@ -139,11 +139,12 @@ class Weights:
         return found.tensors
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
-        version = 0 if parameter.is_inference() else parameter._version
-        if isinstance(parameter, FakeTensor):
-            return version, self._steps.of(parameter)
-        storage = StorageWeakRef(parameter.untyped_storage())  # holds no data, but no other storage becomes equal to it
-        return version, storage, parameter.data_ptr(), self._steps.of(parameter)
+        tensor, steps = local(parameter), self._steps.of(parameter)
+        version = 0 if tensor.is_inference() else tensor._version
+        if isinstance(tensor, FakeTensor):
+            return version, steps
+        storage = StorageWeakRef(tensor.untyped_storage())  # holds no data, but no other storage becomes equal to it
+        return version, storage, tensor.data_ptr(), steps
 
     def _copies(self) -> set[_Copy]:
         return {copy for found in self._found.values() for copy in found.copies}
@@ -190,7 +191,7 @@ class Weights:
                 inputs: list[Tensor] = []
                 buffers: list[Tensor] = []
                 for weight, copy in batch:
-                    inputs += [args[index] for index in weight.parameters]
+                    inputs += [local(args[index]) for index in weight.parameters]
                     inputs += [pages[weight.page]] if weight.page is not None else []
                     buffers += copy.tensors.values()
                     copy.recorded = weight.records

@@ -1,0 +1,152 @@
+"""A small model trained under each kind of parallelism: what the ranks run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import fp8graph
+
+STEPS = 5
+HIDDEN, INNER, ROWS = 32, 64, 16  # rows: of each rank's batch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Two blocks and a head that stays in high precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(HIDDEN, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+def model_and_data(ranks: int) -> tuple[Net, Tensor]:
+    """The same everywhere: the model, and [steps, ranks * rows, hidden]."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    return Net(), torch.randn(STEPS, ranks * ROWS, HIDDEN, generator=generator)
+
+
+def backend_for(recipe: Any, **kwargs: Any) -> fp8graph.Backend:
+    return fp8graph.Backend(recipe=recipe, compiler="eager", **kwargs)
+
+
+def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:
+    """Losses and last gradients of SGD steps on ``batches``, one of ``shares`` of a batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = compiled(batch).square().mean() / shares
+        loss.backward()
+        for parameter in model.parameters():
+            if shares > 1 and not isinstance(parameter, DTensor):
+                dist.all_reduce(parameter.grad)  # the head, which saw this rank's rows
+        gradients = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        losses.append(loss.item())
+    return {"losses": losses, "gradients": gradients}
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def parallelize(how: str, model: Net, backend: Any) -> tuple[Any, nn.Module]:
+    """``(what to call, the module with the parameters)``."""
+    ranks = dist.get_world_size()
+    if how == "ddp":
+        wrapped = DistributedDataParallel(model)
+        return torch.compile(wrapped, backend=backend), wrapped
+    if how == "ddp of compiled":
+        model.compile(backend=backend)
+        wrapped = DistributedDataParallel(model)
+        return wrapped, wrapped
+    if how == "fsdp":
+        return _fully_shard(model, backend, init_device_mesh("cpu", (ranks,)))
+    if how in ("tp", "tp and sp"):
+        _tensor_parallel(model, init_device_mesh("cpu", (ranks,)), sequence=how == "tp and sp")
+        return torch.compile(model, backend=backend), model
+    mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "tp"))
+    _tensor_parallel(model, mesh["tp"], sequence=False)
+    return _fully_shard(model, backend, mesh["dp"])
+
+
+def _fully_shard(model: Net, backend: Any, mesh: Any) -> tuple[Any, nn.Module]:
+    backend.bind(model)  # blocks are compiled one by one: their full names
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return model, model
+
+
+def _tensor_parallel(model: Net, mesh: Any, *, sequence: bool) -> None:
+    for layer in model.layers:
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        if sequence:  # between the blocks each rank has its rows
+            plan["norm"] = SequenceParallel(sequence_dim=0)
+            plan["up"] = ColwiseParallel(input_layouts=Shard(0))
+            plan["down"] = RowwiseParallel(output_layouts=Shard(0))
+        parallelize_module(layer, mesh, plan)
+
+
+def data_of(how: str, rank: int, ranks: int, data: Tensor) -> Tensor:
+    """This rank's share of the global batch."""
+    if how == "tp":
+        return data
+    shares = 2 if how == "fsdp and tp" else ranks
+    share = rank // (ranks // shares)
+    rows = data.shape[1] // shares
+    return data[:, share * rows : (share + 1) * rows].contiguous()
+
+
+def run(rank: int, how: str, recipes: list[Any]) -> dict[str, Any]:
+    ranks = dist.get_world_size()
+    found: dict[str, Any] = {}
+    for recipe in recipes:
+        model, data = model_and_data(ranks)
+        backend = backend_for(recipe)
+        compiled, owner = parallelize(how, model, backend)
+        # DDP and FSDP average gradients; those of a row's loss under sequence parallel add up
+        result = train(compiled, owner, data_of(how, rank, ranks, data), shares=ranks if how == "tp and sp" else 1)
+        report = backend.report
+        result["fp8"] = sorted({g.name for g in report.gemms if g.recipe})
+        result["gemms"] = len([g for g in report.gemms if g.recipe])
+        result["left"] = sorted({g.name for g in report.gemms if not g.recipe})
+        result["quantized"] = backend.weights.quantized
+        result["skipped"] = report.skipped_frames
+        found[str(recipe)] = result
+    return found
