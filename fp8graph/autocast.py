@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.fx.traceback import annotate
 
 from fp8graph.compat import never_a_root_frame
@@ -30,6 +31,7 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[str | Recipe] = []
+        self.groups: list[Any] = []  # their amax_reduction_group
 
 
 _stack = _Stack()
@@ -53,33 +55,53 @@ def autocast(
         enabled: ``False`` leaves every GEMM of the region in high precision.
         recipe: a recipe or its name; ``None`` (with ``enabled=True``) returns to the policy. Inside compiled
             code recipes go by name, a string (``register_recipe`` gives yours a name).
-        amax_reduction_group: for delayed scaling across processes; not available yet.
+        amax_reduction_group: the ranks whose amaxes delayed scaling reduces: a ProcessGroup or a DeviceMesh of one
+            dimension; ``None`` is that of the region outside, or all ranks. For regions around compiled code.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, or a reduction group.
+        UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a group that is none, or one inside of
+            compiled code.
     """
     if torch.compiler.is_compiling():
-        # Dynamo traces this line: strings only. Names are checked when the graph is compiled.
+        # Dynamo traces these lines: strings, and exceptions of Python alone. Names are checked when the graph is compiled.
+        if amax_reduction_group is not None:
+            raise ValueError("autocast(amax_reduction_group=...) goes around compiled code, not into it")
         region = DISABLED if not enabled else POLICY if recipe is None else recipe
         return annotate({REGION_KEY: region})
     if amax_reduction_group is not None:
-        raise UnsupportedRecipeError(
-            "autocast(amax_reduction_group=...): amax reduction is not available in this version."
-        )
+        _group_name(amax_reduction_group)
     if not enabled:
-        return _Region(DISABLED)
+        return _Region(DISABLED, amax_reduction_group)
     if recipe is None:
-        return _Region(POLICY)
+        return _Region(POLICY, amax_reduction_group)
     resolved = resolve_recipe(recipe)
-    return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED)
+    return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED, amax_reduction_group)
+
+
+def amax_group() -> str | None:
+    """The name of the group that the current call reduces amaxes over; None where there is one rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = next((g for g in reversed(_stack.groups) if g is not None), dist.group.WORLD)
+    return _group_name(group)
+
+
+def _group_name(group: Any) -> str | None:
+    group = group.get_group() if hasattr(group, "get_group") else group  # a DeviceMesh
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedRecipeError(
+            f"autocast(amax_reduction_group=...) takes a ProcessGroup or a DeviceMesh, not {type(group).__name__}."
+        )
+    return group.group_name if group.size() > 1 else None
 
 
 class _Region(AbstractContextManager[None]):
-    def __init__(self, region: str | Recipe) -> None:
-        self._region = region
+    def __init__(self, region: str | Recipe, group: Any) -> None:
+        self._region, self._group = region, group
 
     def __enter__(self) -> None:
         _stack.regions.append(self._region)
+        _stack.groups.append(self._group)
 
     def __exit__(
         self,
@@ -88,6 +110,7 @@ class _Region(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         _stack.regions.pop()
+        _stack.groups.pop()
 
 
 def region_recipe(region: str | Recipe | None) -> GemmRecipe:

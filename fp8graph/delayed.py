@@ -16,6 +16,8 @@ One update of a page, at the end of forward or of backward::
   that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its row stays as it is.
 * Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
+* With several ranks the amaxes of a step are reduced first: one all-reduce (MAX) of one packed tensor in forward and
+  one in backward. What a rank did not see (its amax is 0) it records as the others saw it: histories stay the same.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
 
 Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
@@ -62,6 +64,13 @@ def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float
     return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
 
 
+def packed_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
+    """[tensors]: the amax of each, for a reduction over ranks. NaN becomes inf, which every reduction keeps: a step
+    that overflowed on one rank is recorded on none."""
+    largest = _largest(amaxes)
+    return torch.where(largest <= FLT_MAX, largest, torch.inf)
+
+
 def _largest(amaxes: Sequence[Tensor]) -> Tensor:
     """[tensors]: the largest number of each. Tensors of one length are reduced by one kernel."""
     positions: dict[Any, list[int]] = {}
@@ -83,10 +92,15 @@ def updated_page(
     amax_compute_algo: AmaxAlgorithm,
     scaling_factor_compute_algo: ScaleAlgorithm | None = None,
     recipe: DelayedScaling | None = None,
+    *,
+    packed: bool = False,
 ) -> Tensor:
-    """The page after a step that saw ``amaxes``, for each tensor FP32 of any shape. ``page`` is not changed."""
+    """The page after a step that saw ``amaxes``. ``page`` is not changed.
+
+    ``amaxes``: for each tensor FP32 of any shape; or, if ``packed``, one tensor [tensors].
+    """
     old_scale = page[:, 0]
-    amax = _largest(amaxes)
+    amax = amaxes[0] if packed else _largest(amaxes)
     seen = (amax > 0.0) & (amax <= FLT_MAX)
     columns = page.shape[1]
     column = torch.arange(columns, device=page.device)  # [2 + length]; all over the whole page: one kernel

@@ -5,7 +5,8 @@
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, use_fast_accum, native, *, ...) -> a GEMM a group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
-    read_scales(page, copy) -> [tensors, 2];  update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
+    read_scales(page, copy) -> [tensors, 2];  pack_amaxes(amaxes) -> [tensors]
+    update_page(page, amaxes, fp8_max, margin, amax_compute_algo, *, packed) -> page
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -37,7 +38,9 @@ _SCHEMAS: Final[dict[str, str]] = {
     "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
     "read_scales": "(Tensor page, bool copy) -> Tensor",
-    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
+    "pack_amaxes": "(Tensor[] amaxes) -> Tensor",
+    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo,"
+    " *, bool packed=False) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
 _SCALE_DTYPE: Final = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
@@ -143,7 +146,11 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
     return delayed.read_scales(page, copy=True)  # an op must not return a view of its argument
 
 
-def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
+def _fake_pack_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
+    return amaxes[0].new_empty((len(amaxes),))
+
+
+def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any, **_kwargs: Any) -> Tensor:
     return torch.empty_like(page)
 
 
@@ -154,6 +161,7 @@ for _name, _reference, _fake in (
     ("grouped_mm", groups.grouped_mm, _fake_grouped_mm),
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
     ("read_scales", _read_scales, _fake_read_scales),
+    ("pack_amaxes", delayed.packed_amaxes, _fake_pack_amaxes),
     ("update_page", delayed.updated_page, _fake_update_page),
 ):
     _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
@@ -166,6 +174,7 @@ scaled_grouped_mm = torch.ops.fp8graph.scaled_grouped_mm.default
 grouped_mm = torch.ops.fp8graph.grouped_mm.default
 dequantize = torch.ops.fp8graph.dequantize.default
 read_scales = torch.ops.fp8graph.read_scales.default
+pack_amaxes = torch.ops.fp8graph.pack_amaxes.default
 update_page = torch.ops.fp8graph.update_page.default
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
@@ -174,6 +183,7 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     scaled_grouped_mm: numerics.scaled_grouped_mm,
     dequantize: numerics.dequantize_data,
     read_scales: delayed.read_scales,
+    pack_amaxes: delayed.packed_amaxes,
     update_page: delayed.updated_page,
 }
 

@@ -25,7 +25,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fp8graph import compat, delayed
-from fp8graph.autocast import REGION_KEY, current_region, region_recipe
+from fp8graph.autocast import REGION_KEY, amax_group, current_region, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import NO_GRAD_KEY
 from fp8graph.models.general import families_of
@@ -47,6 +47,7 @@ class Situation:
 
     policy: str
     region: str | Recipe | None
+    amax_group: str | None  # process group of the amax reduction
     names: tuple[str, ...]  # bound FQNs of the graph's parameters, "" where not bound
 
 
@@ -121,7 +122,7 @@ class Program:
     def _situation(self, args: Sequence[Any]) -> Situation:
         names = self._backend.names
         bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
-        return Situation(policy=self._policy[1], region=current_region(), names=bound)
+        return Situation(policy=self._policy[1], region=current_region(), amax_group=amax_group(), names=bound)
 
     @property
     def _policy(self) -> tuple[Policy, str]:
@@ -137,6 +138,7 @@ class Program:
             region=situation.region,
             sources=self._sources,
             records_amaxes=self._gradients,
+            amax_group=situation.amax_group,
             page_inputs=tuple(range(len(self._sources), first)),
             cache_weights=self._backend.cache_weights,
             group=self._backend.group,

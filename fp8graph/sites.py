@@ -145,6 +145,7 @@ class Compilation:
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
     subgraph: bool = False  # the body of a higher-order op
+    amax_group: str | None = None  # process group that amaxes are reduced over, by its name; None: one rank
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
     page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`

@@ -106,7 +106,9 @@ def _extract(
     signature = _signature(quantizing)
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
-        alone = dataclasses.replace(compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False)
+        alone = dataclasses.replace(
+            compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False, amax_group=None
+        )
         state(quantizing, alone)
         (page,) = alone.pages
         graphs: list[fx.Graph] = []

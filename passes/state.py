@@ -6,17 +6,22 @@
                                                         new = update_page(page, [qx.amax, qw.amax], 448.0, 0, "max")
                                                         copy_(page, new)                        (just before output)
 
+    with several ranks                          ->      packed = wait(all_reduce(pack_amaxes([...]), "max", group))
+                                                        new = update_page(page, [packed[0:2]], ..., packed=True)
+
 A page is a graph input (``fp8graph/delayed.py``); a graph has one per recipe, FP8 type and direction, normally one for
-forward and one for backward. Forward's scales are saved for backward as they were: the page changes at the end of
-forward. Backward reads its page when it runs, so that several forwards may come before it. The first run of the
-passes on a graph finds the pages (``compilation.pages``) and changes nothing; the second one has them as inputs.
+forward and one for backward; the amaxes of all of a direction travel in one tensor. Forward's scales are saved for
+backward as they were: the page changes at the end of forward. Backward reads its page when it runs, so that several
+forwards may come before it. The first run of the passes on a graph finds the pages (``compilation.pages``) and changes
+nothing; the second one has them as inputs.
 
 Refuses to record what ran without gradients: the whole graph (``records_amaxes``), or a ``torch.no_grad`` region in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any, cast
@@ -32,6 +37,7 @@ from fp8graph.recipes import FP8_MAX, DelayedScaling
 from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
 
 _NAME = "state"
+_collectives = torch.ops._c10d_functional
 
 
 @dataclass
@@ -70,11 +76,32 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
     if not compilation.page_inputs:
         return
     inputs = {index: node for node, index in graph_inputs(graph)}
+    updates: list[_Update] = []
     for position, layout, entries in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
-        _connect(graph, inputs[position], layout, entries, record=compilation.records_amaxes)
+        update = _connect(graph, inputs[position], layout, entries, record=compilation.records_amaxes)
+        updates += [update] if update is not None else []
+    for backward in (False, True):
+        mine = [update for update in updates if update.layout.backward == backward]
+        if compilation.amax_group is not None:
+            _reduce(graph, [u for u in mine if u.layout.recipe.reduce_amax], compilation.amax_group)
+        for update in mine:
+            _record(graph, update)
 
 
-def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], *, record: bool) -> None:
+@dataclass
+class _Update:
+    """The amaxes that go into a page."""
+
+    page: fx.Node
+    layout: PageLayout
+    amaxes: list[fx.Node]
+    like: fx.Node  # one of the quantize nodes
+    packed: bool = False  # ``amaxes`` is one tensor, reduced over ranks
+
+
+def _connect(
+    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], *, record: bool
+) -> _Update | None:
     users = {user for entry in entries for user in entry.users}
     first = next(node for node in graph.nodes if node in users)
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
@@ -87,22 +114,51 @@ def _connect(graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequen
     for position, entry in enumerate(entries):
         for user in entry.users:
             user.kwargs = {**user.kwargs, "scales": scales, "row": position}
-    if not record:
-        return
-    amaxes = [_amax(graph, entry) for entry in entries]
+    amaxes = [_amax(graph, entry) if record else None for entry in entries]
     if all(amax is None for amax in amaxes):
-        return
-    (output,) = graph.find_nodes(op="output")
-    before = set(graph.nodes)
-    with graph.inserting_before(output):
+        return None
+    with _at_the_end(graph, first):
         zero = None
         if None in amaxes:
             zero = insert(graph, aten.new_zeros.default, (page, []), like=first, made_by=_NAME, name="not_seen")
-        new = _updated(graph, page, [amax or zero for amax in amaxes], layout, like=first)
-        for node in set(graph.nodes) - before:
-            _belongs(node, first.meta.get("partitioner_tag"))
-        copy = insert(graph, aten.copy_.default, (page, new), like=first, made_by=_NAME)
-    _belongs(copy, tag and ("must_be_in_backward" if layout.backward else "must_be_in_forward"))
+    return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
+
+
+def _reduce(graph: fx.Graph, updates: Sequence[_Update], group: str) -> None:
+    """One all-reduce of all amaxes of one direction."""
+    if not updates:
+        return
+    like, start = updates[0].like, 0
+    amaxes = [amax for update in updates for amax in update.amaxes]
+    with _at_the_end(graph, like):
+        packed = insert(graph, ops.pack_amaxes, (amaxes,), like=like, made_by=_NAME)
+        sent = insert(graph, _collectives.all_reduce.default, (packed, "max", group), like=like, made_by=_NAME)
+        reduced = insert(graph, _collectives.wait_tensor.default, (sent,), like=like, made_by=_NAME, name="reduced")
+        for update in updates:
+            args = (reduced, 0, start, start := start + len(update.amaxes))
+            part = reduced if len(updates) == 1 else insert(graph, aten.slice.Tensor, args, like=like, made_by=_NAME)
+            update.amaxes, update.packed = [part], True
+
+
+def _record(graph: fx.Graph, update: _Update) -> None:
+    tag = update.like.meta.get("partitioner_tag")
+    with _at_the_end(graph, update.like):
+        new = _updated(graph, update)
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        copy = insert(graph, aten.copy_.default, (update.page, new), like=update.like, made_by=_NAME)
+    _belongs(copy, tag and ("must_be_in_backward" if update.layout.backward else "must_be_in_forward"))
+
+
+@contextlib.contextmanager
+def _at_the_end(graph: fx.Graph, like: fx.Node) -> Generator[None]:
+    """Insert before the output, into the direction of ``like``."""
+    (output,) = graph.find_nodes(op="output")
+    before = set(graph.nodes)
+    with graph.inserting_before(output):
+        yield
+    for node in set(graph.nodes) - before:
+        _belongs(node, like.meta.get("partitioner_tag"))
 
 
 def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
@@ -116,18 +172,19 @@ def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
     return None
 
 
-def _updated(graph: fx.Graph, page: fx.Node, amaxes: list[Any], layout: PageLayout, *, like: fx.Node) -> fx.Node:
-    recipe = layout.recipe
+def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
+    page, amaxes, layout, like = update.page, update.amaxes, update.layout, update.like
+    recipe, packed = layout.recipe, {"packed": True} if update.packed else {}
     if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
         args = (page, amaxes, layout.fp8_max, float(recipe.margin), recipe.amax_compute_algo)
-        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page")
+        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page", kwargs=packed)
 
-    def update(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
+    def updated(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
-        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings)
+        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings, **packed)
 
     # the user's functions are not ops: their traces go into the graph
-    return cast(fx.Node, inline(graph, trace(update, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))
+    return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))
 
 
 def _belongs(node: fx.Node, tag: str | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -148,5 +149,20 @@ def run(rank: int, how: str, recipes: list[Any]) -> dict[str, Any]:
         result["left"] = sorted({g.name for g in report.gemms if not g.recipe})
         result["quantized"] = backend.weights.quantized
         result["skipped"] = report.skipped_frames
+        result["state"] = backend.state_dict()
+        texts = "\n".join(view.after for view in report.graphs)
+        result["collectives"] = re.findall(r": (\S*) = _c10d_functional.all_reduce", texts)
         found[str(recipe)] = result
     return found
+
+
+def run_in_pairs(rank: int, recipe: Any) -> dict[str, Tensor]:
+    """Scaling state after DDP steps in which two ranks each reduce their amaxes."""
+    ranks = dist.get_world_size()
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks, 2)]
+    model, data = model_and_data(ranks)
+    backend = backend_for(recipe)
+    compiled, owner = parallelize("ddp", model, backend)
+    with fp8graph.autocast(amax_reduction_group=pairs[rank // 2]):
+        train(compiled, owner, data_of("ddp", rank, ranks, data))
+    return backend.state_dict()

@@ -182,3 +182,15 @@ def test_a_graph_break_inside_a_region_is_said() -> None:
     assert "graph break inside an fp8graph.autocast region" in "".join(report.eager_frames)
     with pytest.raises(fp8graph.Fp8CoverageError, match="graph break inside an fp8graph.autocast"):
         report.check()
+
+
+def test_an_amax_reduction_group_is_a_group_around_compiled_code() -> None:
+    with pytest.raises(fp8graph.UnsupportedRecipeError, match="takes a ProcessGroup or a DeviceMesh, not str"):
+        fp8graph.autocast(amax_reduction_group="dp")
+
+    def inside(x: Tensor) -> Tensor:
+        with fp8graph.autocast(amax_reduction_group="dp"):
+            return x @ x
+
+    with pytest.raises(Exception, match="goes around compiled code, not into it"):
+        torch.compile(inside, backend=eager_backend(), fullgraph=True)(torch.randn(4, 4))
