@@ -3,7 +3,8 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 # two test processes of one thread each use two cores better than one process of two threads
 export OMP_NUM_THREADS ?= 1
-PYTEST_ARGS ?= -n 2
+# worksteal: the longest tests (fuzzing) would else wait for one process
+PYTEST_ARGS ?= -n 2 --dist worksteal
 
 .PHONY: demo test lint clean test-torch train-recipes bench coverage
 

@@ -63,7 +63,7 @@ def autocast(
             compiled code.
     """
     if torch.compiler.is_compiling():
-        # Dynamo traces these lines: strings, and exceptions of Python alone. Names are checked when the graph is compiled.
+        # Dynamo traces these lines: strings, and exceptions of Python. Names are checked when the graph is compiled.
         if amax_reduction_group is not None:
             raise ValueError("autocast(amax_reduction_group=...) goes around compiled code, not into it")
         region = DISABLED if not enabled else POLICY if recipe is None else recipe

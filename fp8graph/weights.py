@@ -182,11 +182,18 @@ class Weights:
         pages: Mapping[PageLayout, Tensor],
         compile: Compile,
     ) -> None:
+        # Copies of one weight in several paddings have one row: all are made with its scale before one records.
+        last = {
+            (weight.page.rows[0][0], *(id(args[index]) for index in weight.parameters)): copy
+            for weight, copy in stale
+            if weight.records and weight.page is not None
+        }
         alike: dict[Any, list[tuple[QuantizedWeight, _Copy]]] = {}
         for weight, copy in stale:
-            key = copy.weight.signature, copy.weight.layouts, weight.records
-            alike.setdefault(key, []).append((weight, copy))
-        for key, group in alike.items():
+            records = any(copy is recorder for recorder in last.values())
+            alike.setdefault((records, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
+        for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
+            records = key[0]
             for batch in _batches(group):
                 inputs: list[Tensor] = []
                 buffers: list[Tensor] = []
@@ -198,7 +205,7 @@ class Weights:
                 function = self._functions.get((key, len(batch)))
                 if function is None:
                     (weight, copy), *_ = batch
-                    graph = weight.recording if weight.records else copy.weight.quantizing
+                    graph = copy.weight.recording if records else copy.weight.quantizing
                     module = _module(graph, len(batch), len(inputs) // len(batch))
                     function = self._functions[key, len(batch)] = compile(module, [*inputs, *buffers])
                 function(*inputs, *buffers)

@@ -106,7 +106,7 @@ class _Builder:
             outputs, trains = self.linears[tied].outputs, self.linears[tied].trains
         else:  # siblings of one size are what grouping is about
             tied, trains = None, self.often()
-            outputs = self.linears[known[0]].outputs if known and self.often() else self.size()
+            outputs = self.linears[known[0]].outputs if known and self.often() else max(self.size(), 2)
         bias = not self.often()
         self.linears.append(Linear(inputs=inputs, outputs=outputs, bias=bias, trains=trains, tied=tied))
         return len(self.linears) - 1
@@ -121,7 +121,10 @@ class _Builder:
 
     def product(self, x: int) -> None:
         *leading, columns = self.shapes[x]
-        n = self.size()
+        # torch multiplies and sums where a size is one, on some devices and layouts: no matmul, or half of one, arrives
+        n = max(self.size(), 2)
+        if columns == 1 or math.prod(leading) == 1:
+            return
         op = self.one_of(["linear"] * 6 + list(PRODUCTS))
         start = self.one_of((0, 1, 16))
         if op == "linear":
@@ -145,7 +148,11 @@ class _Builder:
         elif op == "weight_first" and len(leading) == 1:
             self.add(op, (x,), (n, columns), which=self.add_weight(n, leading[0]))
         elif op == "addmm" and len(leading) == 1:
-            addends = [i for i, shape in enumerate(self.shapes) if len(shape) == 2 and shape[0] == leading[0]]
+            addends = [
+                i for i, shape in enumerate(self.shapes) if len(shape) == 2 and shape[0] == leading[0] and shape[1] > 1
+            ]
+            if not addends:
+                return
             addend = self.one_of(addends)
             which = self.add_weight(columns, n := self.shapes[addend][1])
             self.add(op, (addend, x), (leading[0], n), which=which, numbers=self.factors())
@@ -161,7 +168,8 @@ class _Builder:
         others = [i for i, s in enumerate(self.shapes) if list(s[:-2]) == batch and s[contracted] == columns]
         # x @ x.T: its gradients are dy @ x and dy.T @ x, and where dy is square nothing tells which one is dgrad
         others = [i for i in others if op == "values" or self.origins[i] != self.origins[x]]
-        if not others:
+        others = [i for i in others if self.shapes[i][-3 - contracted] > 1]
+        if not others or rows == 1:
             return
         other = self.one_of(others)
         shape = (*batch, rows, self.shapes[other][-3 - contracted])

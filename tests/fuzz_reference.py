@@ -202,7 +202,9 @@ class Reference:
             y = y.reshape(*leading, n)
         if p.alpha != 1:
             y = y * p.alpha
-        if p.addend is not None and p.beta != 0:
+        if p.addend is not None and p.beta == 0:  # not read, and its gradient is zero
+            y = y + torch.nan_to_num(p.addend, 0.0, 0.0, 0.0) * 0
+        elif p.addend is not None:
             y = y + (p.addend * p.beta if p.beta != 1 else p.addend)
         return y
 

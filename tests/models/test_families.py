@@ -122,9 +122,8 @@ def test_generates(name: str) -> None:
     model.compile(backend=backend)
     torch.manual_seed(0)
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
-    asked = inputs.get("input_ids", next(iter(inputs.values())))
-    started = 1 if model.config.is_encoder_decoder else asked.shape[-1]
-    assert out.shape[-1] == started + 4
+    started = {0, 1} if model.config.is_encoder_decoder else {inputs["input_ids"].shape[-1]}  # Whisper gives new ones
+    assert out.shape[-1] - 4 in started
     assert any(g.recipe for g in backend.report.gemms)
     quantized = backend.weights.quantized
     model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)

@@ -211,7 +211,7 @@ def test_gradients_that_are_viewed_before_they_are_added() -> None:
     model, inputs = Routes(), x(16, 32)
     backend = eager_backend()
     got = compiled_step(model, inputs, backend)
-    assert dialect_counts(backend.report.graphs[0].module.graph)["scaled_mm"] == 3
+    assert dialect_counts(backend.report.graphs[0].module.graph)["scaled_mm"] == 6  # one by one
     assert all(sqnr_db(e, g) > 20 for e, g in zip(step(model, inputs, parameters=model.parameters()), got, strict=True))
 
 
