@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fp8graph
 import oracle
+from fp8graph import compat
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import DelayedScaling, Recipe
 from fp8graph.report import GemmRecord
@@ -380,11 +381,7 @@ def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
         recipe = site.recipes[gemm]
         assert record.op == site.op, (record, site.op)
         assert record.recipe == (recipe and recipe.name), (record, recipe)
-        native = (
-            recipe is not None
-            and not site.batched
-            and recipe.name in ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp")
-        )
+        native = recipe is not None and not site.batched and recipe.quantizer("input").scaling in compat.CPU_SCALINGS
         execution = "high precision" if recipe is None else "native" if native else "emulated"
         assert record.execution == execution, (record, execution)
 
