@@ -25,7 +25,14 @@ from torch import Tensor
 from fp8graph.formats import inverse, nvfp4_global_scale, saturating_cast
 from fp8graph.hints import stored
 from fp8graph.recipes import FLT_MAX
-from fp8graph.tiles import pad_to_multiple, quantize_rows, quantize_tiles, scales_from_amaxes, with_padding
+from fp8graph.tiles import (
+    pad_to_multiple,
+    quantize_rows,
+    quantize_tiles,
+    scales_from_amaxes,
+    with_overflow,
+    with_padding,
+)
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
@@ -104,8 +111,9 @@ def quantize_groups(
             scale, scale_inv = scales_from_amaxes(amax, dtype, "tensor", *settings)
             last = [scale_inv]
         elif scaling == "nvfp4":
-            global_scale = nvfp4_global_scale(row_amaxes.amax())
-            last = [inverse(global_scale)]
+            amax = row_amaxes.amax()
+            global_scale = nvfp4_global_scale(amax)
+            last = [with_overflow(inverse(global_scale), amax) if carry_overflow else inverse(global_scale)]
         else:
             if scales is None:
                 scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)

@@ -35,7 +35,7 @@ def _why_not_grouped(gemm: Gemm, resolution: Resolution) -> str | None:
     dims = value(gemm.a.tensor).ndim, value(gemm.b.tensor).ndim
     if dims not in ((2, 3), (2, 2)):
         return f"grouped matmul of {dims[0]} x {dims[1]} dims: rows in groups x a matrix a group only"
-    if len(gemm.node.args) < 3 or any(argument is not None for argument in gemm.node.args[3:]):
+    if len(gemm.node.args) < 3 or any(x is not None for x in (*gemm.node.args[3:], *gemm.node.kwargs.values())):
         return "grouped matmul with a bias, another result dtype or no offsets"
     recipe = resolution.recipes[gemm.gemm]
     for view in (gemm.a, gemm.b):

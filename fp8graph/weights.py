@@ -188,10 +188,10 @@ class Weights:
             for weight, copy in stale
             if weight.records and weight.page is not None
         }
+        recorders = set(last.values())
         alike: dict[Any, list[tuple[QuantizedWeight, _Copy]]] = {}
         for weight, copy in stale:
-            records = any(copy is recorder for recorder in last.values())
-            alike.setdefault((records, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
+            alike.setdefault((copy in recorders, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
         for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
             records = key[0]
             for batch in _batches(group):

@@ -103,6 +103,13 @@ def test_an_overflow_stays_in_its_group(value: float) -> None:
     assert made["rowwise"][7, 3].float().isnan() == (value != value)
 
 
+def test_an_overflow_under_nvfp4_is_in_the_scale_of_all_groups() -> None:
+    x = torch.randn(10, 16)
+    x[7, 3] = float("inf")
+    made = quantized(x, named("nvfp4"), "grad_output", "rowwise", [1, 1], offs=offsets([4, 4, 2]), carry_overflow=True)
+    assert made["global_scale_inv"].isinf()  # GradScaler must see it
+
+
 def test_rows_after_the_last_group_belong_to_none() -> None:
     assert group_of_rows(offsets([2, 0, 1]), 5).tolist() == [0, 0, 2, 3, 3]
     x = torch.arange(1.0, 6.0).reshape(5, 1)
