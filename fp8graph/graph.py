@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_aggregate
 
-from fp8graph import compat, ops
+from fp8graph import compat, ops, wire
 
 aten = torch.ops.aten
 
@@ -47,6 +47,8 @@ _INHERITED: Final = (
 )
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
+# What DTensor writes to gather shards: along another dim than the first, it moves the parts there afterwards.
+_GATHERS: Final = (wire.ALL_GATHER, wire.WAIT, aten.split.Tensor, operator.getitem, aten.cat.default)
 _PURE_VIEWS: Final = (  # the same elements in the same order
     *_SAME_VALUES,
     aten.squeeze.dim,
@@ -210,6 +212,10 @@ def value_key(node: fx.Node) -> Any:
     return shape, _origin(node)
 
 
+def _key(node: fx.Node) -> Any:
+    return value_key(node) if isinstance(node.meta["val"], torch.Tensor) else _origin(node)  # a split has several
+
+
 def _origin(node: fx.Node) -> Any:
     while node.op == "call_function" and node.target in _PURE_VIEWS:
         node = cast(fx.Node, node.args[0])
@@ -218,6 +224,8 @@ def _origin(node: fx.Node) -> Any:
     if node.op == "call_function" and node.target is aten.permute.default:
         source = cast(fx.Node, node.args[0])
         return "permute", str(node.args[1]), value_key(source)
+    if node.op == "call_function" and node.target in _GATHERS:  # q, k and v each gather the same shards
+        return str((node.target, fx.map_arg(node.args, lambda n: repr(_key(n)))))
     return node
 
 

@@ -60,6 +60,26 @@ def tensor_amax(x: Tensor) -> Tensor:
     return x.abs().amax().to(torch.float32)
 
 
+def reducible_amax(x: Tensor) -> Tensor:
+    """[1]: :func:`tensor_amax` for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
+    amax = tensor_amax(x)
+    return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
+
+
+def scales_of_amax(
+    amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float, carry_overflow: bool
+) -> Tensor:
+    """[1, 2]: scale and scale_inv of a tensor with ``amax`` [1], as :func:`quantize_layouts` takes them."""
+    scale = scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
+    scale_inv = inverse(scale)
+    return torch.stack([scale, with_overflow(scale_inv, amax) if carry_overflow else scale_inv], -1)
+
+
+def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
+    """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
+    return with_padding(data.t().contiguous(), multiples)
+
+
 def output_names(
     scaling: str, rowwise: Sequence[int], columnwise: Sequence[int], *, keep_scales: bool = False
 ) -> list[str]:

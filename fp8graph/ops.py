@@ -5,6 +5,8 @@
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, use_fast_accum, native, *, ...) -> a GEMM a group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
+    amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
+    columnwise(data [rows, columns], multiples) -> [columns, rows], padded
     read_scales(page, copy) -> [tensors, 2];  pack_amaxes(amaxes) -> [tensors]
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo, *, packed) -> page
 
@@ -37,6 +39,9 @@ _SCHEMAS: Final[dict[str, str]] = {
     "grouped_mm": "(Tensor a, Tensor b, Tensor offs) -> Tensor",
     "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
+    "amax": "(Tensor x) -> Tensor",
+    "scales": "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
+    "columnwise": "(Tensor data, int[] multiples) -> Tensor",
     "read_scales": "(Tensor page, bool copy) -> Tensor",
     "pack_amaxes": "(Tensor[] amaxes) -> Tensor",
     "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo,"
@@ -138,6 +143,19 @@ def _fake_dequantize(
     return torch.empty_like(data, dtype=dtype)
 
 
+def _fake_amax(x: Tensor) -> Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
+
+
+def _fake_scales(amax: Tensor, *_settings: Any) -> Tensor:
+    return amax.new_empty((1, 2))
+
+
+def _fake_columnwise(data: Tensor, multiples: Sequence[int]) -> Tensor:
+    rows, columns = data.shape
+    return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
+
+
 def _fake_read_scales(page: Tensor, _copy: bool) -> Tensor:
     return page.new_empty((page.shape[0], delayed.HEADER))
 
@@ -160,6 +178,9 @@ for _name, _reference, _fake in (
     ("scaled_grouped_mm", numerics.scaled_grouped_mm, _fake_scaled_grouped_mm),
     ("grouped_mm", groups.grouped_mm, _fake_grouped_mm),
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
+    ("amax", numerics.reducible_amax, _fake_amax),
+    ("scales", numerics.scales_of_amax, _fake_scales),
+    ("columnwise", numerics.columnwise_copy, _fake_columnwise),
     ("read_scales", _read_scales, _fake_read_scales),
     ("pack_amaxes", delayed.packed_amaxes, _fake_pack_amaxes),
     ("update_page", delayed.updated_page, _fake_update_page),
@@ -173,6 +194,9 @@ scaled_mm = torch.ops.fp8graph.scaled_mm.default
 scaled_grouped_mm = torch.ops.fp8graph.scaled_grouped_mm.default
 grouped_mm = torch.ops.fp8graph.grouped_mm.default
 dequantize = torch.ops.fp8graph.dequantize.default
+amax = torch.ops.fp8graph.amax.default
+scales = torch.ops.fp8graph.scales.default
+columnwise = torch.ops.fp8graph.columnwise.default
 read_scales = torch.ops.fp8graph.read_scales.default
 pack_amaxes = torch.ops.fp8graph.pack_amaxes.default
 update_page = torch.ops.fp8graph.update_page.default
@@ -182,6 +206,9 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     scaled_mm: numerics.scaled_mm,
     scaled_grouped_mm: numerics.scaled_grouped_mm,
     dequantize: numerics.dequantize_data,
+    amax: numerics.reducible_amax,
+    scales: numerics.scales_of_amax,
+    columnwise: numerics.columnwise_copy,
     read_scales: delayed.read_scales,
     pack_amaxes: delayed.packed_amaxes,
     update_page: delayed.updated_page,

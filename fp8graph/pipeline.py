@@ -16,6 +16,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fp8graph import spec
+from fp8graph.collectives import CollectiveRecord, collective_records
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
@@ -119,6 +120,7 @@ class JointPass(_Pass):
         self.before = ""
         self.inputs: tuple[str, ...] = ()
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
+        self.collectives: tuple[CollectiveRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
         self.module: fx.GraphModule | None = None
@@ -160,6 +162,7 @@ class JointPass(_Pass):
                 self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
         if not self._only_find:
             self.records = (*earlier, *with_groups(records, compilation))
+            self.collectives = (*self.collectives, *collective_records(graph))
         compilation.forget_nodes()  # they would keep the graph alive
         if self._only_find and not compilation.subgraph:
             raise Found

@@ -244,6 +244,7 @@ class Program:
             training=joint.training,
             inputs=joint.inputs,
             gemms=joint.records or (),
+            collectives=joint.collectives,
             before=joint.before,
             after=list(joint.stages.values())[-1],
             stages=joint.stages,

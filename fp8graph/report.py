@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8graph.collectives import CollectiveRecord
 from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.graph import matmul_arguments, value
 from fp8graph.offline import KernelRecord
@@ -103,6 +104,7 @@ class GraphView:
     training: bool
     inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
     gemms: tuple[GemmRecord, ...]
+    collectives: tuple[CollectiveRecord, ...]
     before: str
     after: str
     stages: dict[str, str]
@@ -120,13 +122,16 @@ class GraphView:
         """Plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
-        return values | {"gemms": [dataclasses.asdict(gemm) for gemm in self.gemms]}
+        records = {"gemms": self.gemms, "collectives": self.collectives}
+        return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GraphView:
         """The inverse of :meth:`to_dict`."""
         gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
-        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "inputs": tuple(values["inputs"])}
+        sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
+        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
+        fields["inputs"] = tuple(values["inputs"])
         return GraphView(**fields)
 
 
@@ -148,6 +153,11 @@ class Report:
     def gemms(self) -> list[GemmRecord]:
         """All GEMMs of all graphs."""
         return [gemm for graph in self.graphs for gemm in graph.gemms]
+
+    @property
+    def collectives(self) -> list[CollectiveRecord]:
+        """All collectives of all graphs: what each rank sends. Those of DDP and FSDP2 lie outside of the graphs."""
+        return [collective for graph in self.graphs for collective in graph.collectives]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
@@ -212,10 +222,12 @@ class Report:
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained HTML page: the table and every graph's text."""
-        header, *rows = _rows(self.gemms)
-        cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-        kinds = [row[_HEADER.index("execution")].replace(" ", "-") for row in rows]  # native, emulated, high-precision
-        titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        rows = _rows(self.gemms)
+        # native, emulated, high-precision
+        kinds = [row[_HEADER.index("execution")].replace(" ", "-") for row in rows[1:]]
+        tables = _html_table(rows, kinds)
+        if self.collectives:
+            tables += "<h2>Collectives</h2>" + _html_table(_collective_rows(self.collectives))
         texts = [
             f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
             f"<pre>{html.escape(text)}</pre></details>"
@@ -223,7 +235,6 @@ class Report:
             for stage, text in {"before": graph.before, **graph.stages}.items()
         ]
         notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
-        lines = [f"<tr class={kind}>{row}</tr>" for kind, row in zip(kinds, cells, strict=True)]
         page = (
             "<!doctype html><html lang=en><meta charset=utf-8><title>fp8graph report</title><style>"
             "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}"
@@ -231,7 +242,7 @@ class Report:
             "tr.high-precision{color:#777}tr.emulated{background:#fff6e0}"
             "pre{font-size:12px;overflow-x:auto;background:#f7f7f7;padding:1em}summary{cursor:pointer}</style>"
             f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>{notes}"
-            f"<table><tr>{titles}</tr>{''.join(lines)}</table><h2>Graphs</h2>{''.join(texts)}"
+            f"{tables}<h2>Graphs</h2>{''.join(texts)}"
         )
         Path(path).write_text(page, encoding="utf-8")
 
@@ -240,22 +251,35 @@ class Report:
         return summary(self.gemms, len(self.graphs))
 
     def __str__(self) -> str:
-        return "\n".join([self.summary(), *aligned(_rows(self.gemms), ruled=True), *self._notes()])
+        table = aligned(_rows(self.gemms), ruled=True)
+        sent = aligned(_collective_rows(self.collectives), ruled=True) if self.collectives else []
+        return "\n".join([self.summary(), *table, *self._notes(), *sent])
 
     def _notes(self) -> list[str]:
         lines: list[str] = []
+        for direction in ("forward", "backward"):
+            own = [c for c in self.collectives if c.direction == direction]
+            if own:
+                sent = sum(c.bytes_sent for c in own)
+                lines.append(f"{direction}: {len(own)} collectives, of which each rank sends {_size(sent)}")
         if self.weights:
-            size = (
-                f"{self.weight_bytes / 2**10:.1f} KiB"
-                if self.weight_bytes < 2**20
-                else f"{self.weight_bytes / 2**20:.1f} MiB"
-            )
+            size = _size(self.weight_bytes)
             lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"runs in eager, matmuls of its own in high precision: {frame}" for frame in self.skipped_frames]
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
+
+
+def _html_table(rows: Sequence[tuple[str, ...]], classes: Sequence[str] = ()) -> str:
+    header, *others = rows
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = (
+        f"<tr{f' class={kind}' if kind else ''}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+        for kind, row in zip(classes or [""] * len(others), others, strict=True)
+    )
+    return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
@@ -272,6 +296,11 @@ def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
     return [f"{site} {gemm} ({count}): {reason}" for site, count, _, gemm, *_, reason in rows]
 
 
+def _size(number: int) -> str:
+    """A number of bytes for people."""
+    return f"{number / 2**10:.1f} KiB" if number < 2**20 else f"{number / 2**20:.1f} MiB"
+
+
 _HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
 
 
@@ -281,7 +310,7 @@ def _rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     for gemm in gemms:
         a, b, out = gemm.dtypes
         key = (
-            re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", gemm.name) or "(root)",
+            _any_layer(gemm.name) or "(root)",
             gemm.op,
             gemm.gemm,
             f"{gemm.m} x {gemm.n} x {gemm.k}",
@@ -292,6 +321,22 @@ def _rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
         )
         groups[key] = groups.get(key, 0) + 1
     return [_HEADER, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+
+
+def _collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
+    """One row per kind of collective, as :func:`_rows`."""
+    groups: dict[tuple[str, ...], int] = {}
+    for c in collectives:
+        tensor = _any_layer(c.tensor) or "(root)"
+        key = (c.kind, c.direction, tensor, f"{c.dtype}{list(c.shape)}", str(c.ranks), str(c.bytes_sent), c.reason)
+        groups[key] = groups.get(key, 0) + 1
+    header = ("collective", "count", "direction", "tensor", "of each rank", "ranks", "bytes sent", "reason")
+    return [header, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+
+
+def _any_layer(name: str) -> str:
+    """A name with * in the places of numbers."""
+    return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str]:

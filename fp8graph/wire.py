@@ -1,12 +1,36 @@
-"""What collectives move over the wire, counted as a ring algorithm moves it: the bytes that each rank sends.
+"""Collectives: their functional ops in a graph, and what they move over the wire.
 
+Bytes are counted as a ring algorithm moves them: those that each rank sends.
 Source: the algorithm bandwidths of NCCL's performance notes (nccl-tests, PERFORMANCE.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+
+
+def _functional(name: str) -> Any:
+    """``_c10d_functional.<name>``: what DTensor and ``torch.compile`` write. A string that no node has as its target
+    where torch was built without torch.distributed."""
+    return getattr(torch.ops._c10d_functional, name).default if dist.is_available() else f"no {name}"
+
+
+ALL_GATHER: Final = _functional("all_gather_into_tensor")  # (shard, ranks, group): joined along the first dim
+REDUCE_SCATTER: Final = _functional("reduce_scatter_tensor")  # (x, "sum", ranks, group)
+ALL_REDUCE: Final = _functional("all_reduce")  # (x, "max", group)
+ALL_TO_ALL: Final = _functional("all_to_all_single")  # (x, output sizes, input sizes, group)
+WAIT: Final = _functional("wait_tensor")
+
+KINDS: Final[Mapping[Any, str]] = {
+    ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+}
 
 # By kind: how often each rank sends its part, in parts of (ranks - 1) / ranks of the larger side.
 _PASSES: Final[Mapping[str, int]] = {
@@ -31,3 +55,12 @@ def bytes_sent(kind: str, payload: int, ranks: int) -> int:
     if kind not in _PASSES:
         raise ValueError(f"kind must be one of {', '.join(_PASSES)}, not {kind!r}")
     return _PASSES[kind] * payload * (ranks - 1) // ranks
+
+
+def ranks_of(group: Any) -> frozenset[int]:
+    """The global ranks of a group, by its name or as it is; empty if it is unknown here."""
+    try:
+        found = dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
+        return frozenset(dist.get_process_group_ranks(found))
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
+        return frozenset()

@@ -14,6 +14,7 @@ from torch import fx
 
 from fp8graph.passes.assign import assign
 from fp8graph.passes.cache import cache
+from fp8graph.passes.gather import gather
 from fp8graph.passes.group import group
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
@@ -27,7 +28,7 @@ from fp8graph.sites import Compilation
 Pass = Callable[[fx.Graph, Compilation], None]
 
 # On the joint forward + backward graph (or the forward graph of inference), before the partitioner.
-JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, group, cache, state, save)
+JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, gather, group, cache, state, save)
 
 # On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.

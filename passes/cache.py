@@ -7,7 +7,8 @@ A weight is whatever is computed from parameters alone: one seen through views a
 parametrization. The first run of the passes on a graph finds the weights (``compilation.weights``) and changes nothing;
 the second one has their copies as inputs. Under delayed scaling a weight's amax is recorded when it is quantized.
 
-Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size.
+Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size; and
+what is gathered from several ranks: kept, all of it would take the memory that sharding saves. Its shard is kept.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
-from fp8graph import delayed, ops
+from fp8graph import delayed, ops, wire
 from fp8graph.graph import (
     fake_mode_of,
     graph_inputs,
@@ -75,6 +76,8 @@ def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.
         if current in parameters:
             reads_parameter = True
         elif current.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ()):
+            return None
+        elif current.target is wire.ALL_GATHER:
             return None
         elif current not in found:
             found.add(current)

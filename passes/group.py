@@ -93,9 +93,11 @@ def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
         site = compilation.sites[position]
         if site.op != "linear" or "fprop" not in gemms or site.gemms[0].a.operand != "input":
             continue
+        own = _Linear(site=site, gemms=gemms, size=0).quantized().values()
+        if any(q.target is not ops.quantize for q in own):  # gathered in FP8
+            continue
         weight = cast(fx.Node, cast(fx.Node, gemms["fprop"].args[1]).args[0])
         size = static_size(value(cast(fx.Node, weight.args[0])).shape[-2])  # N, before padding
-        own = _Linear(site=site, gemms=gemms, size=size or 0).quantized().values()
         tile = max(16, *(max(cast(Any, q.kwargs.get("block")) or (1,)) for q in own))
         users = {user for q in own for output in q.users for user in output.users}
         if size is not None and size % tile == 0 and users <= set(gemms.values()):

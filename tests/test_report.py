@@ -62,7 +62,18 @@ def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
 
 def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
-    assert list(view.stages) == ["unpack", "match", "assign", "quantize", "share", "group", "cache", "state", "save"]
+    assert list(view.stages) == [
+        "unpack",
+        "match",
+        "assign",
+        "quantize",
+        "share",
+        "gather",
+        "group",
+        "cache",
+        "state",
+        "save",
+    ]
     assert view.before == view.stages["assign"]
     assert view.after == view.stages["state"]
     assert view.before.count("aten.mm(") == 7

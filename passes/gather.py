@@ -1,0 +1,156 @@
+"""Quantize before an all-gather, not after it: what travels is FP8, and all ranks quantize with one scale.
+
+    x = wait(all_gather(shard, ranks, group))   ->   scales = scales(wait(all_reduce(amax(shard), "max", group)), ...)
+    q = quantize(x, rowwise, columnwise)             q = quantize(shard, rowwise, scales=scales)
+                                                     rowwise = view(wait(all_gather(view(q.rowwise, uint8), ...)), e4m3)
+                                                     columnwise = columnwise(rowwise)
+
+Every number is the one that quantizing after the gather gives. Delayed scaling has its scales before: no all-reduce,
+and each rank records the amax of its shard. Scales of rows and of tiles travel beside the data; where both directions
+have tiles of their own, both travel. FP8 travels as bytes, which every backend of torch.distributed moves. Between
+gather and quantize may stand casts, and what moves rows as wholes (a gather along the sequence of several batches).
+
+Refuses (gathers in high precision; the reason is in the report) what something else reads too, or several quantize
+nodes; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or tiles that cross the
+border of two shards; nvfp4, experts; and what would not send fewer bytes, as the two directions of bf16 do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph import ops, wire
+from fp8graph.collectives import GATHERED_KEY, PURPOSE_KEY, Gathered
+from fp8graph.graph import BACKWARD, GEMM_KEY, aten, backward_nodes, insert, nodes, value
+from fp8graph.operands import OPERAND_KEY, ROWS_KEY
+from fp8graph.recipes import FP8_MAX
+from fp8graph.rows import Path, path_of, replay
+from fp8graph.sites import Compilation
+from fp8graph.travel import bytes_sent, columnwise_travels, why_not
+
+_NAME = "gather"
+Emit = Callable[..., fx.Node]
+
+
+def gather(graph: fx.Graph, compilation: Compilation) -> None:
+    in_backward = backward_nodes(graph)
+    for node in list(nodes(graph, (ops.quantize,))):
+        path = path_of(cast(fx.Node, node.args[0]))
+        if path is None:
+            continue
+        site, _ = node.meta[GEMM_KEY]
+        tensor = f"{compilation.sites[site].fqn} {node.meta[OPERAND_KEY]}".strip()
+        reason, sent = why_not(node, path, compilation), [path.gathered]
+        if reason is None:
+            reason = f"quantized before it is sent, {bytes_sent(path.gathered)} bytes otherwise"
+            sent = _rewrite(graph, node, path, BACKWARD if path.gathered in in_backward else None)
+        for gathered in sent:
+            gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
+    _erase_unread(graph)
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """All-gathers that nothing reads any more; to torch a wait is an effect."""
+    graph.eliminate_dead_code()
+    for waited in list(nodes(graph, (wire.WAIT,))):
+        source = cast(fx.Node, waited.args[0])
+        if source.target is wire.ALL_GATHER and not waited.users:
+            graph.erase_node(waited)
+            if not source.users:
+                graph.erase_node(source)
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> list[fx.Node]:
+    """Returns the new all-gathers. ``tag``: of all nodes; None is that of the gather."""
+    sent: list[fx.Node] = []
+
+    def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        new = insert(graph, target, args, like=path.gathered, made_by=_NAME, name=name, kwargs=kwargs)
+        new.meta.update({"partitioner_tag": tag} if tag is not None else {})
+        return new
+
+    def collect(x: fx.Node, name: str, *, rows: bool) -> fx.Node:
+        """All-gather ``x`` as bytes; if it is ``rows`` of the shard, move them as the program moved them."""
+        dtype, last = value(x).dtype, value(x).shape[-1]
+        if rows and value(path.shard).ndim != 2:
+            x = emit(aten.view.default, x, [*_row_sizes(path.shard, emit), last])
+        if dtype in FP8_MAX:
+            x = emit(aten.view.dtype, x, torch.uint8)
+        sent.append(emit(wire.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
+        x = emit(wire.WAIT, sent[-1])
+        if rows:
+            x = replay(path, x, last, emit)
+        if dtype in FP8_MAX:
+            x = emit(aten.view.dtype, x, dtype)
+        return x if value(x).is_contiguous() else _contiguous(x, emit)
+
+    names = ops.output_names(node)
+    wanted = {names[cast(int, user.args[1])]: user for user in node.users}
+    with graph.inserting_before(path.gathered):
+        made = _quantized_shard(node, path, emit)
+        results = _gathered(node, made, collect, emit)
+    for name, user in wanted.items():
+        user.replace_all_uses_with(results[name])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return sent
+
+
+def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node]:
+    """The outputs of a quantize node of the shard, [rows, columns], by name."""
+    x = path.shard
+    for dtype in path.casts:
+        x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
+    if value(x).ndim != 2:
+        x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    _, *settings, rowwise, columnwise = node.args
+    kwargs = dict(node.kwargs)
+    if kwargs.get("scaling", "tensor") == "tensor":
+        amax = emit(ops.amax, x)
+        sent = emit(wire.ALL_REDUCE, amax, "max", path.group)
+        sent.meta[PURPOSE_KEY] = "one scale on all ranks that gather"
+        reduced = emit(wire.WAIT, sent, name="reduced_amax")
+        overflow = bool(kwargs.pop("carry_overflow", False))
+        kwargs["scales"] = emit(ops.scales, reduced, *settings, overflow, name="scales")
+    layouts = (rowwise, columnwise) if columnwise_travels(node) else (rowwise or [1, 1], [])
+    made = emit(ops.quantize, x, *settings, *layouts, name=node.name, **kwargs)
+    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, ROWS_KEY, GEMM_KEY) if key in node.meta})
+    names = ops.output_names(made)
+    return {name: emit(getitem, made, i, name=f"shard_{name}") for i, name in enumerate(names) if name != "amax"}
+
+
+def _gathered(
+    node: fx.Node, made: Mapping[str, fx.Node], collect: Callable[..., fx.Node], emit: Emit
+) -> dict[str, fx.Node]:
+    """The outputs of ``node`` from those of its shard."""
+    results: dict[str, fx.Node] = {}
+    for name, x in made.items():
+        if name == "scale_inv":
+            results[name] = x
+        elif name.startswith("rowwise"):
+            results[name] = collect(x, name, rows=True)
+        else:  # [columns, rows of the shard]: its rows travel
+            results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
+    if node.args[-1] and not columnwise_travels(node):
+        results["columnwise"] = emit(ops.columnwise, results["rowwise"], node.args[-1], name="columnwise")
+        if "rowwise_scale_inv" in results:  # of square tiles
+            results["columnwise_scale_inv"] = _turned(results["rowwise_scale_inv"], emit)
+    return results
+
+
+def _row_sizes(shard: fx.Node, emit: Emit) -> list[Any]:
+    sizes = value(shard).shape[:-1]
+    return [s if isinstance(s, int) else emit(aten.sym_size.int, shard, dim) for dim, s in enumerate(sizes)]
+
+
+def _turned(x: fx.Node, emit: Emit) -> fx.Node:
+    return _contiguous(emit(aten.permute.default, x, [1, 0]), emit)
+
+
+def _contiguous(x: fx.Node, emit: Emit) -> fx.Node:
+    return emit(aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -1,0 +1,95 @@
+"""Modules that gather what their linears take: what ranks run with and without pass `gather`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+
+import fp8graph
+from fp8graph import passes, pipeline
+
+
+class Gather(torch.autograd.Function):
+    """Shards of all ranks joined along ``dim``; backward adds up and takes this rank's part, as DTensor does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.dim = dim
+        return functional.all_gather_tensor(x, dim, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return functional.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.dim, dist.group.WORLD), None
+
+
+class Scatter(torch.autograd.Function):
+    """The reverse: partial sums in, this rank's part out; backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.dim = dim
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return functional.all_gather_tensor(grads[0].contiguous(), ctx.dim, dist.group.WORLD), None
+
+
+class Sequence(nn.Module):
+    """Sequence parallelism: rows (or the sequences of a batch) are gathered before two linears, scattered after."""
+
+    def __init__(self, hidden: int = 128, inner: int = 128, dim: int = 0) -> None:
+        super().__init__()
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden, bias=False)
+        self.dim = dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.sin(x)
+        # one gather each, as DTensor writes it
+        up, gate = self.up(Gather.apply(x, self.dim)), self.gate(Gather.apply(x, self.dim))
+        return Scatter.apply(self.down(up * gate), self.dim)
+
+
+class Sharded(nn.Module):
+    """A linear whose weight is gathered from the ranks' shards of its rows, as SimpleFSDP does."""
+
+    def __init__(self, hidden: int = 128, inner: int = 256, ranks: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inner // ranks, hidden) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.sin(x), Gather.apply(self.weight, 0))
+
+
+def run(rank: int, cases: list[tuple[str, Any, Any, tuple[int, ...]]]) -> list[dict[str, Any]]:
+    """Results of two steps of each ``(module, dtype, recipe, shape)``, with the pass and without it."""
+    return [_both(rank, *case) for case in cases]
+
+
+def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[int, ...]) -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name in ("with", "without"):
+        without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather")
+        before, pipeline.JOINT_PIPELINE = pipeline.JOINT_PIPELINE, passes.JOINT_PIPELINE if name == "with" else without
+        torch._dynamo.reset()
+        torch.manual_seed(7 if kind != "sharded" else 7 + rank)
+        model = (Sharded() if kind == "sharded" else Sequence(dim=1 if kind == "sequences" else 0)).to(dtype)
+        torch.manual_seed(100 + rank)
+        backend = fp8graph.Backend(recipe=recipe, compiler="eager")
+        compiled = torch.compile(model, backend=backend)
+        tensors: list[Tensor] = []
+        for step in range(2):
+            x = (torch.randn(shape) * 10.0 ** (rank + step)).to(dtype).requires_grad_()  # scales differ if not shared
+            y = compiled(x)
+            y.backward(torch.randn(shape[:-1] + y.shape[-1:]).to(dtype))
+            tensors += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        pipeline.JOINT_PIPELINE = before
+        state = {key: value for key, value in backend.state_dict().items() if "scale" in key}
+        results[name] = tensors, [(c.dtype, c.shape, c.bytes_sent, c.reason) for c in backend.report.collectives], state
+    return results

@@ -1,0 +1,225 @@
+"""gather: what travels is FP8; what cannot is gathered as it is, and the report says why. No process is started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gathers import Gather, Sequence, Sharded
+from torch import Tensor, nn
+
+import fp8graph
+from fp8graph import DelayedScaling, Policy, Rule
+
+if dist.is_available():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+else:
+    pytest.skip("torch without torch.distributed", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
+    """Two ranks, of which this process is one; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def report_of(module: nn.Module, x: Tensor, policy: Any = "tensorwise", **kwargs: Any) -> fp8graph.Report:
+    policy = Policy(default=policy) if not isinstance(policy, Policy) else policy
+    backend = fp8graph.Backend(policy, compiler="eager", **kwargs)
+    y = torch.compile(module, backend=backend)(x)
+    if torch.is_grad_enabled():
+        y.sum().backward()
+    return backend.report
+
+
+def lines_of(report: fp8graph.Report) -> list[str]:
+    """The rewritten graph's collectives and what makes and takes what travels, without shapes of names."""
+    wanted = ("_c10d_functional", "fp8graph.amax", "fp8graph.scales", "fp8graph.quantize", "fp8graph.columnwise")
+    lines = (line for line in report.graphs[0].after.splitlines() if any(name in line for name in wanted))
+    return [re.sub(r"_c10d_functional\.|fp8graph\.|, power_2_scale=False, amax_epsilon=0.0", "", x) for x in lines]
+
+
+def reasons_of(report: fp8graph.Report) -> list[str]:
+    return [c.reason for c in report.collectives if c.kind == "all_gather"]
+
+
+class Rows(nn.Module):
+    """One linear whose input is gathered; ``also``: what else is done with what was gathered."""
+
+    def __init__(self, hidden: int = 32, also: Any = None, dim: int = 0) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden, 48, bias=False)
+        self.also, self.dim = also, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Gather.apply(x, self.dim)
+        y = self.proj(x)
+        return y if self.also is None else y.sum() + self.also(x).sum()
+
+
+def test_the_amax_is_reduced_and_fp8_is_sent() -> None:
+    """Of a shard [16, 32] 512 bytes and an amax go, not 1024; wgrad's copy is made after the gather."""
+    report = report_of(Rows().bfloat16(), torch.randn(16, 32).bfloat16())
+    assert lines_of(report)[:8] == [
+        "amax_default: f32[1] = amax(primals_1)",
+        "all_reduce_default: f32[1] = all_reduce(amax_default, max, 0)",
+        "reduced_amax: f32[1] = wait_tensor(all_reduce_default)",
+        "scales: f32[1, 2] = scales(reduced_amax, dtype=e4m3, carry_overflow=False)",
+        "quantize_input_2: (e4m3[16, 32], f32[1]) = quantize(primals_1, dtype=e4m3, rowwise=[1, 16], columnwise=[], "
+        "scales=scales)",
+        "gather_rowwise: uint8[32, 32] = all_gather_into_tensor(view_dtype, 2, 0)",
+        "wait_tensor_default: uint8[32, 32] = wait_tensor(gather_rowwise)",
+        "columnwise: e4m3[32, 32] = columnwise(view_dtype_1, multiples=[16, 16])",
+    ]
+    amax, gathered, *_ = report.collectives
+    assert (amax.kind, amax.bytes_sent, amax.shape, amax.dtype) == ("all_reduce", 4, (1,), "float32")
+    assert (gathered.tensor, gathered.dtype, gathered.bytes_sent) == ("proj input", "uint8", 512)
+    assert gathered.reason == "quantized before it is sent, 1024 bytes otherwise"
+
+
+def test_delayed_scaling_has_its_scale_before() -> None:
+    """Nothing is reduced before the gather."""
+    kinds = [(c.kind, c.dtype) for c in report_of(Rows(), torch.randn(16, 32), "delayed").collectives]
+    assert kinds[0] == ("all_gather", "uint8")
+
+
+def test_both_operands_that_sequence_parallelism_gathers() -> None:
+    """The input of up and gate once, although each linear gathers it, and down's gradient in backward."""
+    report = report_of(Sequence(), torch.randn(16, 128).bfloat16().float(), "tensorwise")
+    sent = [(c.direction, c.tensor, c.dtype) for c in report.collectives if c.kind == "all_gather"]
+    assert sent == [("forward", "up input", "uint8"), ("backward", "down grad_output", "uint8")]
+
+
+def test_rows_of_several_sequences_are_moved_as_before() -> None:
+    """DTensor's gather along the sequence: shards [2, 8, 128] become [2, 16, 128]."""
+    report = report_of(Sequence(dim=1), torch.randn(2, 8, 128))
+    text = report.graphs[0].after
+    assert "uint8[2, 16, 128] = aten.cat(" in text
+    assert reasons_of(report)[0] == "quantized before it is sent, 8192 bytes otherwise"
+
+
+@torch.no_grad()
+def test_scales_of_rows_travel_beside_the_data() -> None:
+    """Where only fprop reads them: 2 KiB of data and a scale a row, 4 KiB in bf16."""
+    sent = report_of(Rows(64).bfloat16(), torch.randn(32, 64).bfloat16(), "rowwise").collectives
+    assert [(c.dtype, c.shape, c.bytes_sent) for c in sent] == [("uint8", (32, 64), 2048), ("float32", (32, 1), 128)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("recipe", "scales"), [("blockwise", ("float32", (32, 1), 128)), ("mxfp8", ("uint8", (32, 4), 128))]
+)
+def test_scales_of_tiles_travel_beside_the_data(recipe: str, scales: Any) -> None:
+    sent = report_of(Rows(128).bfloat16(), torch.randn(32, 128).bfloat16(), recipe).collectives
+    assert [(c.dtype, c.shape, c.bytes_sent) for c in sent] == [("uint8", (32, 128), 4096), scales]
+
+
+def test_square_tiles_travel_once_for_both_directions() -> None:
+    """A weight's shards of 128 x 128 tiles: its columnwise copy is the transposed one, as are its scales."""
+    report = report_of(Sharded().bfloat16(), torch.randn(32, 128).bfloat16(), "blockwise")
+    sent = [(c.dtype, c.shape) for c in report.collectives if c.kind == "all_gather"]
+    assert sent == [("uint8", (128, 128)), ("float32", (1, 1))]
+
+
+def test_a_shard_of_a_weight_is_kept_in_fp8() -> None:
+    """Its quantization runs once per update; what is gathered is not kept."""
+    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager")
+    model = Sharded()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(3):
+        compiled(torch.randn(32, 128)).sum().backward()
+    assert backend.weights.quantized == 1
+    assert backend.weights.bytes == 128 * 128 + 4
+    assert "primals_3: e4m3[128, 128]" in backend.report.graphs[0].after
+
+
+def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
+    backend = fp8graph.Backend(Policy(default="rowwise"), compiler="eager")
+    torch.compile(Sharded(), backend=backend)(torch.randn(32, 128, requires_grad=True)).sum().backward()
+    assert len(backend.weights) == 0
+
+
+TRAINING = "scales of columns span the ranks: both directions would have to travel"
+BF16 = torch.bfloat16
+REFUSALS: list[Any] = [
+    pytest.param(Rows(also=torch.exp), (16, 32), "tensorwise", "read in high precision too, by exp", id="reader"),
+    pytest.param(Rows(), (16, 32), "rowwise", TRAINING, id="scales of columns"),
+    pytest.param(Rows(40), (16, 40), "tensorwise", "shards of 16 x 40 are padded", id="padding"),
+    pytest.param(Rows(), (16, 32), "nvfp4", "nvfp4 travels in no collective", id="nvfp4"),
+    pytest.param(
+        Rows(128).to(BF16), (128, 128), "mxfp8", "no fewer bytes: 33792 in both directions, 32768 as it is", id="bytes"
+    ),
+    pytest.param(Rows(128), (48, 128), "blockwise", "shards of 48 rows are no whole tiles of 128", id="tiles"),
+    pytest.param(
+        Sequence(dim=1), (2, 128, 128), "blockwise", "shards of 256 rows are no whole tiles of 128, or", id="batches"
+    ),
+    pytest.param(
+        Rows(), (16, 32), DelayedScaling(reduce_amax=False), "its amaxes are not reduced over the ranks", id="amaxes"
+    ),
+    pytest.param(
+        Rows(),
+        (16, 32),
+        Policy(rules=[Rule("proj", "tensorwise", wgrad="rowwise")]),
+        "quantized in another way too, by quantize_input",
+        id="two recipes",
+    ),
+    pytest.param(
+        Rows(), (16, 32), Policy(rules=[Rule("proj", "tensorwise", wgrad=None)]), "read in high precision", id="wgrad"
+    ),
+]
+
+
+@pytest.mark.parametrize(("module", "shape", "policy", "reason"), REFUSALS)
+def test_what_is_gathered_as_it_is(module: nn.Module, shape: Any, policy: Any, reason: str) -> None:
+    dtype = next(module.parameters()).dtype
+    report = report_of(module, torch.randn(shape, dtype=dtype), policy)
+    assert reasons_of(report)[0].startswith(reason)
+    assert "uint8" not in {c.dtype for c in report.collectives}
+    assert reason in str(report)
+
+
+class Turned(nn.Module):
+    """What stands between the gather and the linear is no movement of rows."""
+
+    def __init__(self, turn: Any) -> None:
+        super().__init__()
+        self.proj, self.turn = nn.Linear(32, 32, bias=False), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.turn(Gather.apply(x, 0)))
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        pytest.param(lambda x: x.t().contiguous(), id="transposed"),
+        pytest.param(lambda x: x.reshape(64, 16).repeat(1, 2), id="rows cut apart"),
+        pytest.param(lambda x: torch.cat(x.split(16, 1)[::-1], 1), id="columns joined"),
+        pytest.param(lambda x: torch.cat(x.split(16, 0)[::-1], 0), id="another order"),
+        pytest.param(lambda x: x + 1, id="another value"),
+    ],
+)
+def test_other_tensors_are_left_alone(turn: Any) -> None:
+    report = report_of(Turned(turn), torch.randn(16, 32))
+    assert reasons_of(report) == [""]
+
+
+def test_casts_are_done_before() -> None:
+    """A gather in FP32 of what torch.autocast multiplies in bf16."""
+    report = report_of(Turned(lambda x: x.bfloat16()).to(BF16), torch.randn(16, 32))
+    assert reasons_of(report)[0] == "quantized before it is sent, 2048 bytes otherwise"
+    assert "prims.convert_element_type(primals_1, bfloat16)" in report.graphs[0].after.replace("bf16", "bfloat16")
+
+
+def test_the_report_has_a_table_of_them(tmp_path: Any) -> None:
+    report = report_of(Rows(), torch.randn(16, 32))
+    assert "forward: 2 collectives, of which each rank sends 0.5 KiB" in str(report)
+    report.to_html(tmp_path / "report.html")
+    assert "<h2>Collectives</h2>" in (tmp_path / "report.html").read_text()
+    assert report.to_dict()["graphs"][0]["collectives"][1]["dtype"] == "uint8"
