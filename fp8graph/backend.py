@@ -237,6 +237,7 @@ class Backend:
             policy=self.policy,
             eager_frames=self._fallen_back(),
             skipped_frames=compat.skipped_frames(self._created),
+            reductions=self.state.reductions(),
             unused_state=self.state.unused,
             pass_seconds=self.pass_seconds,
             weights=len(self.weights),

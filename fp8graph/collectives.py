@@ -28,7 +28,7 @@ class CollectiveRecord:
     """One collective of a graph."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
-    direction: str  # forward or backward
+    direction: str  # forward or backward; step: once after both, outside of the graphs
     tensor: str  # whose: "layers.0.up input", or the module that it was traced in
     dtype: str  # that it travels in: FP8 goes as uint8
     shape: tuple[int | str, ...]  # of what this rank gives; a string where it is dynamic

@@ -16,8 +16,9 @@ One update of a page, at the end of forward or of backward::
   that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its row stays as it is.
 * Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
-* With several ranks the amaxes of a step are reduced first: one all-reduce (MAX) of one packed tensor in forward and
-  one in backward. What a rank did not see (its amax is 0) it records as the others saw it: histories stay the same.
+* With several ranks a graph only stages its amaxes: slot 0 keeps the largest. They are reduced over the ranks and
+  recorded when the step is over (``fp8graph/reduction.py``). What a rank did not see (its amax is 0) it records as the
+  others saw it: histories stay the same.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
 
 Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
@@ -49,6 +50,15 @@ def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> T
     return page
 
 
+def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
+    """Give a tensor another state, scale [1] and history [length], in place."""
+    # an autograd graph may hold the page for a backward to come: it is to read the new scales
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page):
+        page[row, :1] = scale.to(page.device)
+        page[row, 1:2] = scale.reciprocal().to(page.device)
+        page[row, HEADER:] = history.to(page.device)
+
+
 def read_scales(page: Tensor, copy: bool) -> Tensor:
     """[tensors, 2]: scale and scale_inv; as a copy if they are needed after the update of the page.
 
@@ -64,11 +74,10 @@ def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float
     return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
 
 
-def packed_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
-    """[tensors]: the amax of each, for a reduction over ranks. NaN becomes inf, which every reduction keeps: a step
-    that overflowed on one rank is recorded on none."""
-    largest = _largest(amaxes)
-    return torch.where(largest <= FLT_MAX, largest, torch.inf)
+def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
+    """The page with ``amaxes`` in its staging slots, where they are larger; NaN wins. ``page`` is not changed."""
+    staged = torch.maximum(page[:, HEADER], _largest(amaxes)).unsqueeze(1)
+    return torch.where(torch.arange(page.shape[1], device=page.device) == HEADER, staged, page)
 
 
 def _largest(amaxes: Sequence[Tensor]) -> Tensor:

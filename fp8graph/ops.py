@@ -7,8 +7,8 @@
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples) -> [columns, rows], padded
-    read_scales(page, copy) -> [tensors, 2];  pack_amaxes(amaxes) -> [tensors]
-    update_page(page, amaxes, fp8_max, margin, amax_compute_algo, *, packed) -> page
+    read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
+    update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
@@ -43,9 +43,8 @@ _SCHEMAS: Final[dict[str, str]] = {
     "scales": "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
     "columnwise": "(Tensor data, int[] multiples) -> Tensor",
     "read_scales": "(Tensor page, bool copy) -> Tensor",
-    "pack_amaxes": "(Tensor[] amaxes) -> Tensor",
-    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo,"
-    " *, bool packed=False) -> Tensor",
+    "stage_amaxes": "(Tensor page, Tensor[] amaxes) -> Tensor",
+    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
 _SCALE_DTYPE: Final = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
@@ -164,11 +163,7 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
     return delayed.read_scales(page, copy=True)  # an op must not return a view of its argument
 
 
-def _fake_pack_amaxes(amaxes: Sequence[Tensor]) -> Tensor:
-    return amaxes[0].new_empty((len(amaxes),))
-
-
-def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any, **_kwargs: Any) -> Tensor:
+def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
     return torch.empty_like(page)
 
 
@@ -182,7 +177,7 @@ for _name, _reference, _fake in (
     ("scales", numerics.scales_of_amax, _fake_scales),
     ("columnwise", numerics.columnwise_copy, _fake_columnwise),
     ("read_scales", _read_scales, _fake_read_scales),
-    ("pack_amaxes", delayed.packed_amaxes, _fake_pack_amaxes),
+    ("stage_amaxes", delayed.staged_page, _fake_update_page),
     ("update_page", delayed.updated_page, _fake_update_page),
 ):
     _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
@@ -198,7 +193,7 @@ amax = torch.ops.fp8graph.amax.default
 scales = torch.ops.fp8graph.scales.default
 columnwise = torch.ops.fp8graph.columnwise.default
 read_scales = torch.ops.fp8graph.read_scales.default
-pack_amaxes = torch.ops.fp8graph.pack_amaxes.default
+stage_amaxes = torch.ops.fp8graph.stage_amaxes.default
 update_page = torch.ops.fp8graph.update_page.default
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
@@ -210,7 +205,7 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     scales: numerics.scales_of_amax,
     columnwise: numerics.columnwise_copy,
     read_scales: delayed.read_scales,
-    pack_amaxes: delayed.packed_amaxes,
+    stage_amaxes: delayed.staged_page,
     update_page: delayed.updated_page,
 }
 

@@ -65,6 +65,7 @@ class _Variant:
 
     run: Callable[..., Any]
     wanted: Wanted
+    reduces: bool  # takes part in reductions of amaxes, even if this graph has none to give
 
 
 class Program:
@@ -106,6 +107,11 @@ class Program:
             with tracing(context) if context is not None else contextlib.nullcontext():
                 variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
         backend, wanted = self._backend, variant.wanted
+        trains = variant.reduces and not compat.in_backward()
+        if trains:  # before this call reads scales
+            device = next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
+            backend.state.reduces(str(situation.amax_group), device)
+            backend.state.commit()
         pages: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
         if wanted.pages:
@@ -114,7 +120,10 @@ class Program:
                 pages = self._recomputations.pages(wanted.pages, pages, args)
         if wanted.weights:
             weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)
-        return variant.run(*args, *pages, *weights)
+        results = variant.run(*args, *pages, *weights)
+        if trains:
+            backend.state.watch(results)
+        return results
 
     def _pages_of(self, args: Sequence[Any]) -> Callable[[Sequence[PageLayout]], list[torch.Tensor]]:
         return lambda layouts: self._backend.state.tensors(layouts, args, self._backend.names)
@@ -171,7 +180,8 @@ class Program:
         announce(self.views[situation])
         if backend.strict:
             backend.check_records(self.views[situation].gemms)
-        return _Variant(compiled, wanted)
+        delayed_scaling = any(isinstance(r, DelayedScaling) and r.reduce_amax for r in recipes)
+        return _Variant(compiled, wanted, self._gradients and delayed_scaling and situation.amax_group is not None)
 
     def _run_compile_fx(
         self,

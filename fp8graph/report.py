@@ -145,6 +145,7 @@ class Report:
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
     pass_seconds: float = 0.0  # that fp8graph's own passes took
+    reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
     weights: int = 0  # quantized once per update, outside the graphs
     weight_bytes: int = 0  # the memory that their FP8 copies take
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
@@ -157,7 +158,7 @@ class Report:
     @property
     def collectives(self) -> list[CollectiveRecord]:
         """All collectives of all graphs: what each rank sends. Those of DDP and FSDP2 lie outside of the graphs."""
-        return [collective for graph in self.graphs for collective in graph.collectives]
+        return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
@@ -210,6 +211,7 @@ class Report:
             "eager_frames": self.eager_frames,
             "skipped_frames": self.skipped_frames,
             "unused_state": self.unused_state,
+            "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
         }
@@ -257,7 +259,7 @@ class Report:
 
     def _notes(self) -> list[str]:
         lines: list[str] = []
-        for direction in ("forward", "backward"):
+        for direction in ("forward", "backward", "step"):
             own = [c for c in self.collectives if c.direction == direction]
             if own:
                 sent = sum(c.bytes_sent for c in own)

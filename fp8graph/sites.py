@@ -84,6 +84,7 @@ class PageLayout:
     backward: bool  # read and updated in backward
     device: torch.device
     rows: tuple[tuple[StateRow, ...], ...]
+    group: str | None = None  # of ranks that reduce its amaxes after a step; None: recorded in the graph
 
 
 CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs outside the graph
@@ -145,7 +146,7 @@ class Compilation:
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
     subgraph: bool = False  # the body of a higher-order op
-    amax_group: str | None = None  # process group that amaxes are reduced over, by its name; None: one rank
+    amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
     page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`

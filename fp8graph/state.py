@@ -17,10 +17,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8graph import compat, delayed
+from fp8graph.collectives import CollectiveRecord
 from fp8graph.errors import StateError
 from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
+from fp8graph.reduction import Reduction, StagedPage
 from fp8graph.sites import PageLayout, StateRow
 
 _log = logging.getLogger("fp8graph")
@@ -43,11 +46,13 @@ class _Key:
 @dataclass(eq=False)
 class _Page:
     tensor: Tensor  # FP32 [rows, 2 + length]
+    layout: PageLayout  # of the graph that it was made for
     moved: bool = False  # another page holds some of the rows now
 
     def fits(self, layout: PageLayout) -> bool:
         """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
-        return self.tensor.shape[0] == len(layout.rows) and self.tensor.device == layout.device
+        alike = self.layout.group == layout.group and self.tensor.device == layout.device
+        return alike and self.tensor.shape[0] == len(layout.rows)
 
 
 @dataclass
@@ -80,6 +85,16 @@ class State:
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
         self._created = 0
         self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
+        self._reductions: dict[str, Reduction] = {}  # by group
+        self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
+        self._step_is_over = False  # what is staged may be committed
+        reference = weakref.ref(self)
+
+        def after_step(*_: Any) -> None:
+            if (state := reference()) is not None:
+                state.commit()
+
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
 
     def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
         """The pages for one call of a graph.
@@ -99,6 +114,55 @@ class State:
             found = self._found[key] = _Found(layouts, [weakref.ref(owner) for owner in owners], pages)
         return [page.tensor for page in found.pages]
 
+    def reduces(self, group: str, device: torch.device) -> None:
+        """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
+        if group not in self._reductions:
+            self._reductions[group] = Reduction(group, device, lambda name: self._loaded.pop(name, None))
+
+    def commit(self) -> None:
+        """If a step is over, reduce its amaxes over the ranks and record them. A collective."""
+        if not self._step_is_over or compat.in_backward():
+            return
+        self._step_is_over = False
+        staged = self._staged_pages()
+        with torch.no_grad():
+            for group, reduction in sorted(self._reductions.items()):
+                pages = staged.get(group, [])
+                with torch.autograd._unsafe_preserve_version_counter(tuple(page.tensor for page in pages)):
+                    reduction.commit(pages)
+
+    def watch(self, results: Any) -> None:
+        """Tell from the results of a forward when its step is over: when backward has begun, or at once without one."""
+
+        def over(*_: Any) -> None:
+            self._step_is_over = True
+
+        functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+        for function in functions:
+            function.register_prehook(over)
+        self._step_is_over |= not functions
+
+    def reductions(self) -> list[CollectiveRecord]:
+        """What each commit sends, for the report."""
+        return [reduction.record() for _, reduction in sorted(self._reductions.items())]
+
+    def _staged_pages(self) -> dict[str, list[StagedPage]]:
+        """The pages that are reduced, by group."""
+        if self._staged is None:
+            self._staged = {}
+            names: dict[_Page, list[list[str]]] = {}
+            seen: dict[str, int] = {}
+            for row in self._rows.values():
+                if row.page.layout.group is not None:
+                    # layers that are compiled one by one have one name, unless their model is bound
+                    again = seen[row.name] = seen.get(row.name, -1) + 1
+                    rows = names.setdefault(row.page, [[] for _ in row.page.layout.rows])
+                    rows[row.index].append(f"{row.name}~{again}" if again else row.name)
+            for page, rows in names.items():
+                one = StagedPage(tensor=page.tensor, layout=page.layout, names=[tuple(row) for row in rows])
+                self._staged.setdefault(str(page.layout.group), []).append(one)
+        return self._staged
+
     def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
         entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
         known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
@@ -108,7 +172,7 @@ class State:
                 self._name(layout, entries, first.page, args, names)
                 return first.page
         length = layout.recipe.amax_history_len
-        page = _Page(delayed.new_page(length, len(entries), layout.device))
+        page = _Page(delayed.new_page(length, len(entries), layout.device), layout)
         sources: dict[_Page, tuple[list[int], list[int]]] = {}
         for index, row in enumerate(known):
             if row is not None:
@@ -136,13 +200,17 @@ class State:
                 if known is not None and not bound:
                     name = known.name  # it may have been bound elsewhere
                 self._rows[key] = _Row(page, index, name)
+                self._staged = None
                 if known is None and (loaded := self._take(name)) is not None:
-                    _write(page, index, *loaded)
+                    delayed.write_row(page.tensor, index, *loaded)
 
     def _take(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """What ``load_state_dict`` brought for a row that did not exist yet."""
+        """What ``load_state_dict`` brought for a row that did not exist yet, or other ranks had it before."""
         if name in self._loaded:
             return self._loaded.pop(name)
+        for reduction in self._reductions.values():
+            if name in reduction.absent:
+                return _numbers(reduction.absent.pop(name).tensor[0])
         place = name.partition("|")[0]
         for other in self._loaded:
             if other.partition("|")[0] == place:
@@ -169,6 +237,7 @@ class State:
         self._tokens = {i: entry for i, entry in self._tokens.items() if entry[0]() is not None}
         alive = {token for _, token in self._tokens.values()} | {0}
         self._rows = {key: row for key, row in self._rows.items() if key.owner in alive}
+        self._staged = None
         self._found = {
             key: found for key, found in self._found.items() if all(owner() is not None for owner in found.owners)
         }
@@ -195,9 +264,13 @@ class State:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
         result = {_VERSION_KEY: torch.tensor([VERSION])}
         for name, row in self._alive().items():
-            numbers = row.page.tensor[row.index].detach().cpu()
-            result[f"{name}|scale"] = numbers[:1].clone()
-            result[f"{name}|amax_history"] = numbers[delayed.HEADER :].clone()
+            scale, history = _numbers(row.page.tensor[row.index])
+            if row.page.layout.group is not None:
+                history[0] = 0.0  # staged by a step that is not over
+            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale, history
+        for reduction in self._reductions.values():  # ranks that did not run a layer save what the others do
+            for name, page in reduction.absent.items():
+                result[f"{name}|scale"], result[f"{name}|amax_history"] = _numbers(page.tensor[0])
         for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
             result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
         return result
@@ -216,8 +289,10 @@ class State:
             )
         with torch.no_grad():
             for name, row in existing.items():
-                _write(row.page, row.index, *entries.pop(name))
+                delayed.write_row(row.page.tensor, row.index, *entries.pop(name))
         self._loaded = entries
+        for reduction in self._reductions.values():
+            reduction.forget()
 
 
 class Recomputations:
@@ -254,12 +329,10 @@ def _call_key(args: Sequence[Any]) -> Any:
     return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
 
 
-def _write(page: _Page, index: int, scale: Tensor, history: Tensor) -> None:
-    # an autograd graph may hold the page for a backward to come: it is to read the new scales
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page.tensor):
-        page.tensor[index, :1] = scale.to(page.tensor.device)
-        page.tensor[index, 1:2] = scale.reciprocal().to(page.tensor.device)
-        page.tensor[index, delayed.HEADER :] = history.to(page.tensor.device)
+def _numbers(row: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of scale [1] and history [length] of a row, on the CPU."""
+    row = row.detach().cpu()
+    return row[:1].clone(), row[delayed.HEADER :].clone()
 
 
 def recipe_text(recipe: DelayedScaling) -> str:

@@ -109,9 +109,7 @@ def _extract(
     signature = _signature(quantizing)
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
-        alone = dataclasses.replace(
-            compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False, amax_group=None
-        )
+        alone = dataclasses.replace(compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False)
         state(quantizing, alone)
         (page,) = alone.pages
         graphs: list[fx.Graph] = []

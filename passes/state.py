@@ -6,14 +6,13 @@
                                                         new = update_page(page, [qx.amax, qw.amax], 448.0, 0, "max")
                                                         copy_(page, new)                        (just before output)
 
-    with several ranks                          ->      packed = wait(all_reduce(pack_amaxes([...]), "max", group))
-                                                        new = update_page(page, [packed[0:2]], ..., packed=True)
+    with several ranks                          ->      new = stage_amaxes(page, [qx.amax, qw.amax])
 
 A page is a graph input (``fp8graph/delayed.py``); a graph has one per recipe, FP8 type and direction, normally one for
-forward and one for backward; the amaxes of all of a direction travel in one tensor. Forward's scales are saved for
-backward as they were: the page changes at the end of forward. Backward reads its page when it runs, so that several
-forwards may come before it. The first run of the passes on a graph finds the pages (``compilation.pages``) and changes
-nothing; the second one has them as inputs.
+forward and one for backward. What several ranks stage is reduced after the step (``fp8graph/reduction.py``).
+Forward's scales are saved for backward as they were: the page changes at the end of forward. Backward reads its page
+when it runs, so that several forwards may come before it. The first run of the passes on a graph finds the pages
+(``compilation.pages``) and changes nothing; the second one has them as inputs.
 
 Refuses to record what ran without gradients: the whole graph (``records_amaxes``), or a ``torch.no_grad`` region in it.
 """
@@ -37,7 +36,6 @@ from fp8graph.recipes import FP8_MAX, DelayedScaling
 from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
 
 _NAME = "state"
-_collectives = torch.ops._c10d_functional
 
 
 @dataclass
@@ -69,22 +67,21 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
             entry.users.append(node)
     compilation.pages = tuple(
         PageLayout(
-            recipe=recipe, fp8_max=fp8_max, backward=backward, device=device, rows=tuple(tuple(c.rows) for c in entries)
+            recipe=recipe,
+            fp8_max=fp8_max,
+            backward=backward,
+            device=device,
+            rows=tuple(tuple(c.rows) for c in entries),
+            group=compilation.amax_group if recipe.reduce_amax else None,
         )
         for (recipe, fp8_max, backward, device), entries in pages.items()
     )
     if not compilation.page_inputs:
         return
     inputs = {index: node for node, index in graph_inputs(graph)}
-    updates: list[_Update] = []
     for position, layout, entries in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
         update = _connect(graph, inputs[position], layout, entries, record=compilation.records_amaxes)
-        updates += [update] if update is not None else []
-    for backward in (False, True):
-        mine = [update for update in updates if update.layout.backward == backward]
-        if compilation.amax_group is not None:
-            _reduce(graph, [u for u in mine if u.layout.recipe.reduce_amax], compilation.amax_group)
-        for update in mine:
+        if update is not None:
             _record(graph, update)
 
 
@@ -96,7 +93,6 @@ class _Update:
     layout: PageLayout
     amaxes: list[fx.Node]
     like: fx.Node  # one of the quantize nodes
-    packed: bool = False  # ``amaxes`` is one tensor, reduced over ranks
 
 
 def _connect(
@@ -122,22 +118,6 @@ def _connect(
         if None in amaxes:
             zero = insert(graph, aten.new_zeros.default, (page, []), like=first, made_by=_NAME, name="not_seen")
     return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
-
-
-def _reduce(graph: fx.Graph, updates: Sequence[_Update], group: str) -> None:
-    """One all-reduce of all amaxes of one direction."""
-    if not updates:
-        return
-    like, start = updates[0].like, 0
-    amaxes = [amax for update in updates for amax in update.amaxes]
-    with _at_the_end(graph, like):
-        packed = insert(graph, ops.pack_amaxes, (amaxes,), like=like, made_by=_NAME)
-        sent = insert(graph, _collectives.all_reduce.default, (packed, "max", group), like=like, made_by=_NAME)
-        reduced = insert(graph, _collectives.wait_tensor.default, (sent,), like=like, made_by=_NAME, name="reduced")
-        for update in updates:
-            args = (reduced, 0, start, start := start + len(update.amaxes))
-            part = reduced if len(updates) == 1 else insert(graph, aten.slice.Tensor, args, like=like, made_by=_NAME)
-            update.amaxes, update.packed = [part], True
 
 
 def _record(graph: fx.Graph, update: _Update) -> None:
@@ -174,14 +154,16 @@ def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
 
 def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
     page, amaxes, layout, like = update.page, update.amaxes, update.layout, update.like
-    recipe, packed = layout.recipe, {"packed": True} if update.packed else {}
+    recipe = layout.recipe
+    if layout.group is not None:
+        return insert(graph, ops.stage_amaxes, (page, amaxes), like=like, made_by=_NAME, name="staged_page")
     if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
         args = (page, amaxes, layout.fp8_max, float(recipe.margin), recipe.amax_compute_algo)
-        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page", kwargs=packed)
+        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page")
 
     def updated(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
-        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings, **packed)
+        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings)
 
     # the user's functions are not ops: their traces go into the graph
     return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))

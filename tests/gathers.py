@@ -13,17 +13,21 @@ import fp8graph
 from fp8graph import passes, pipeline
 
 
+def _world() -> Any:
+    return dist.group.WORLD
+
+
 class Gather(torch.autograd.Function):
     """Shards of all ranks joined along ``dim``; backward adds up and takes this rank's part, as DTensor does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.dim = dim
-        return functional.all_gather_tensor(x, dim, dist.group.WORLD)
+        return functional.all_gather_tensor(x, dim, _world())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return functional.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.dim, dist.group.WORLD), None
+        return functional.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.dim, _world()), None
 
 
 class Scatter(torch.autograd.Function):
@@ -32,11 +36,11 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.dim = dim
-        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, dist.group.WORLD)
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _world())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return functional.all_gather_tensor(grads[0].contiguous(), ctx.dim, dist.group.WORLD), None
+        return functional.all_gather_tensor(grads[0].contiguous(), ctx.dim, _world()), None
 
 
 class Sequence(nn.Module):
@@ -88,7 +92,7 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
             x = (torch.randn(shape) * 10.0 ** (rank + step)).to(dtype).requires_grad_()  # scales differ if not shared
             y = compiled(x)
             y.backward(torch.randn(shape[:-1] + y.shape[-1:]).to(dtype))
-            tensors += [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+            tensors += [y.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
         pipeline.JOINT_PIPELINE = before
         state = {key: value for key, value in backend.state_dict().items() if "scale" in key}
         results[name] = tensors, [(c.dtype, c.shape, c.bytes_sent, c.reason) for c in backend.report.collectives], state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -150,10 +149,48 @@ def run(rank: int, how: str, recipes: list[Any]) -> dict[str, Any]:
         result["quantized"] = backend.weights.quantized
         result["skipped"] = report.skipped_frames
         result["state"] = backend.state_dict()
-        texts = "\n".join(view.after for view in report.graphs)
-        result["collectives"] = re.findall(r": (\S*) = _c10d_functional.all_reduce", texts)
+        result["collectives"] = [(c.kind, c.direction, c.dtype, c.shape) for c in report.collectives]
         found[str(recipe)] = result
     return found
+
+
+SKIPS = ((), (0,), (1,), (0, 1), (), (1,))  # by step: the layers that the second rank skips
+
+
+class SkippingNet(Net):
+    """Layers may be left out, as stochastic depth does."""
+
+    skipped: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.norm = nn.Identity()  # small inputs stay small
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number not in self.skipped:
+                x = layer(x)
+        return self.lm_head(x)
+
+
+def run_skipping(rank: int, recipe: Any, first: int) -> list[dict[str, Tensor]]:
+    """Scaling state after each step, of which the second rank skips layers. Its numbers are smaller, weights stay."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = SkippingNet()
+    generator = torch.Generator().manual_seed(1)
+    backend = backend_for(recipe)
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    states: list[dict[str, Tensor]] = []
+    for skipped in SKIPS[first:] + SKIPS[:first]:
+        model.skipped = skipped if rank else ()
+        x = torch.randn(ROWS, HIDDEN, generator=generator) * 1e-3**rank
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        states.append(backend.state_dict())
+    return states
 
 
 def run_in_pairs(rank: int, recipe: Any) -> dict[str, Tensor]:

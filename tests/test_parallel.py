@@ -130,10 +130,24 @@ def test_without_the_reduction_the_scales_differ(tmp_path: Path) -> None:
     assert {name for name in first if "weight" not in name and "version" not in name} == differ
 
 
-def test_one_collective_a_direction(tmp_path: Path) -> None:
-    """[tensors] FP32 numbers: of 4 linears 4 inputs in forward (their weights are quantized outside), 4 gradients."""
+def test_one_collective_a_step(tmp_path: Path) -> None:
+    """A flag, and of 4 linears 4 inputs, 4 weights and 4 gradients."""
     result = run_ranks(parallelism.run, 2, tmp_path, "ddp", [delayed()])[0][str(delayed())]
-    assert result["collectives"] == ["f32[4]", "f32[4]"]
+    assert result["collectives"] == [("all_reduce", "step", "float32", (13,))]
+
+
+@pytest.mark.parametrize("first", [0, 3], ids=["all layers first", "none first"])
+def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(first: int, tmp_path: Path) -> None:
+    """Both ranks have the histories of the one that skips nothing, and whose numbers are the larger ones."""
+    recipe = delayed()
+    ranks = run_ranks(parallelism.run_skipping, 2, tmp_path, recipe, first)
+    alone = parallelism.run_skipping(0, recipe, first)
+    for step, expected in enumerate(alone):
+        for states in ranks:
+            found = states[step]
+            shared = found.keys() & expected.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in shared), step
+    assert ranks[0][-1].keys() == ranks[1][-1].keys() == alone[-1].keys()
 
 
 def test_a_group_of_ones_own(tmp_path: Path) -> None:
