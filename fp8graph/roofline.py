@@ -104,19 +104,33 @@ class Operand:
     kept: bool = False  # a weight that was quantized before
 
 
+def gemm_seconds(
+    speed: Speed,
+    m: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    scaling: Scaling | None = None,
+    operands: tuple[Operand, ...] = (),
+) -> float:
+    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and what quantizes ``operands``."""
+    flops = 2.0 * m * n * k
+    wide = dtype.itemsize
+    if scaling is None:
+        rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
+        return speed.launch + max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
+    narrow = 0.5 if scaling == "nvfp4" else 1.0
+    rate = (speed.fp4_flops if scaling == "nvfp4" else speed.fp8_flops) * speed.rates[scaling]
+    seconds = speed.launch + max(flops / rate, (narrow * (m * k + k * n) + wide * m * n) / speed.bandwidth)
+    for operand in operands:
+        if not operand.kept:
+            moved = operand.elements * (narrow * operand.layouts + wide * _READS[scaling])
+            seconds += (moved / speed.bandwidth + speed.launch * _LAUNCHES[scaling]) / operand.users
+    return seconds
+
+
 def predicted_speedup(
     speed: Speed, m: int, n: int, k: int, dtype: torch.dtype, scaling: Scaling, operands: tuple[Operand, Operand]
 ) -> float:
     """The time of ``[m, k] @ [k, n]`` in ``dtype`` over its time in FP8 with ``scaling``, quantization included."""
-    flops = 2.0 * m * n * k
-    wide = dtype.itemsize
-    rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
-    before = speed.launch + max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
-    narrow = 0.5 if scaling == "nvfp4" else 1.0
-    rate = (speed.fp4_flops if scaling == "nvfp4" else speed.fp8_flops) * speed.rates[scaling]
-    after = speed.launch + max(flops / rate, (narrow * (m * k + k * n) + wide * m * n) / speed.bandwidth)
-    for operand in operands:
-        if not operand.kept:
-            moved = operand.elements * (narrow * operand.layouts + wide * _READS[scaling])
-            after += (moved / speed.bandwidth + speed.launch * _LAUNCHES[scaling]) / operand.users
-    return before / after
+    return gemm_seconds(speed, m, n, k, dtype) / gemm_seconds(speed, m, n, k, dtype, scaling, operands)
