@@ -55,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--inference", action="store_true", help="forward only")
     explain.add_argument("--batch", type=_positive, default=1)
     explain.add_argument("--seq", type=_positive, default=128, help="tokens per sequence (default 128)")
+    explain.add_argument(
+        "--mesh",
+        nargs="+",
+        metavar="dp=,fsdp=,tp=,sp",
+        help="predict the training step on so many GPUs instead: replicas (DDP), shards (FSDP2), tensor and "
+        "sequence parallel; --batch and --seq are those of one replica, the default target is sm_90",
+    )
     explain.add_argument("--graph", metavar="STAGE", help="print the graph: before, after, or the name of a pass")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--html", type=Path, help="write the report as an HTML page")
@@ -100,6 +107,8 @@ def _explain(options: argparse.Namespace) -> int:
     from fp8graph.errors import PolicyError
     from fp8graph.explain import explain
 
+    if options.mesh is not None:
+        return _plan(options)
     policy = Backend(options.policy, recipe=options.recipe, target=options.target).policy
     model = _meta_model(options.model)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
@@ -120,6 +129,30 @@ def _explain(options: argparse.Namespace) -> int:
             print(f"# {view.name}\n{stages[options.graph]}")
     else:
         print(report)
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    import torch
+
+    from fp8graph import hardware, scale, traffic
+    from fp8graph.backend import Backend
+    from fp8graph.errors import PolicyError
+    from fp8graph.explain import explain
+    from fp8graph.mesh import Mesh, Network
+
+    if options.inference or options.html is not None or options.graph is not None:
+        raise PolicyError("--mesh predicts a training step: it goes with none of --inference, --html, --graph.")
+    meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
+    device, network = hardware.from_target(target), Network.of_target(target)
+    recipes = None if options.recipe is None else (options.recipe,)
+    policy = Backend(options.policy, recipe=options.recipe, target=target).policy
+    model = _meta_model(options.model)
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
+    report = explain(model, policy=policy, target=target, training=True, input_ids=tokens, labels=tokens)
+    work = traffic.of_model(model, report, options.seq)
+    plans = [scale.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
+    print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
     return 0
 
 

@@ -1,0 +1,506 @@
+"""The cost model of many GPUs: its collectives are those that real ranks run; its times follow from what it states."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import fp8graph
+import parallelism
+from fp8graph import hardware, scale, traffic
+from fp8graph.cli import main
+from fp8graph.mesh import MOST_GPUS, Mesh, Network
+from fp8graph.models.llama import tiny_config
+from fp8graph.recipes import resolve_recipe
+from fp8graph.traffic import Linear, Workload
+from fp8graph.wire import bytes_sent
+from ranks import run_ranks
+
+LLAMA_PLAN = {
+    "lm_head": "colwise_gather_output",
+    "model.embed_tokens": "embedding_rowwise",
+    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+HOPPER = hardware.from_target("sm_90")
+NETWORK = Network.of_target("sm_90")
+
+
+def llama(
+    *, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
+) -> Workload:
+    """One sequence through a Llama whose heads have ``hidden / heads`` numbers, as ``of_model`` makes it."""
+    key_value = hidden // heads * kv_heads
+    sizes = {
+        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (key_value, hidden),
+        "self_attn.v_proj": (key_value, hidden), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+    }  # fmt: skip
+    names = [(f"model.layers.{layer}.{name}", *size) for layer in range(layers) for name, size in sizes.items()]
+    linears = [Linear(fqn=name, m=seq, n=n, k=k) for name, n, k in names]
+    linears.append(Linear(fqn="lm_head", m=seq, n=vocabulary, k=hidden, fp8=frozenset()))
+    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(layers) for name in ("input", "post_attention")]
+    return Workload(
+        linears=tuple(linears),
+        parameters={
+            "model.embed_tokens.weight": (vocabulary, hidden),
+            **{f"{linear.fqn}.weight": (linear.n, linear.k) for linear in linears},
+            **{f"{norm}.weight": (hidden,) for norm in (*norms, "model.norm")},
+        },
+        plan=LLAMA_PLAN,
+        attention_flops=7.0 * seq * seq * hidden * layers,
+        heads={"attention heads": heads, "key and value heads": kv_heads},
+        **more,
+    )
+
+
+def llama_8b(seq: int = 8192) -> Workload:
+    return llama(hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256, seq=seq)
+
+
+def plan(work: Workload, mesh: str, **settings: Any) -> scale.Plan:
+    where: dict[str, Any] = {"hardware": HOPPER, "network": NETWORK}
+    return scale.plan(work, Mesh.parse(mesh), **(where | settings))
+
+
+# ---- against real ranks
+
+
+def net(how: str, ranks: int) -> tuple[Workload, Mesh]:
+    """The model of tests/parallelism.py: what one replica multiplies, and the mesh that ``how`` stands for."""
+    mesh = {
+        "ddp": Mesh(dp=ranks),
+        "fsdp": Mesh(fsdp=ranks),
+        "tp": Mesh(tp=ranks),
+        "tp and sp": Mesh(tp=ranks, sp=ranks > 1),
+        "fsdp and tp": Mesh(fsdp=2, tp=max(1, ranks // 2)),
+    }[how]
+    rows = parallelism.ROWS * ranks // (mesh.dp * mesh.fsdp)
+    sizes = {"up": (parallelism.INNER, parallelism.HIDDEN), "down": (parallelism.HIDDEN, parallelism.INNER)}
+    linears = [Linear(fqn=f"layers.{i}.{name}", m=rows, n=n, k=k) for i in range(2) for name, (n, k) in sizes.items()]
+    head = Linear(fqn="lm_head", m=rows, n=16, k=parallelism.HIDDEN, fp8=frozenset())
+    work = Workload(
+        linears=(*linears, head),
+        parameters={name: tuple(p.shape) for name, p in parallelism.Net().named_parameters()},
+        plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+        dtype=torch.float32,
+    )
+    return work, mesh
+
+
+def count_collectives(rank: int, how: str, recipes: list[Any]) -> list[Counter[tuple[str, int]]]:
+    """By recipe: (kind, payload in bytes) of every collective of the third training step."""
+    ranks = dist.get_world_size()
+    found: list[Counter[tuple[str, int]]] = []
+    for recipe in recipes:
+        model, data = parallelism.model_and_data(ranks)
+        compiled, owner = parallelism.parallelize(how, model, parallelism.backend_for(recipe))
+        batches = parallelism.data_of(how, rank, ranks, data)
+        optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
+        for batch in batches[:2]:
+            train_step(compiled, owner, optimizer, batch, how)
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, record_shapes=True) as profile:
+            train_step(compiled, owner, optimizer, batches[2], how)
+        found.append(collectives_of(profile.events(), ranks))
+    return found
+
+
+def train_step(compiled: Any, owner: Any, optimizer: Any, batch: Any, how: str) -> None:
+    compiled(batch).square().mean().backward()
+    for parameter in owner.parameters():
+        if how == "tp and sp" and not isinstance(parameter, DTensor):
+            dist.all_reduce(parameter.grad)  # the head, which saw this rank's rows
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def collectives_of(events: Any, ranks: int) -> Counter[tuple[str, int]]:
+    """FP32 throughout. Gloo reduces to scatter: its all_reduces are those asked for and the reduce_scatters."""
+    found: Counter[tuple[str, int]] = Counter()
+    reduced: Counter[tuple[str, int]] = Counter()
+    for event in events:
+        numbers = [4 * math.prod(shape) for shape in event.input_shapes or ()]
+        if event.name == "c10d::_allgather_base_":
+            found["all_gather", numbers[0]] += 1
+        elif event.name == "_c10d_functional::all_gather_into_tensor":
+            found["all_gather", numbers[0] * ranks] += 1
+        elif event.name == "c10d::_reduce_scatter_base_":
+            found["reduce_scatter", numbers[1]] += 1
+        elif event.name == "_c10d_functional::reduce_scatter_tensor":
+            found["reduce_scatter", numbers[0]] += 1
+        elif event.name == "gloo:all_reduce":
+            reduced["all_reduce", numbers[0]] += 1
+    scattered = {("all_reduce", payload): count for (kind, payload), count in found.items() if kind == "reduce_scatter"}
+    reduced.subtract(scattered)
+    assert min(reduced.values(), default=0) >= 0
+    return found + reduced
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize(
+    ("how", "ranks", "recipes"),
+    [
+        ("ddp", 2, [None, "delayed"]),
+        ("ddp", 4, [None]),
+        ("fsdp", 2, [None, "delayed"]),  # layers are compiled one by one: each reduces its own amaxes
+        ("fsdp", 3, [None]),  # sizes that 3 does not divide are padded
+        ("fsdp", 4, [None, "tensorwise"]),
+        ("tp", 2, [None, "tensorwise", "delayed"]),
+        ("tp", 4, [None]),
+        ("tp and sp", 2, [None]),
+        ("tp and sp", 4, [None]),
+        ("fsdp and tp", 4, [None, "delayed"]),
+    ],
+)
+def test_real_ranks_run_these_collectives(how: str, ranks: int, recipes: list[Any], tmp_path: Path) -> None:
+    work, mesh = net(how, ranks)
+    everything = {linear.fqn: set(linear.fp8) for linear in work.linears}
+    for found in run_ranks(count_collectives, ranks, tmp_path, how, [recipe or "high_precision" for recipe in recipes]):
+        for recipe, real in zip(recipes, found, strict=True):
+            predicted: Counter[tuple[str, int]] = Counter()
+            for c, count in traffic.collectives(
+                work, mesh, resolve_recipe(recipe), everything if recipe else {}
+            ).items():
+                predicted[c.kind, c.payload] += count
+            assert real == predicted
+
+
+# ---- bytes
+
+
+def sent(work: Workload, mesh: str, recipe: str | None = None) -> dict[tuple[str, str, str], int]:
+    """Bytes by (purpose, kind, dtype), with every GEMM in FP8 that may be."""
+    spread = Mesh.parse(mesh)
+    fp8 = {linear.fqn: set(linear.fp8) for linear in work.linears} if recipe else {}
+    result: dict[tuple[str, str, str], int] = {}
+    for c, count in traffic.collectives(work, spread, resolve_recipe(recipe), fp8).items():
+        key = c.purpose, c.kind, c.dtype
+        result[key] = result.get(key, 0) + count * bytes_sent(c.kind, c.payload, spread.group(c.axis)[0])
+    return result
+
+
+@pytest.mark.parametrize("mesh", ["dp=8", "fsdp=8", "tp=8", "tp=8,sp", "dp=4,fsdp=64,tp=8,sp", "dp=2048,tp=8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_fp8_sends_no_more(mesh: str, recipe: str) -> None:
+    before, after = sent(llama_8b(), mesh), sent(llama_8b(), mesh, recipe)
+    amaxes = sum(count for (purpose, *_), count in after.items() if purpose == "amaxes")
+    assert sum(after.values()) - amaxes <= sum(before.values())
+    assert amaxes < 1e-4 * sum(before.values())
+
+
+def test_sequence_parallel_sends_what_tensor_parallel_sends() -> None:
+    """An all_reduce is a reduce_scatter and an all_gather; only the gradients of norms come on top."""
+    work = llama_8b()
+    tensor, sequence = sent(work, "tp=8"), sent(work, "tp=8,sp")
+    norms = 65 * bytes_sent("all_reduce", 2 * 4096, 8)
+    assert sequence["gradients", "all_reduce", "bfloat16"] == norms
+    activations = sum(count for (purpose, *_), count in sequence.items() if purpose == "activations")
+    assert activations == sum(tensor.values())
+
+
+def test_what_is_gathered_in_fp8_is_half_as_wide() -> None:
+    """Forward gathers the inputs of q/k/v and of gate/up, backward the gradients of o's and down's outputs."""
+    work = llama_8b()
+    layers = 32 * 4 * bytes_sent("all_gather", 8192 * 4096, 8)  # in bytes of one
+    others = 2 * bytes_sent("all_gather", 2 * 8192 * 4096, 8)  # the head's input, the embedding's gradient
+    before = sent(work, "tp=8,sp")
+    assert before["activations", "all_gather", "bfloat16"] == 2 * layers + others
+    for recipe in ("tensorwise", "delayed"):
+        after = sent(work, "tp=8,sp", recipe)
+        assert after["activations", "all_gather", "fp8"] == layers
+        assert after["activations", "all_gather", "bfloat16"] == others
+    for recipe in ("rowwise", "blockwise", "mxfp8"):
+        assert sent(work, "tp=8,sp", recipe) == before
+    assert sent(work, "tp=8,sp", "tensorwise")["amaxes", "all_reduce", "float32"] == 32 * 4 * bytes_sent(
+        "all_reduce", 4, 8
+    )
+    assert sent(work, "tp=8,sp", "delayed")["amaxes", "all_reduce", "float32"] == 2 * bytes_sent("all_reduce", 512, 8)
+
+
+def test_a_gemm_in_high_precision_is_fed_in_high_precision() -> None:
+    """One of gate and up left alone: their input travels as it is, and so does what a layer's wgrad reads."""
+    work = llama(hidden=256, inner=512, layers=1, heads=4, kv_heads=4, vocabulary=64, seq=128)
+    fp8 = {linear.fqn: set(linear.fp8) for linear in work.linears}
+    fp8["model.layers.0.mlp.up_proj"] = set()
+    fp8["model.layers.0.self_attn.o_proj"].remove("wgrad")
+    found = traffic.collectives(work, Mesh(tp=2, sp=True), resolve_recipe("tensorwise"), fp8)
+    gathers = {(c.direction, c.dtype): count for c, count in found.items() if c.kind == "all_gather"}
+    # forward: q/k/v in FP8, gate/up and the head not; backward: down in FP8, o and the embedding not
+    assert gathers == {
+        ("forward", "fp8"): 1, ("forward", "bfloat16"): 2, ("backward", "fp8"): 1, ("backward", "bfloat16"): 2
+    }  # fmt: skip
+
+
+def test_ddp_reduces_all_gradients_in_buckets() -> None:
+    work = llama_8b()
+    found = traffic.collectives(work, Mesh(dp=8))
+    bytes_of_gradients = 2 * sum(math.prod(shape) for shape in work.parameters.values())
+    assert sum(c.payload * count for c, count in found.items()) == bytes_of_gradients
+    assert sum(found.values()) == math.ceil(bytes_of_gradients / traffic.BUCKET)
+    assert {c.kind for c in found} == {"all_reduce"}
+
+
+def test_hybrid_sharding_reduces_shards_over_replicas() -> None:
+    work, mesh = llama_8b(), Mesh(dp=4, fsdp=8)
+    found = traffic.collectives(work, mesh)
+    scattered = sum(c.payload * count for c, count in found.items() if c.kind == "reduce_scatter")
+    assert sum(c.payload * count for c, count in found.items() if c.axis == "dp") == scattered // 8
+    assert sum(count for c, count in found.items() if c.purpose == "weights") == 2 * 32 + 1
+    assert sum(count for c, count in found.items() if c.purpose == "gradients") == 2 * 33
+
+
+# ---- time
+
+
+def test_a_ring_and_a_tree() -> None:
+    net = Network(name="n", node_bandwidth=100e9, network_bandwidth=10e9, node_latency=1e-6, network_latency=10e-6)
+    assert net.seconds("all_gather", 8 * 10**9, 8, 1) == pytest.approx(7e9 / 100e9 + 7e-6)
+    # two nodes of 8: eight network ports; 14 hops within nodes, one between
+    assert net.seconds("all_gather", 16 * 10**9, 16, 1) == pytest.approx(15e9 / 80e9 + 14e-6 + 10e-6)
+    # one GPU of each of 16 nodes: a port each
+    assert net.seconds("reduce_scatter", 16 * 10**9, 16, 8) == pytest.approx(15e9 / 10e9 + 15 * 10e-6)
+    assert net.seconds("all_reduce", 16 * 10**9, 16, 8) == pytest.approx(30e9 / 10e9 + 2 * 4 * 10e-6)
+    assert net.seconds("all_reduce", 10**9, 1, 8) == 0.0
+
+
+def test_compute_hides_data_parallel_communication_up_to_a_share() -> None:
+    work = llama_8b()
+    step = plan(work, "fsdp=8", recipes=[]).steps[0]
+    assert step.communication > 0.1
+    assert step.exposed == 0.0
+    slow = Network(name="slow", node_bandwidth=1e9, network_bandwidth=1e9)
+    step = plan(work, "fsdp=8", recipes=[], network=slow).steps[0]
+    optimizer = sum(math.prod(shape) for shape in work.parameters.values()) // 8 * 22 / scale_speed().bandwidth
+    compute = step.gemms + step.others - optimizer
+    assert step.exposed == pytest.approx(step.communication - slow.overlap * compute)
+    nothing = Network(name="nothing", node_bandwidth=1e9, network_bandwidth=1e9, overlap=0)
+    step = plan(work, "fsdp=8", recipes=[], network=nothing).steps[0]
+    assert step.exposed == pytest.approx(step.communication)
+
+
+def scale_speed() -> Any:
+    assert HOPPER.speed is not None
+    return HOPPER.speed
+
+
+def test_tensor_parallel_communication_is_exposed() -> None:
+    step = plan(llama_8b(), "tp=8", recipes=[]).steps[0]
+    assert step.exposed == pytest.approx(step.communication)
+    assert step.exposed > 0
+
+
+def test_shards_take_a_part_of_the_time() -> None:
+    work = llama_8b()
+    whole, half = (plan(work, mesh, recipes=["tensorwise"]) for mesh in ("dp=8", "dp=4,tp=2,sp"))
+    for a, b in zip(whole.steps, half.steps, strict=True):
+        assert 0.5 * a.gemms <= b.gemms < 0.55 * a.gemms  # smaller GEMMs are a little less worth
+    assert half.state_bytes < 0.51 * whole.state_bytes
+
+
+def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
+    """128 tokens: some GEMMs are not faster in FP8."""
+    config = tiny_config(1)
+    config.update({"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 128})
+    with torch.device("meta"):
+        model = tiny_model(config)
+    ids = torch.zeros(1, 128, dtype=torch.long)
+    report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", policy=None, training=True)
+    work = traffic.of_model(model, report, 128)
+    found, _ = scale.decide(work, Mesh(dp=8), scale_speed(), resolve_recipe("tensorwise"))
+    decided = {(g.name, g.gemm): g.recipe is not None for g in report.gemms if g.op == "linear"}
+    assert {(name, gemm) for name, gemms in found.items() for gemm in gemms} == {k for k, v in decided.items() if v}
+    assert len(set(decided.values())) == 2
+
+
+def tiny_model(config: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def test_a_model_becomes_a_workload() -> None:
+    """What is read from Hugging Face's model and its report is what the tests make by hand."""
+    config = tiny_config(2)
+    with torch.device("meta"):
+        model = tiny_model(config)
+    ids = torch.zeros(1, 32, dtype=torch.long)
+    report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", training=True)
+    expected = llama(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=2,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        vocabulary=config.vocab_size,
+        seq=32,
+    )
+    assert traffic.of_model(model, report, 32) == expected
+
+
+def test_published_figures() -> None:
+    """TorchTitan, Llama 3.1 8B on 8 H100, FSDP2, 8192 tokens: tensorwise 1.25 to 1.28 times bf16, rowwise 1.10 times.
+
+    The model is not tuned to them: it takes peaks of data sheets (their GPUs ran at 500 of 700 W and 2.4 of
+    3.35 TB/s), and knows nothing of recomputation. It says 1.34 and 1.31; docs/scale.md has both. This holds it there.
+    """
+    found = plan(llama_8b(), "fsdp=8", recipes=["tensorwise", "rowwise"])
+    high, *fp8 = (step.seconds for step in found.steps)
+    assert [round(high / seconds, 2) for seconds in fp8] == [1.34, 1.31]
+    assert 1.25 - 0.1 < high / fp8[0] < 1.28 + 0.1
+
+
+# ---- what users type
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("pp=2", "unknown axis 'pp'. Axes: dp, fsdp, tp, and the switch sp."),
+        ("", "unknown axis ''"),
+        ("dp", "dp='': a number is needed"),
+        ("dp=x", "dp='x': a number is needed"),
+        ("dp=-1", "dp='-1': a number is needed"),
+        ("dp=0", "mesh: dp=0: a whole number > 0 is needed."),
+        ("dp=2,dp=2", "dp is given twice"),
+        ("sp=2,tp=2", "sp='2': a number is needed (0 or 1)."),
+        ("dp=8,sp", "needs tp > 1"),
+        ("dp=16385", "has 16,385 GPUs; the model holds up to 16,384."),
+        ("dp=256,fsdp=16,tp=8", "has 32,768 GPUs"),
+    ],
+)
+def test_a_wrong_mesh(mesh: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "llama", "--mesh", mesh]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_the_largest_mesh() -> None:
+    found = plan(llama_8b(), f"dp={MOST_GPUS // 512},fsdp=64,tp=8,sp")
+    assert found.mesh.gpus == MOST_GPUS
+    assert [step.recipe for step in found.steps] == ["bf16", "tensorwise", "delayed", "rowwise", "blockwise"]
+    assert all(math.isfinite(step.seconds) and step.exposed <= step.communication for step in found.steps)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ("tp=3", "tp=3 does not divide the 32 attention heads"),
+        ("tp=16", "tp=16 does not divide the 8 key and value heads"),
+        ("tp=8,sp", "tp=8 does not divide the 100 tokens"),
+    ],
+)
+def test_what_tp_must_divide(mesh: str, message: str) -> None:
+    with pytest.raises(fp8graph.PolicyError, match=message):
+        plan(llama_8b(seq=100), mesh)
+
+
+def test_sizes_that_tp_must_divide() -> None:
+    work = llama(hidden=256, inner=510, layers=1, heads=4, kv_heads=4, vocabulary=64, seq=128)
+    with pytest.raises(fp8graph.PolicyError, match=r"the 510 outputs of model\.layers\.0\.mlp\.gate_proj"):
+        plan(work, "tp=4")
+    without = Workload(linears=work.linears, parameters=work.parameters)
+    with pytest.raises(fp8graph.PolicyError, match="no plan for it"):
+        plan(without, "tp=2")
+    assert plan(without, "dp=2").steps
+
+
+def test_hardware_and_recipes() -> None:
+    work = llama_8b()
+    blackwell = plan(work, "dp=8", hardware=hardware.from_target("sm_100"), network=Network.of_target("sm_100"))
+    assert [step.recipe for step in blackwell.steps] == ["bf16", "tensorwise", "delayed", "rowwise", "mxfp8"]
+    with pytest.raises(fp8graph.PolicyError, match="sm_90 emulates mxfp8"):
+        plan(work, "dp=8", recipes=["mxfp8"])
+    with pytest.raises(fp8graph.PolicyError, match="the speed of 'sm_80' is not known"):
+        plan(work, "dp=8", hardware=hardware.from_target("sm_80"))
+    with pytest.raises(fp8graph.PolicyError, match="no network is known for sm_89"):
+        Network.of_target("sm_89")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"overlap": 1.5}, r"overlap=1\.5"),
+        ({"node_bandwidth": 0}, "node_bandwidth=0"),
+        ({"network_bandwidth": "fast"}, "network_bandwidth='fast'"),
+        ({"gpus_per_node": 0.5}, r"gpus_per_node=0\.5"),
+        ({"network_latency": -1e-6}, "network_latency=-1e-06"),
+        ({"node_latency": math.nan}, "node_latency=nan"),
+    ],
+)
+def test_a_wrong_network(wrong: dict[str, Any], message: str) -> None:
+    values: dict[str, Any] = {"name": "n", "node_bandwidth": 1e9, "network_bandwidth": 1e9} | wrong
+    with pytest.raises(fp8graph.PolicyError, match=message):
+        Network(**values)
+
+
+def test_a_measured_network(tmp_path: Path) -> None:
+    speed: dict[str, Any] = {
+        "name": "mine", "bf16_flops": 7e14, "fp32_flops": 5e13, "fp8_flops": 1.3e15, "fp4_flops": 2e15,
+        "bandwidth": 3e12, "launch": 2e-6,
+    }  # fmt: skip
+    path = tmp_path / "mine.json"
+    network: dict[str, Any] = {"name": "mine", "node_bandwidth": 3e11, "network_bandwidth": 2e10, "gpus_per_node": 4}
+    path.write_text(json.dumps({"target": "sm_89", "speed": speed, "network": network}))
+    assert Network.of_target(str(path)) == Network(**network)
+    path.write_text(json.dumps({"target": "sm_90", "speed": speed}))
+    assert Network.of_target(str(path)) == NETWORK
+    for wrong in ({"name": "x"}, 5, {**network, "color": "green"}):
+        path.write_text(json.dumps({"target": "sm_90", "speed": speed, "network": wrong}))
+        with pytest.raises(fp8graph.PolicyError, match=r"mine\.json: network: "):
+            Network.of_target(str(path))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_config(1).save_pretrained(tmp_path)
+    meshes = ["dp=2,fsdp=2,tp=2,sp", "dp=8"]
+    assert main(["explain", str(tmp_path), "--seq", "128", "--mesh", *meshes]) == 0
+    out = capsys.readouterr().out
+    assert "dp=2,fsdp=2,tp=2,sp: 8 GPUs, 512 tokens a step, 128 of each replica" in out
+    assert "dp=8,fsdp=1,tp=1: 8 GPUs, 1,024 tokens a step" in out
+    assert out.count("Assumptions:") == 2
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    assert rows.count("blockwise") == 2
+    assert "weights: all_gather over fsdp, bfloat16" in rows
+    assert main(["explain", str(tmp_path), "--seq", "128", "--mesh", "dp=8", "--json", "--recipe", "rowwise"]) == 0
+    (values,) = json.loads(capsys.readouterr().out)
+    assert [step["recipe"] for step in values["steps"]] == ["bf16", "rowwise"]
+    (gradients,) = values["steps"][0]["collectives"]
+    assert gradients == {
+        "purpose": "gradients", "kind": "all_reduce", "axis": "dp", "direction": "backward", "dtype": "bfloat16",
+        "payload": gradients["payload"], "count": 1,
+    }  # fmt: skip
+    assert values["steps"][0]["sent"] == {
+        "gradients: all_reduce over dp, bfloat16": bytes_sent("all_reduce", gradients["payload"], 8)
+    }
+
+
+@pytest.mark.parametrize("more", [["--inference"], ["--graph", "after"], ["--html", "page.html"]])
+def test_options_that_do_not_go_together(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "llama", "--mesh", "dp=8", *more]) == 2
+    assert "it goes with none of --inference, --html, --graph" in capsys.readouterr().err
+
+
+def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8graph.models.mixtral import FAMILY
+
+    FAMILY.tiny(1).config.save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path), "--seq", "32", "--mesh", "dp=8"]) == 2
+    assert "the cost model knows no experts" in capsys.readouterr().err
+
+
+def test_one_gpu_sends_nothing() -> None:
+    assert not traffic.collectives(llama_8b(), Mesh())
