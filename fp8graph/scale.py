@@ -80,8 +80,8 @@ class Plan:
             f"Communication over dp and fsdp hides behind {net.overlap:.0%} of the compute of its direction and slows "
             "none of it; that over tp, and of amaxes, is exposed.",
             "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once, "
-            "in the parameters' dtype: its hooks are outside of the graphs. Its layers are compiled one by one, and "
-            "each reduces its amaxes of delayed scaling, over all GPUs.",
+            "in the parameters' dtype: its hooks are outside of the graphs. Delayed "
+            "scaling reduces all amaxes of a step at once, over all GPUs.",
             "Linears of one module that read one tensor share its collectives; logits stay sharded over tp (the loss "
             "is computed on the shards).",
             "Under sp what is gathered for GEMMs in FP8 travels in FP8 if it has one scale (tensorwise, delayed).",

@@ -241,10 +241,7 @@ def _of_activations(
             if mesh.sp:
                 yield one(kind="all_gather", direction="backward", payload=size * numbers)
     if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
-        for direction, gemm in (("forward", "fprop"), ("backward", "dgrad")):
-            amaxes: Counter[str] = Counter()  # by graph: under FSDP2 layers are compiled one by one
-            for linears in readers.values():
-                graph = _layer(linears[0].fqn) if mesh.fsdp > 1 else ""
-                amaxes[graph] += any(in_fp8([linear], g) for linear in linears for g in (gemm, "wgrad"))
-            for count in filter(None, amaxes.values()):
-                yield amax(axis="all", direction=direction, payload=4 * count)
+        operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+        tensors = {(linear.fqn, x) for linear in work.linears for g in fp8.get(linear.fqn, ()) for x in operands[g]}
+        if tensors:  # all of the step together, and a flag
+            yield amax(axis="all", direction="backward", payload=4 * (1 + len(tensors)))
