@@ -14,6 +14,7 @@ from torch import fx
 
 from fp8graph import compat, hardware
 from fp8graph.autocast import DISABLED, POLICY
+from fp8graph.checkpoint import ScalingState
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy, policy_of
 from fp8graph.pipeline import Stopwatch
@@ -199,18 +200,21 @@ class Backend:
         """
         self.names.bind(model)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> ScalingState:
         """The scaling state: for each tensor of each layer under a recipe with a state its scale and amax history.
 
-        Plain tensors under plain strings: ``torch.save`` (loads with ``weights_only=True``) and safetensors both take
-        it. Empty but for a version where no recipe has a state.
+        Plain tensors under plain strings, empty but for a version where no recipe has a state. ``torch.save`` writes
+        it as a dict (loads with ``weights_only=True``), safetensors takes ``dict(state)``, and
+        ``torch.distributed.checkpoint`` takes the Backend itself: ``dcp.save({"model": ..., "fp8graph": backend})``,
+        then ``dcp.load`` of the same into another one, before its first call or later, on any number of ranks. That
+        refuses a state that differs from rank to rank (``reduce_amax=False``, an ``amax_reduction_group`` of some).
 
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
         """
         return self.state.state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """Bring back what :meth:`state_dict` gave, before the first step or later. All or nothing.
 
         Entries of layers that were not compiled yet wait for them; those that nothing asked for are in
@@ -290,7 +294,7 @@ class Backend:
         """A copied model (EMA) is the same model to its backend: compiled code and report are shared."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], dict[str, torch.Tensor]]]:
+    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], ScalingState]]:
         """A pickled model takes the settings and the scaling state along; it is compiled again where it is loaded."""
         settings = {name: getattr(self, name) for name in inspect.signature(Backend).parameters if name != "recipe"}
         if not self._chosen:  # the default policy is made again: there may be another GPU, and the family adds to it
@@ -298,7 +302,7 @@ class Backend:
         return _restored, (settings, self.state_dict())
 
 
-def _restored(settings: dict[str, Any], state: dict[str, torch.Tensor]) -> Backend:
+def _restored(settings: dict[str, Any], state: Mapping[str, Any]) -> Backend:
     backend = Backend(**settings)
     backend.load_state_dict(state)
     return backend

@@ -16,6 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.utils import get_compilation_metrics
@@ -57,6 +58,18 @@ def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> A
     copy = cast(FakeTensorMode, context.fake_mode).from_tensor(fake)
     copy.item_memo = fake.item_memo
     return copy
+
+
+def ranks_of(group: str | None) -> int:
+    """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed.
+
+    Graphs and functional collectives know groups by name; only a private function finds a group by it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    if group is None:
+        return dist.get_world_size()
+    return dist.distributed_c10d._resolve_process_group(cast(Any, group)).size()
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ class Program:
         if wanted.pages:
             pages = backend.state.tensors(wanted.pages, args, backend.names)
             if self._gradients:
+                backend.state.recorded_by(situation.amax_group)
                 pages = self._recomputations.pages(wanted.pages, pages, args)
         if wanted.weights:
             weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8graph import compat, delayed
+from fp8graph.checkpoint import ScalingState
 from fp8graph.collectives import CollectiveRecord
 from fp8graph.errors import StateError
 from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
@@ -84,6 +85,7 @@ class State:
         self._rows: dict[_Key, _Row] = {}
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
         self._created = 0
+        self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
         self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
@@ -260,10 +262,24 @@ class State:
             rows[row.name] = row
         return rows
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def recorded_by(self, group: str | None) -> None:
+        """The ranks of process group ``group`` (None: this one) record the same amaxes in the call that begins."""
+        self._groups.add(group)
+
+    def _not_shared(self, names: Iterable[str]) -> str:
+        """Why other ranks may have other scales; "" if all have the same."""
+        ranks = compat.ranks_of(None)
+        if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
+            return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
+        smallest = min((1 if group is None else compat.ranks_of(group) for group in self._groups), default=ranks)
+        if smallest < ranks:
+            return f"its amaxes were reduced over {smallest} of {ranks} ranks (autocast's amax_reduction_group)"
+        return ""
+
+    def state_dict(self) -> ScalingState:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
-        result = {_VERSION_KEY: torch.tensor([VERSION])}
-        for name, row in self._alive().items():
+        result, existing = {_VERSION_KEY: torch.tensor([VERSION])}, self._alive()
+        for name, row in existing.items():
             scale, history = _numbers(row.page.tensor[row.index])
             if row.page.layout.group is not None:
                 history[0] = 0.0  # staged by a step that is not over
@@ -273,9 +289,9 @@ class State:
                 result[f"{name}|scale"], result[f"{name}|amax_history"] = _numbers(page.tensor[0])
         for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
             result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
-        return result
+        return ScalingState(result, self._not_shared([*existing, *self._loaded]))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """See :meth:`fp8graph.Backend.load_state_dict`. All or nothing."""
         entries = _checked(state_dict)
         existing = self._alive()
@@ -348,15 +364,15 @@ def _plain(value: Any) -> str:
     return str(getattr(value, "name", value)).replace(" ", "")
 
 
-def _checked(state_dict: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+def _checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, tuple[Tensor, Tensor]]:
     """The entries of a state dict by name, or a :class:`StateError` that says what is wrong with it."""
 
     def refuse(problem: str) -> StateError:
         return StateError(f"this is no usable state dict of fp8graph: {problem}. Nothing was loaded.")
 
-    if not isinstance(state_dict, Mapping):
+    if not isinstance(state_dict, Mapping | ScalingState):
         raise refuse(f"a mapping is needed, not {type(state_dict).__name__}")
-    version = state_dict.get(_VERSION_KEY)
+    version = dict(state_dict).get(_VERSION_KEY)
     if not isinstance(version, Tensor) or version.numel() != 1:
         raise refuse(f"{_VERSION_KEY!r} is missing")
     if int(version.item()) != VERSION:

@@ -202,4 +202,4 @@ def run_in_pairs(rank: int, recipe: Any) -> dict[str, Tensor]:
     compiled, owner = parallelize("ddp", model, backend)
     with fp8graph.autocast(amax_reduction_group=pairs[rank // 2]):
         train(compiled, owner, data_of("ddp", rank, ranks, data))
-    return backend.state_dict()
+    return dict(backend.state_dict())

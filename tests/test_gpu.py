@@ -78,7 +78,7 @@ def test_delayed_scaling_is_the_same_on_cpu_and_gpu() -> None:
         for step in range(5):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step)) * (step + 1)
             model(x.to(device)).backward(torch.ones(16, 32, device=device) * (step + 1))
-        states.append(backend.state_dict())
+        states.append(dict(backend.state_dict()))
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key

@@ -183,7 +183,7 @@ def test_save_and_load_in_the_middle(through: str, compiled_before: bool, tmp_pa
     elif through == "safetensors":
         from safetensors.torch import load_file, save_file
 
-        save_file(saved, tmp_path / "state.safetensors")
+        save_file(dict(saved), tmp_path / "state.safetensors")
         saved = load_file(tmp_path / "state.safetensors")
     fresh = Net()
     fresh.load_state_dict(copy.deepcopy(net.state_dict()))

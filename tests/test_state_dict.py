@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -158,3 +161,18 @@ def test_two_weights_of_one_module_have_two_names(bind: bool) -> None:
     names = {key.partition("|")[0] for key in backend.state_dict() if "|" in key}
     layers = ("0.first", "0.second") if bind else ("0", "0#1")
     assert names == {f"{layer}.{o}" for layer in layers for o in ("input", "weight", "grad_output")}
+
+
+def test_it_is_read_like_a_dict_and_pickled_as_one() -> None:
+    """``weights_only=True`` refuses everything else; a Mapping torch.distributed.checkpoint would take apart."""
+    _model, backend = trained()
+    state = backend.state_dict()
+    assert not isinstance(state, Mapping)
+    assert list(state) == list(state.keys()) == list(dict(state))
+    assert f"{UP}|scale" in state
+    assert "down" not in state
+    assert repr(state).startswith("ScalingState({'fp8graph.state_version': tensor([1])")
+    assert type(pickle.loads(pickle.dumps(state))) is OrderedDict
+    copied = copy.deepcopy(state)
+    assert type(copied) is type(state)
+    assert all(torch.equal(copied[name], value) and copied[name] is not value for name, value in state.items())

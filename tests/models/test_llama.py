@@ -123,7 +123,7 @@ def test_gradient_checkpointing_leaves_the_scaling_state_as_it_is_without(use_re
             optimizer.zero_grad()
             compiled(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
             optimizer.step()
-        states.append(backend.state_dict())
+        states.append(dict(backend.state_dict()))
     plain, checkpointed = states
     assert plain.keys() == checkpointed.keys()
     assert len(plain) == 1 + 2 * 3 * (7 * 2 + 1)  # scale and history x operands x linears, the head included

@@ -1,0 +1,138 @@
+"""The scaling state beside model and optimizer in torch.distributed.checkpoint, resumed on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import checkpointing
+from fp8graph import Backend, StateError
+from ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
+    # what DCP says where there is no process group
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning"),
+]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Of two states: the same names and bits."""
+    return a.keys() == b.keys() and len(a) > 1 and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def trained() -> checkpointing.Run:
+    torch.manual_seed(0)
+    run = checkpointing.Run("alone")
+    run.steps(range(3))
+    return run
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_backend_goes_into_a_checkpoint_as_it_is(
+    trained: checkpointing.Run, compiled_before: bool, tmp_path: Path
+) -> None:
+    trained.save(str(tmp_path))
+    expected = trained.backend.state_dict()
+    run = checkpointing.Run("alone")
+    if compiled_before:
+        run.steps(range(7, 8))
+        assert not equal(run.backend.state_dict(), expected)
+    found = checkpointing.resumed(run, str(tmp_path))
+    assert equal(found["waiting"], expected)
+    assert equal(found["placed"], expected)
+    assert found["unused"] == []
+
+
+def test_a_state_dict_taken_out_of_the_backend_can_be_saved_too(trained: checkpointing.Run, tmp_path: Path) -> None:
+    dcp.save({"scales": trained.backend.state_dict()}, checkpoint_id=tmp_path)
+    fresh = Backend()
+    parts: dict[str, Any] = {"scales": fresh.state_dict()}
+    dcp.load(parts, checkpoint_id=tmp_path)
+    fresh.load_state_dict(parts["scales"])
+    assert equal(fresh.state_dict(), trained.backend.state_dict())
+
+
+def test_a_checkpoint_of_other_layers_is_refused(trained: checkpointing.Run, tmp_path: Path) -> None:
+    """DCP would load what fits and say nothing."""
+    dcp.save({"fp8graph": Backend()}, checkpoint_id=tmp_path)
+    before = trained.backend.state_dict()
+    with pytest.raises(StateError, match="12 of 12 tensors are missing"):
+        dcp.load({"fp8graph": trained.backend}, checkpoint_id=tmp_path)
+    assert equal(before, trained.backend.state_dict())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [AsyncCheckpointerType.THREAD, pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.slow)],
+)
+def test_saving_in_the_background(trained: checkpointing.Run, kind: Any, tmp_path: Path) -> None:
+    """DCP copies the state, or sends it to another process: it stays one value, and later steps do not reach it."""
+    store = dist.TCPStore("127.0.0.1", 0, world_size=1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        expected = trained.backend.state_dict()
+        future = dcp.async_save(
+            {"fp8graph": trained.backend}, checkpoint_id=tmp_path / "saved", async_checkpointer_type=kind
+        )
+        trained.steps(range(20, 21))
+        future.result()  # pyright: ignore[reportAttributeAccessIssue]
+        fresh = Backend()
+        dcp.load({"fp8graph": fresh}, checkpoint_id=tmp_path / "saved")
+    finally:
+        dist.destroy_process_group()
+    assert equal(fresh.state_dict(), expected)
+    assert not equal(fresh.state_dict(), trained.backend.state_dict())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:
+    """By the number of ranks that trained and saved: where, and what each rank had."""
+    found: dict[int, tuple[Path, list[Any]]] = {}
+    for ranks in (2, 4):
+        folder = tmp_path_factory.mktemp(f"of{ranks}")
+        found[ranks] = folder, run_ranks(checkpointing.save, ranks, folder, str(folder))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+def test_resuming_on_other_numbers_of_ranks(saved: Any, before: int, after: int, tmp_path: Path) -> None:
+    """The same scales; on as many ranks as before also the same losses, and what comes of them, bit for bit."""
+    folder, of_ranks = saved[before]
+    for rank, found in enumerate(run_ranks(checkpointing.load, after, tmp_path, str(folder))):
+        for how in checkpointing.KINDS:
+            expected = of_ranks[0][how]["saved"]
+            assert all(equal(other[how]["saved"], expected) for other in of_ranks)
+            assert equal(found[how]["waiting"], expected)
+            assert equal(found[how]["placed"], expected)
+            assert found[how]["unused"] == []
+            if before == after:
+                assert found[how]["losses"] == of_ranks[rank][how]["losses"]
+                assert equal(found[how]["after"], of_ranks[rank][how]["after"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", checkpointing.KINDS)
+def test_resuming_in_one_process(saved: Any, how: str) -> None:
+    folder, of_ranks = saved[2]
+    found = checkpointing.resumed(checkpointing.Run("alone"), str(folder / how))
+    assert equal(found["waiting"], of_ranks[0][how]["saved"])
+    assert equal(found["placed"], of_ranks[0][how]["saved"])
+    assert found["unused"] == []
+
+
+@pytest.mark.slow
+def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(tmp_path: Path) -> None:
+    for by_recipe, by_group in run_ranks(checkpointing.refused, 2, tmp_path, str(tmp_path)):
+        assert "StateError: torch.distributed.checkpoint would keep the scaling state of one rank" in by_recipe
+        assert "DelayedScaling(reduce_amax=False) lets each rank have its own scales" in by_recipe
+        assert "its amaxes were reduced over 1 of 2 ranks" in by_group
+    assert not (tmp_path / "refused" / ".metadata").exists()
