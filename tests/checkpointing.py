@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import time
 from typing import Any
 
 import torch
@@ -70,10 +73,10 @@ class Run:
         set_state_dict(self.model, self.optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
 
 
-def save(_rank: int, folder: str) -> dict[str, Any]:
+def save(_rank: int, folder: str, kinds: list[str]) -> dict[str, Any]:
     """Train 3 steps, save, train 2 more."""
     found: dict[str, Any] = {}
-    for how in KINDS:
+    for how in kinds:
         run = Run(how)
         run.steps(range(3))
         state = copy.deepcopy(run.backend.state_dict())
@@ -82,9 +85,9 @@ def save(_rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def load(_rank: int, folder: str) -> dict[str, Any]:
+def load(_rank: int, folder: str, kinds: list[str]) -> dict[str, Any]:
     """Load before anything was compiled, look at the state before and after it found its layers, train 2 steps."""
-    return {how: resumed(Run(how), f"{folder}/{how}") for how in KINDS}
+    return {how: resumed(Run(how), f"{folder}/{how}") for how in kinds}
 
 
 def resumed(run: Run, path: str) -> dict[str, Any]:
@@ -110,3 +113,20 @@ def refused(rank: int, folder: str) -> list[str]:
         except dcp.CheckpointException as error:
             said.append(str(error))
     return said
+
+
+def lose_a_rank(rank: int, folder: str, how: str, sent: signal.Signals) -> tuple[str, float]:
+    """Train 3 steps and save; then rank 1 gets a signal in the middle of a step. What rank 0 sees, after how long."""
+    run = Run(how)
+    run.steps(range(3))
+    run.save(f"{folder}/{how}")
+    loss = run.compiled(run.batch(3)).square().mean()
+    if rank == 1:
+        os.kill(os.getpid(), sent)
+    start = time.monotonic()
+    try:
+        loss.backward()
+        run.steps(range(4, 5))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", time.monotonic() - start

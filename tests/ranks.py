@@ -13,8 +13,21 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 
-def run_ranks(function: Callable[..., Any], ranks: int, folder: Path, *args: Any, seconds: float = 300) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    ranks: int,
+    folder: Path,
+    *args: Any,
+    seconds: float = 300,
+    collective_seconds: float = 60,
+    lost: int | None = None,
+) -> list[Any]:
     """``function(rank, *args)`` on ``ranks`` processes; what it returns goes through ``torch.save``.
+
+    Args:
+        seconds: for all of it.
+        collective_seconds: how long one collective waits for the others.
+        lost: the rank that is to be killed or stopped on the way: nobody waits for it, it returns nothing.
 
     Raises:
         RuntimeError: a rank raised or was killed; with what it said. The others are stopped.
@@ -22,28 +35,33 @@ def run_ranks(function: Callable[..., Any], ranks: int, folder: Path, *args: Any
     """
     context = multiprocessing.get_context("spawn")
     processes = [
-        context.Process(target=_main, args=(function, rank, ranks, str(folder), args)) for rank in range(ranks)
+        context.Process(target=_main, args=(function, rank, ranks, str(folder), collective_seconds, args))
+        for rank in range(ranks)
     ]
+    awaited = [process for rank, process in enumerate(processes) if rank != lost]
     for process in processes:
         process.start()
     try:
         end = datetime.datetime.now() + datetime.timedelta(seconds=seconds)
-        for process in processes:
+        for process in awaited:
             process.join(max(0.0, (end - datetime.datetime.now()).total_seconds()))
-        if any(process.is_alive() for process in processes):
+        if any(process.is_alive() for process in awaited):
             raise TimeoutError(f"ranks still running after {seconds} s: {[p.is_alive() for p in processes]}")
     finally:
         for process in processes:
             process.kill()
+            process.join()
     errors = [file.read_text() for file in sorted(folder.glob("*.error"))]
-    if errors or any(process.exitcode for process in processes):
+    if errors or any(process.exitcode for process in awaited):
         raise RuntimeError(f"exit codes {[p.exitcode for p in processes]}\n" + "\n".join(errors))
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks) if rank != lost]
 
 
-def _main(function: Callable[..., Any], rank: int, ranks: int, folder: str, args: tuple[Any, ...]) -> None:
+def _main(
+    function: Callable[..., Any], rank: int, ranks: int, folder: str, collective_seconds: float, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
-    timeout = datetime.timedelta(seconds=60)  # of one collective
+    timeout = datetime.timedelta(seconds=collective_seconds)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timeout)
     try:
         torch.save(function(rank, *args), Path(folder) / f"{rank}.pt")

@@ -98,7 +98,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, lis
     found: dict[int, tuple[Path, list[Any]]] = {}
     for ranks in (2, 4):
         folder = tmp_path_factory.mktemp(f"of{ranks}")
-        found[ranks] = folder, run_ranks(checkpointing.save, ranks, folder, str(folder))
+        found[ranks] = folder, run_ranks(checkpointing.save, ranks, folder, str(folder), checkpointing.KINDS)
     return found
 
 
@@ -107,7 +107,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, lis
 def test_resuming_on_other_numbers_of_ranks(saved: Any, before: int, after: int, tmp_path: Path) -> None:
     """The same scales; on as many ranks as before also the same losses, and what comes of them, bit for bit."""
     folder, of_ranks = saved[before]
-    for rank, found in enumerate(run_ranks(checkpointing.load, after, tmp_path, str(folder))):
+    results = run_ranks(checkpointing.load, after, tmp_path, str(folder), checkpointing.KINDS)
+    for rank, found in enumerate(results):
         for how in checkpointing.KINDS:
             expected = of_ranks[0][how]["saved"]
             assert all(equal(other[how]["saved"], expected) for other in of_ranks)
