@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8graph import compat, hardware
 from fp8graph.autocast import DISABLED, POLICY
@@ -51,7 +52,11 @@ class Names:
         """The FQN, or "" for a tensor that was not bound.
 
         A bound model may have got other parameters: FSDP2 puts gathered ones in their place while a layer runs.
+        DDPOptimizer compiles with fake ones.
         """
+        if isinstance(parameter, FakeTensor):
+            known = ((reference(), name) for reference, name in self._names.values() if name)
+            return next((n for real, n in known if real is not None and compat.is_fake_of(parameter, real)), "")
         if not self._has(parameter):
             for model in filter(None, [reference() for reference in self._models]):
                 self._learn(model)

@@ -72,6 +72,19 @@ def ranks_of(group: str | None) -> int:
     return dist.distributed_c10d._resolve_process_group(cast(Any, group)).size()
 
 
+def called_to_trace(args: Sequence[Any]) -> bool:
+    """Whether compiled code is called on fake tensors, while Dynamo still compiles: DDPOptimizer does that."""
+    return TracingContext.try_get() is not None and any(isinstance(x, FakeTensor) for x in args)
+
+
+def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
+    """Whether Dynamo made ``fake`` of ``tensor``: what DDPOptimizer hands a backend in place of parameters.
+
+    The fake mode remembers, in both directions; only privately.
+    """
+    return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
+
+
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
     """The Inductor options that rewritten graphs need on the target, or on the device of the inputs."""
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}

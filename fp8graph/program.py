@@ -23,6 +23,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import compat, delayed
 from fp8graph.autocast import REGION_KEY, amax_group, current_region, region_recipe
@@ -97,6 +98,8 @@ class Program:
         self._variants[situation] = self._compile(situation, example_inputs)
 
     def __call__(self, *args: Any) -> Any:
+        if compat.called_to_trace(args):
+            return self._run_on_fakes(args)
         self._calls += 1
         if self._backend.strict and self._calls > 1:  # every graph of the first step is known now
             self._backend.check_strictly(everything=self._calls == 2)
@@ -125,6 +128,16 @@ class Program:
         if trains:
             backend.state.watch(results)
         return results
+
+    def _run_on_fakes(self, args: Sequence[Any]) -> Any:
+        """A call that only asks what comes out: no scale, no copy of a weight is for these parameters.
+
+        DDPOptimizer (``DistributedDataParallel`` under Dynamo) cuts a graph into buckets, and calls each part on fake
+        tensors before it compiles the next.
+        """
+        variant = self._variants[self._situation(args)]
+        with cast(FakeTensorMode, detect_fake_mode(args)):
+            return variant.run(*args, *_more_fakes(variant.wanted))
 
     def _pages_of(self, args: Sequence[Any]) -> Callable[[Sequence[PageLayout]], list[torch.Tensor]]:
         return lambda layouts: self._backend.state.tensors(layouts, args, self._backend.names)
@@ -394,15 +407,8 @@ def _more_inputs(module: fx.GraphModule, wanted: Wanted, inputs: Sequence[Any]) 
         return []
     mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
     assert mode is not None
-    fakes: list[Any] = []
     with mode:
-        for layout in wanted.pages:
-            shape = delayed.page_shape(layout.recipe.amax_history_len, len(layout.rows))
-            fakes.append(torch.empty(shape, device=layout.device))
-        for weight in wanted.weights:
-            made = weight.made_outputs()
-            for name in weight.outputs:
-                fakes.append(torch.empty(made[name].shape, dtype=made[name].dtype, device=made[name].device))
+        fakes = _more_fakes(wanted)
     last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
     for index, fake in enumerate(fakes):
         with module.graph.inserting_after(last):
@@ -412,4 +418,17 @@ def _more_inputs(module: fx.GraphModule, wanted: Wanted, inputs: Sequence[Any]) 
         last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
         last.meta["example_value"] = fake
     module.recompile()
+    return fakes
+
+
+def _more_fakes(wanted: Wanted) -> list[Any]:
+    """What stands for the pages and copies of weights; in the fake mode that is on."""
+    fakes: list[Any] = []
+    for layout in wanted.pages:
+        shape = delayed.page_shape(layout.recipe.amax_history_len, len(layout.rows))
+        fakes.append(torch.empty(shape, device=layout.device))
+    for weight in wanted.weights:
+        made = weight.made_outputs()
+        for name in weight.outputs:
+            fakes.append(torch.empty(made[name].shape, dtype=made[name].dtype, device=made[name].device))
     return fakes
