@@ -270,7 +270,9 @@ def module_path(node: fx.Node) -> str:
 
 
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
-_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?:\.__self__)?\.?""")
+# What follows in brackets leads to the model, not into it: L['args'][0] where a decorator took (*args, **kwargs), as
+# accelerate's mixed precision does.
+_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]]*\])*)(?:\.__self__)?\.?""")
 # A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
 _OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
 _STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
@@ -280,12 +282,14 @@ def split_source(text: str) -> tuple[str, str]:
     """Dynamo's name of a value -> (root variable, dotted FQN under it).
 
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
-    ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; a plain path comes back with
-    root "".
+    ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
+    ``("args.0", "mlp")``; a plain path comes back with root "".
     """
     root = ""
     if match := _ROOT.match(text):
-        root, text = match["root"], text[match.end() - (text[match.end() - 1] == ".") :]
+        more = match["more"].replace("][", ".").strip("[]").replace("'", "").replace('"', "")
+        root = f"{match['root']}.{more}" if more else match["root"]
+        text = text[match.end() - (text[match.end() - 1] == ".") :]
     text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
     return root, text.strip(".")
 

@@ -74,7 +74,8 @@ class Trained:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.net = Net()
-        self.backend = Backend(policy, **{"compiler": "eager", **options})
+        settings: dict[str, Any] = {"compiler": "eager", **options}
+        self.backend = Backend(policy, **settings)
         if bind:
             self.backend.bind(self.net)
         if state is not None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +82,38 @@ def test_trainer(compiler: Any, arguments: dict[str, Any], tmp_path: Path) -> No
     assert abs(evaluated / reference.evaluate(DATA[:8])["eval_loss"] - 1) < 0.002
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(360)
+def test_trainer_started_by_torchrun(tmp_path: Path) -> None:
+    """Two ranks: Trainer wraps the compiled model in DistributedDataParallel; delayed scaling reduces its amaxes."""
+    root = Path(__file__).parent.parent
+    folders = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        + [str(root / "tests" / "trainer_on_ranks.py"), str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2))
+    assert first == second  # losses, report, scales: every rank says the same
+    reference, found = first["bf16"], first["delayed"]
+    assert (found["wrapped"], found["ranks"]) == ("DistributedDataParallel", 2)
+    assert len(found["losses"]) == 4
+    assert furthest(reference["losses"], found["losses"]) < 0.002
+    assert found["losses"] != reference["losses"]
+    assert found["losses"][-1] < 0.95 * found["losses"][0]
+    names = [name for name, _ in llama().named_modules()]
+    assert all(fqn in names for fqn, *_ in found["gemms"])  # no "module." in front
+    assert {fqn for fqn, _, in_fp8 in found["gemms"] if not in_fp8} == {"lm_head"}
+    assert len(found["gemms"]) == 3 * (LINEARS + 1)
+    assert found["quantized"] == LINEARS * 4  # once a step
+    assert len(found["state"]) == 1 + LINEARS * 3 * 2
+
+
 def trained_by_accelerate(backend: fp8graph.Backend | None) -> list[float]:
     from accelerate import Accelerator
 
@@ -110,6 +146,8 @@ def test_accelerate() -> None:
     assert losses[-1] < 0.95 * losses[0]
     assert backend.weights.quantized == LINEARS * 4
     assert {g.dtypes[2] for g in backend.report.gemms if g.recipe} == {"bf16"}
+    # mixed precision decorates forward: names begin in the model all the same
+    assert {g.fqn for g in backend.report.gemms} <= {name for name, _ in llama().named_modules()}
     assert len(backend.report.graphs) == 1
 
 

@@ -136,6 +136,10 @@ def test_module_paths_of_all_kinds() -> None:
     assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
     assert split_source("L['self'].__dict__['_modules']['a'].b.__dict__['_parameters']['w']") == ("self", "a.b.w")
     assert split_source("G['net'].head") == ("net", "head")
+    assert split_source("L['args'][0]._modules['b']._parameters['w']") == ("args.0", "b.w")
+    assert split_source("L['args'][0]") == ("args.0", "")
+    assert split_source("L['kwargs']['model'].b.0") == ("kwargs.model", "b.0")
+    assert split_source("L['models'][1]['left'].b") == ("models.1.left", "b")
     assert split_source("model.layers.0") == ("", "model.layers.0")
     node: Any = type(
         "Node", (), {"meta": {"nn_module_stack": {"k": ("L['self'].a", "cls"), "l": ("L['self'].a.b", "c")}}}
