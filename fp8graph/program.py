@@ -83,6 +83,8 @@ class Program:
             for index, (source, x) in enumerate(zip(self._sources, example_inputs, strict=True))
             if isinstance(x, torch.nn.Parameter)
         }
+        whole = compat.gathered_by_fsdp()
+        self._gathered = frozenset(index for index in self._parameters if id(example_inputs[index]) in whole)
         # Fake inputs for variants that are compiled later; the real ones must not be kept alive.
         self._fake_inputs = [
             compat.fake_input(node, x, self._tracing_context)
@@ -168,6 +170,7 @@ class Program:
             save=self._backend.save,
             save_activations_in_fp8=self._backend.save_activations_in_fp8,
             weight_inputs=tuple(range(first, first + copies)),
+            gathered=self._gathered,
             parameters={
                 index: Parameter(source=source, index=index, bound=name)
                 for (index, source), name in zip(self._parameters.items(), bound, strict=True)
@@ -310,7 +313,7 @@ class Program:
         digest.update(repr((situation, backend.hardware, settings)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
-        digest.update(repr(self._parameters).encode())
+        digest.update(repr((self._parameters, sorted(self._gathered))).encode())
         for node in self._module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""

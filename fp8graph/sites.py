@@ -151,6 +151,7 @@ class Compilation:
     page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`
     cache_weights: bool = False  # quantize weights once per update, outside the graph
+    gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
     save: str = "speed"  # what backward keeps: see pass `save`
     save_activations_in_fp8: bool = False
     weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order

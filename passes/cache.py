@@ -8,7 +8,8 @@ parametrization. The first run of the passes on a graph finds the weights (``com
 the second one has their copies as inputs. Under delayed scaling a weight's amax is recorded when it is quantized.
 
 Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size; and
-what is gathered from several ranks: kept, all of it would take the memory that sharding saves. Its shard is kept.
+what is gathered from several ranks, in the graph or by FSDP2 around it: kept, all of it would take the memory that
+sharding saves. A shard that is quantized before it is gathered is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
     if compilation.subgraph or not compilation.cache_weights:
         return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
-    parameters = {node: index for node, index in inputs.items() if index in compilation.parameters}
+    parameters = {
+        node: index
+        for node, index in inputs.items()
+        if index in compilation.parameters and index not in compilation.gathered
+    }
     found: dict[fx.Node, QuantizedWeight] = {}
     for node in nodes(graph, (ops.quantize,)):
         body = _computed_from(node, parameters)

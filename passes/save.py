@@ -16,6 +16,9 @@ are kept in E4M3 with one scale a tensor, and backward recomputes the function f
     h = silu(g) * u;  qh = quantize(h)          ->      h, qh as before; qg = quantize(g), qu = quantize(u)  (forward)
     dg = silu_backward(dh * u, g)                       dg = silu_backward(dh * dequantize(qu), dequantize(qg))
 
+Weights that FSDP2 gathers for each direction are always quantized in each: FP8 copies that wait for backward would take
+the memory that sharding saves.
+
 Refuses (keeps as it is) what torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions whose
 inputs are not GEMM results or whose values go anywhere but into an FP8 GEMM.
 """
@@ -49,7 +52,9 @@ def save(graph: fx.Graph, compilation: Compilation) -> None:
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
         if not is_backward(node) and not {"recompute", CACHED_KEY} & {*node.meta} and "offs" not in node.kwargs:
-            if compilation.save == "memory" or (node.kwargs.get("scaling") == "row" and node.args[0] in free):
+            by_row = node.kwargs.get("scaling") == "row" and node.args[0] in free
+            sharded = compilation.gathered and node.meta[OPERAND_KEY] == "weight"
+            if compilation.save == "memory" or by_row or sharded:
                 _quantize_again(graph, node)
     if compilation.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms)

@@ -56,7 +56,8 @@ def test_data_parallel_is_one_process_with_each_ranks_scales(how: str, ranks: in
             for name, gradient in expected["gradients"].items():
                 torch.testing.assert_close(result["gradients"][name], gradient, **SAME)
             assert result["fp8"] == LINEARS
-            assert result["quantized"] == len(LINEARS) * parallelism.STEPS  # each weight once per update
+            # each weight once per update; what FSDP2 gathers in each call, and kept in FP8 it would not be sharded
+            assert result["quantized"] == (0 if how == "fsdp" else len(LINEARS) * parallelism.STEPS)
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("tp", 2), ("tp", 4), ("tp and sp", 2), ("fsdp and tp", 4)])
@@ -70,7 +71,7 @@ def test_tensor_parallel_is_near_one_process(how: str, ranks: int, tmp_path: Pat
             result = found[recipe]
             assert result["fp8"] == LINEARS
             assert result["gemms"] == 3 * len(LINEARS)
-            assert result["quantized"] == len(LINEARS) * parallelism.STEPS
+            assert result["quantized"] == (0 if how == "fsdp and tp" else len(LINEARS) * parallelism.STEPS)
             for name in (f"{linear}.weight" for linear in LINEARS):
                 assert torch.equal(result["gradients"][name], first[name])
                 assert sqnr_db(expected["gradients"][name], result["gradients"][name]) > 18

@@ -13,9 +13,12 @@ from gathers import Gather, Sequence, Sharded
 from torch import Tensor, nn
 
 import fp8graph
+import parallelism
 from fp8graph import DelayedScaling, Policy, Rule
 
 if dist.is_available():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 else:
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -223,3 +226,28 @@ def test_the_report_has_a_table_of_them(tmp_path: Any) -> None:
     report.to_html(tmp_path / "report.html")
     assert "<h2>Collectives</h2>" in (tmp_path / "report.html").read_text()
     assert report.to_dict()["graphs"][0]["collectives"][1]["dtype"] == "uint8"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_what_fsdp2_gathers_is_quantized_in_each_direction(recipe: str) -> None:
+    """Kept in FP8, or waiting in FP8 for backward, the weights of a model would be whole on every rank."""
+    model = parallelism.Net()
+    block = model.layers[0]
+    backend = fp8graph.Backend(Policy(default=recipe), compiler="eager")
+    for module in (block, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    block.compile(backend=backend)
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert backend.weights.bytes == 0
+    forward, backward = backend.report.graphs[0].after.split("# backward")
+    for text, unwanted in ((forward, "columnwise=[],"), (backward, "rowwise=[],")):
+        made = [line for line in text.splitlines() if re.match(r"quantize_weight\S*: ", line)]
+        assert len(made) == 2
+        assert all(unwanted in f"{line.removesuffix(')')}," for line in made)
+
+
+def test_without_fsdp2_a_weight_is_kept() -> None:
+    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager")
+    block = nn.Linear(32, 48, bias=False)
+    torch.compile(block, backend=backend)(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert backend.weights.bytes > 0
