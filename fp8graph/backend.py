@@ -14,11 +14,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8graph import compat, hardware
-from fp8graph.autocast import DISABLED, POLICY
+from fp8graph.agreement import agree
+from fp8graph.autocast import DISABLED, POLICY, amax_group
 from fp8graph.checkpoint import ScalingState
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy, policy_of
-from fp8graph.pipeline import Stopwatch
+from fp8graph.pipeline import Stopwatch, source_hash
 from fp8graph.policy import Policy
 from fp8graph.program import Program, compile_dialect, run_eagerly
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
@@ -144,6 +145,7 @@ class Backend:
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
+        self._agreed: set[str] = set()  # what was compared with other ranks
         self._eager_frames: list[str] = []  # that met the recompile limit
         self._watch_recompile_limit()
         self.set_policy(policy, recipe=recipe)
@@ -163,9 +165,22 @@ class Backend:
         frame = compat.current_frame_id()
         if frame:
             self._frames.add(frame)
+        self._agree()
         program = Program(self, module, example_inputs)
         self._programs.append(program)
         return program
+
+    def _agree(self) -> None:
+        """Compare what decides with the other ranks, once for each policy."""
+        lines = [f"rule {index} {rule!r}" for index, rule in enumerate(self.policy.rules)]
+        settings = ("target", "cache_weights", "group", "save", "save_activations_in_fp8")
+        lines += [f"default {self.policy.default!r}", f"min_speedup {self.policy.min_speedup}"]
+        lines += [f"{name} {getattr(self, name)}" for name in settings]
+        lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
+        text = "\n".join(lines)
+        if text not in self._agreed:
+            self._agreed.add(text)
+            agree(text, amax_group())
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are compiled again then.

@@ -72,6 +72,11 @@ def ranks_of(group: str | None) -> int:
     return dist.distributed_c10d._resolve_process_group(cast(Any, group)).size()
 
 
+def default_store() -> Any:
+    """The store in which the ranks of ``init_process_group`` met. Private in torch, and used by torchrun's tools."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def gathered_by_fsdp() -> set[int]:
     """The ids of the parameters that FSDP2 gathers for the calls of a layer and frees between them.
 
