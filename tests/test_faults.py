@@ -38,7 +38,7 @@ def test_a_killed_rank_ends_the_others_and_the_checkpoint_resumes(how: str, tmp_
         collective_seconds=COLLECTIVE_SECONDS,
         lost=1,
     )
-    assert re.search("gloo.*Connection (closed|reset) by peer.*Check the logs of the remote worker", said)
+    assert re.search("gloo.*Connection (closed|reset) by peer", said)
     assert seconds < COLLECTIVE_SECONDS + 5
     after = run_ranks(checkpointing.load, 2, resumed, str(killed), [how], seconds=LIMIT)
     expected = run_ranks(checkpointing.save, 2, undisturbed, str(undisturbed), [how], seconds=LIMIT)
