@@ -60,16 +60,17 @@ def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> A
     return copy
 
 
-def ranks_of(group: str | None) -> int:
-    """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed.
+def process_group(group: Any) -> Any:
+    """The process group with a name: graphs and functional collectives know it by that, only a private function finds
+    it so. A group is returned as it is."""
+    return dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
 
-    Graphs and functional collectives know groups by name; only a private function finds a group by it.
-    """
+
+def ranks_of(group: str | None) -> int:
+    """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
-    if group is None:
-        return dist.get_world_size()
-    return dist.distributed_c10d._resolve_process_group(cast(Any, group)).size()
+    return dist.get_world_size() if group is None else process_group(group).size()
 
 
 def default_store() -> Any:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph import delayed, wire
+from fp8graph import compat, delayed, wire
 from fp8graph.collectives import CollectiveRecord
 from fp8graph.recipes import DelayedScaling
 from fp8graph.sites import PageLayout
@@ -106,7 +106,7 @@ class Reduction:
             staged = torch.where(staged <= torch.finfo(torch.float32).max, staged, torch.inf)
             rows, places = self._places(pages, device)
             packed.index_copy_(0, places, staged[rows])
-        dist.all_reduce(packed, dist.ReduceOp.MAX, group=_group(self.group))
+        dist.all_reduce(packed, dist.ReduceOp.MAX, group=compat.process_group(self.group))
         return packed
 
     def _record(self, pages: Sequence[StagedPage], packed: Tensor) -> None:
@@ -154,7 +154,7 @@ class Reduction:
 
     def _agree(self, pages: Sequence[StagedPage]) -> list[StagedPage]:
         """Put the names of all ranks into one order. A collective. Returns ``pages`` and the absent ones."""
-        group = _group(self.group)
+        group = compat.process_group(self.group)
         own = {name: (page.layout.recipe, page.layout.fp8_max) for page in pages for row in page.names for name in row}
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
@@ -165,7 +165,3 @@ class Reduction:
                 recipe, fp8_max = known[name]
                 self.absent[name] = self._absent_page(name, recipe, fp8_max)
         return [*pages, *self.absent.values()]
-
-
-def _group(name: str) -> Any:
-    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportArgumentType]

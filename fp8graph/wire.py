@@ -7,10 +7,12 @@ Source: the algorithm bandwidths of NCCL's performance notes (nccl-tests, PERFOR
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+
+from fp8graph import compat
 
 
 def _functional(name: str) -> Any:
@@ -58,9 +60,10 @@ def bytes_sent(kind: str, payload: int, ranks: int) -> int:
 
 
 def ranks_of(group: Any) -> frozenset[int]:
-    """The global ranks of a group, by its name or as it is; empty if it is unknown here."""
+    """The global ranks of a group, by its name or as it is; empty for None, and if it is unknown here."""
+    if group is None:
+        return frozenset()
     try:
-        found = dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
-        return frozenset(dist.get_process_group_ranks(found))
+        return frozenset(dist.get_process_group_ranks(compat.process_group(group)))
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):
         return frozenset()
