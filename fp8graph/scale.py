@@ -61,7 +61,7 @@ class Plan:
     tokens: int  # of one replica
     steps: tuple[Step, ...]
     state_bytes: int  # parameters, gradients and moments of AdamW on one GPU
-    copy_bytes: int  # FP8 copies of weights on one GPU
+    copy_bytes: int  # FP8 copies of weights on one GPU; none is kept of what FSDP2 gathers
     gather_saving: int  # bytes that each GPU would not send if FSDP gathered weights in FP8
 
     @property
@@ -150,7 +150,7 @@ def decide(
         m, n, k = local.m, local.n, local.k
         x = Operand(elements=m * k, layouts=2, users=2 * sharing[work.reads(linear)])
         dy = Operand(elements=m * n, layouts=2, users=2)
-        w = Operand(elements=n * k, layouts=2, users=2)
+        w = Operand(elements=n * k, layouts=2 if mesh.fsdp == 1 else 1, users=2 if mesh.fsdp == 1 else 1)
         sizes: dict[GemmName, tuple[int, int, int]] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
         read: dict[GemmName, tuple[Operand, Operand]] = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}
         chosen = fp8[linear.fqn] = set[str]()
@@ -159,8 +159,10 @@ def decide(
             took = before = gemm_seconds(speed, rows, columns, depth, work.dtype)
             if recipe is not None and recipe.covers(gemm) and gemm in linear.fp8:
                 scaling = recipe.quantizer("input").scaling
-                # the compiler quantizes weights once per update and leaves that out; a step has one update
-                kept = tuple(dataclasses.replace(o, kept=True) if o is w else o for o in operands)
+                # the compiler quantizes weights once per update and leaves that out; a step has one update. What
+                # FSDP2 gathers it quantizes in forward and in backward
+                own = mesh.fsdp == 1
+                kept = tuple(dataclasses.replace(o, kept=own) if o is w else o for o in operands)
                 if before / gemm_seconds(speed, rows, columns, depth, work.dtype, scaling, kept) >= work.min_speedup:
                     chosen.add(gemm)
                     took = gemm_seconds(speed, rows, columns, depth, work.dtype, scaling, operands)
@@ -245,6 +247,6 @@ def plan(
         tokens=work.tokens,
         steps=tuple(steps),
         state_bytes=sum(fsdp_units(work, mesh).values()) // mesh.fsdp * (2 * work.dtype.itemsize + 8),
-        copy_bytes=2 * sum(math.prod(work.shape(name, mesh.tp)) for name in weights),
+        copy_bytes=2 * sum(math.prod(work.shape(name, mesh.tp)) for name in weights) if mesh.fsdp == 1 else 0,
         gather_saving=saving,
     )

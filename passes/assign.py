@@ -136,7 +136,7 @@ def _speedup(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> float | No
                 elements=math.prod(shape),
                 layouts=len(set(uses)),
                 users=len(uses),
-                kept=view.operand == "weight" and compilation.cache_weights,
+                kept=view.operand == "weight" and compilation.cache_weights and not compilation.gathered,
             )
         )
     *_, m, n = (size_hint(size) for size in value(gemm.node).shape)

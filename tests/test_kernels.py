@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from fp8graph import offline
+from fp8graph import offline, ops
 from fp8graph.explain import Generating
 from fp8graph.policy import Policy
 from generated import (
@@ -158,6 +159,20 @@ LAYERS = {
     "rowwise": (23, 4873),
     "blockwise": (20, 5259),
 }
+
+
+@pytest.mark.parametrize(("a", "b"), [((), (1,)), ((1,), ()), ((1,), (1,)), ((), ())])
+def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    """An own amax gives [], a table [1]. Inductor's templates for GPUs want both operands' alike."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        data, *_, scale_inv_a = ops.quantize(x, torch.float8_e4m3fn, False, 0.0, [1, 16], [])
+        other, *_, scale_inv_b = ops.quantize(y, torch.float8_e4m3fn, False, 0.0, [1, 16], [])
+        scales = scale_inv_a.reshape(a), scale_inv_b.reshape(b)
+        return ops.scaled_mm(data, other, *scales, None, torch.bfloat16, True)
+
+    offline = generate(function, [torch.empty(256, 256, dtype=torch.bfloat16)] * 2)
+    assert "_scaled_mm" in [kernel.name.rpartition(".")[2] for kernel in offline.kernels]
 
 
 @pytest.mark.slow

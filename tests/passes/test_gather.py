@@ -251,3 +251,21 @@ def test_without_fsdp2_a_weight_is_kept() -> None:
     block = nn.Linear(32, 48, bias=False)
     torch.compile(block, backend=backend)(torch.randn(16, 32, requires_grad=True)).sum().backward()
     assert backend.weights.bytes > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="kernels are counted for one version of Inductor")
+@pytest.mark.parametrize(("recipe", "forward", "backward"), [("tensorwise", 8, 8), ("delayed", 8, 7)])
+def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
+    """sm_90, generated without one: an amax and a cast of the shard, and one columnwise copy after the gather."""
+    report = fp8graph.explain(
+        Sequence(4096, 8192).to(BF16),
+        torch.randn(4096, 4096, dtype=BF16),
+        policy=Policy(default=recipe),
+        target="sm_90",
+    )
+    kernels = {name: [k for k in report.kernels if k.graph == name] for name in ("forward", "backward")}
+    counts = {name: len([k for k in found if k.name.startswith("triton")]) for name, found in kernels.items()}
+    assert counts == {"forward": forward, "backward": backward}
+    copies = [k.bytes for found in kernels.values() for k in found if k.bytes == 2 * 8192 * 4096]
+    assert len(copies) == 2  # of 8192 x 4096 FP8 numbers, read and written once: up's and gate's input, down's gradient
