@@ -189,7 +189,7 @@ def run_skipping(rank: int, recipe: Any, first: int) -> list[dict[str, Tensor]]:
         x = torch.randn(ROWS, HIDDEN, generator=generator) * 1e-3**rank
         compiled(x).square().mean().backward()
         optimizer.step()
-        states.append(backend.state_dict())
+        states.append(dict(backend.state_dict()))
     return states
 
 

@@ -45,6 +45,27 @@ def test_patches_are_for_cpu_graphs_only() -> None:
     assert compat.cpu_codegen_patches([torch.ones(1, device="meta")]) == {}
 
 
+class _ViewAndDetached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        view = self.second(self.first(x)).transpose(-1, -2)
+        return view.detach(), view
+
+
+def test_plain_torch_detaches_a_view_from_the_wrong_tensor() -> None:
+    """AOTAutograd's defect, without fp8graph: why the fuzzer draws no such programs. If this fails, it may again."""
+    torch.manual_seed(0)
+    model, x = _ViewAndDetached(), torch.randn(5, 5)
+    try:
+        detached, _ = torch.compile(model, backend="aot_eager")(x)
+    except (AssertionError, RuntimeError):
+        return
+    assert not torch.equal(detached, model(x)[0])
+
+
 def test_autocast_works_called_from_code_that_dynamo_compiles_piecewise() -> None:
     """Without never_a_root_frame a TypeError; test_autocast.py has the whole story (a graph break in a region)."""
     assert hasattr(torch.compile(fp8graph.autocast, backend="eager")(enabled=False), "__enter__")
