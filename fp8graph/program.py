@@ -128,7 +128,7 @@ class Program:
             weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)
         results = variant.run(*args, *pages, *weights)
         if trains:
-            backend.state.watch(results)
+            backend.state.watch(results, pages)
         return results
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:

@@ -115,15 +115,17 @@ class Reduction:
         rows, places = self._places(pages, packed.device)
         amaxes = packed.new_zeros(sum(len(page.names) for page in pages))
         amaxes.scatter_reduce_(0, rows, packed[places], "amax")
-        parts = amaxes.split([len(page.names) for page in pages])
-        alike: dict[Any, list[tuple[Tensor, Tensor]]] = {}
-        for page, part in zip(pages, parts, strict=True):
+        unknown = torch.ones_like(amaxes, dtype=torch.bool).index_fill_(0, rows, False)
+        lengths = [len(page.names) for page in pages]
+        alike: dict[Any, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for page, part, wait in zip(pages, amaxes.split(lengths), unknown.split(lengths), strict=True):
             key = page.layout.recipe, page.layout.fp8_max, page.tensor.device
-            alike.setdefault(key, []).append((page.tensor, part.to(page.tensor.device)))
-        for (recipe, fp8_max, _), several in alike.items():
-            tensors = [tensor for tensor, _ in several]
-            joined, amax = torch.cat(tensors), torch.cat([part for _, part in several])
-            joined[:, delayed.HEADER] = 0.0  # committed, or an overflow that nothing records
+            alike.setdefault(key, []).append((page.tensor, part, wait))
+        for (recipe, fp8_max, device), several in alike.items():
+            tensors, parts, waits = (list(each) for each in zip(*several, strict=True))
+            joined, amax = torch.cat(tensors), torch.cat(parts).to(device)
+            # committed, or an overflow that nothing records; names that not all ranks know yet wait
+            joined[:, delayed.HEADER].masked_fill_(~torch.cat(waits).to(device), 0.0)
             settings = (fp8_max, recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
             new = delayed.updated_page(joined, [amax], *settings, packed=True)
             torch._foreach_copy_(tensors, list(new.split([len(tensor) for tensor in tensors])))

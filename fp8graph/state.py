@@ -90,6 +90,7 @@ class State:
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._step_is_over = False  # what is staged may be committed
+        self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have none
         reference = weakref.ref(self)
 
         def after_step(*_: Any) -> None:
@@ -126,6 +127,7 @@ class State:
         if not self._step_is_over or compat.in_backward():
             return
         self._step_is_over = False
+        self._without_backward.clear()
         staged = self._staged_pages()
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):
@@ -133,8 +135,9 @@ class State:
                 with torch.autograd._unsafe_preserve_version_counter(tuple(page.tensor for page in pages)):
                     reduction.commit(pages)
 
-    def watch(self, results: Any) -> None:
-        """Tell from the results of a forward when its step is over: when backward has begun, or at once without one."""
+    def watch(self, results: Any, pages: Sequence[Tensor]) -> None:
+        """Tell from the results of a forward when its step is over: when backward has begun; or, if it has none, when
+        the same is called again (``pages`` tell: one graph may serve many layers)."""
 
         def over(*_: Any) -> None:
             self._step_is_over = True
@@ -142,7 +145,10 @@ class State:
         functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
         for function in functions:
             function.register_prehook(over)
-        self._step_is_over |= not functions
+        if not functions:
+            key = tuple(map(id, pages))
+            self._step_is_over |= key in self._without_backward
+            self._without_backward.add(key)
 
     def reductions(self) -> list[CollectiveRecord]:
         """What each commit sends, for the report."""

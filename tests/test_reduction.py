@@ -1,0 +1,112 @@
+"""A commit of one rank, in a group of its own: names that come late, overflows, forwards without a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8graph import DelayedScaling, delayed
+from fp8graph.reduction import Reduction, StagedPage
+from fp8graph.sites import PageLayout
+from fp8graph.state import State
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+CPU = torch.device("cpu")
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+@pytest.fixture
+def reduction(tmp_path: Path) -> Iterator[Reduction]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield Reduction(dist.group.WORLD.group_name, CPU, lambda name: None)
+    dist.destroy_process_group()
+
+
+def page_of(*amaxes: float, names: Any) -> StagedPage:
+    page = delayed.new_page(4, len(amaxes))
+    page[:, delayed.HEADER] = torch.tensor(amaxes)
+    layout = PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=CPU, rows=((),) * len(amaxes), group="0")
+    return StagedPage(tensor=page, layout=layout, names=names)
+
+
+def history(page: StagedPage, row: int) -> list[float]:
+    return page.tensor[row, delayed.HEADER :].tolist()
+
+
+def test_staged_amaxes_enter_scales_and_histories(reduction: Reduction) -> None:
+    page = page_of(2.0, 4.0, names=[("a",), ("b",)])
+    reduction.commit([page])
+    assert page.tensor[:, 0].tolist() == [224.0, 112.0]
+    assert [history(page, 0), history(page, 1)] == [[0, 0, 0, 2], [0, 0, 0, 4]]
+    assert reduction.order == {"a": 0, "b": 1}
+
+
+def test_a_tensor_of_several_names_takes_the_largest(reduction: Reduction) -> None:
+    """q, k and v share their input: on another rank only one of them may have run."""
+    page, other = page_of(2.0, names=[("q", "k")]), page_of(8.0, names=[("k",)])
+    reduction.order = {"q": 0, "k": 1}
+    reduction._record([page, other], torch.tensor([0.0, 2.0, 8.0]))
+    assert history(page, 0) == history(other, 0) == [0, 0, 0, 8]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_is_recorded_nowhere_and_forgotten(reduction: Reduction, bad: float) -> None:
+    page = page_of(bad, 4.0, names=[("a",), ("b",)])
+    reduction.commit([page])
+    assert history(page, 0) == [0, 0, 0, 0]
+    assert page.tensor[0, 0] == 1.0
+    assert history(page, 1) == [0, 0, 0, 4]
+
+
+def test_what_not_all_ranks_know_yet_waits(reduction: Reduction) -> None:
+    """On a GPU new names are awaited no longer after the first steps."""
+    page = page_of(2.0, 4.0, names=[("a",), ("new",)])
+    reduction.order = {"a": 0}
+    reduction._record([page], torch.tensor([1.0, 2.0]))
+    assert [history(page, 0), history(page, 1)] == [[0, 0, 0, 2], [4, 0, 0, 0]]
+
+
+def test_a_custom_algorithm_sees_the_reduced_amaxes(reduction: Reduction) -> None:
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=smallest)
+    first = page_of(2.0, names=[("a",)])
+    layout = PageLayout(recipe=recipe, fp8_max=448.0, backward=False, device=CPU, rows=((),), group="0")
+    page = StagedPage(tensor=first.tensor, layout=layout, names=first.names)
+    reduction.commit([page])
+    page.tensor[0, delayed.HEADER] = 1.0
+    reduction.commit([page])
+    assert history(page, 0) == [0, 0, 2, 1]
+    assert page.tensor[0, 0] == 448.0
+
+
+def smallest(amaxes: Tensor) -> Tensor:
+    """[tensors]: of the steps that were seen."""
+    return torch.where(amaxes > 0, amaxes, torch.inf).amin(0)
+
+
+def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
+    state, result = State(), torch.ones(1)
+    first, second = [torch.zeros(1, 3)], [torch.zeros(1, 3)]
+    state.watch([result], first)
+    state.watch([result], second)  # another layer of the same graph
+    assert not state._step_is_over
+    state.watch([result], first)
+    assert state._step_is_over
+    state.commit()
+    state.watch([result], first)
+    assert not state._step_is_over
+
+
+def test_a_backward_ends_the_step_of_its_forwards() -> None:
+    state, x = State(), torch.ones(1, requires_grad=True)
+    y = x * 2
+    state.watch([y], [])
+    assert not state._step_is_over
+    y.backward()
+    assert state._step_is_over
