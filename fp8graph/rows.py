@@ -47,6 +47,11 @@ class Path:
         """Whether the rows stay in the order in which they arrive."""
         return all(node.target in (*_VIEWS, *_COPIES) for node in self.steps)
 
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether the shards are matrices, which the gather stacks, and nothing else is done."""
+        return value(self.shard).ndim == 2 and all(node.target in _COPIES for node in self.steps)
+
     def other_readers(self, reader: fx.Node) -> list[fx.Node]:
         """What reads the tensor, or what it is made of, beside ``reader``."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes and user is not reader]
@@ -62,7 +67,7 @@ def path_of(tensor: fx.Node) -> Path | None:
         found.append(node)
         if node.target is wire.WAIT:
             gathered = cast(fx.Node, node.args[0])
-            if gathered.target is not wire.ALL_GATHER:
+            if gathered.target is not wire.ALL_GATHER or value(gathered).ndim < 2:  # vectors: parts of one row
                 return None
             all_nodes = frozenset((*found, gathered))
             return Path(gathered=gathered, waited=node, steps=steps[::-1], casts=casts[::-1], nodes=all_nodes)

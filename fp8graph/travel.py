@@ -42,8 +42,8 @@ def why_not(node: fx.Node, path: Path, compilation: Compilation) -> str | None:
             return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if scaling == "row" and columnwise:
         return "scales of columns span the ranks: both directions would have to travel"
-    if block[0] > 1 and not _fits(rows, block[0]):
-        return f"shards of {rows} rows are no whole tiles of {block[0]}"
+    if block[0] > 1 and not (path.keeps_shape and _fits(rows, block[0])):
+        return f"shards of {rows} rows are no whole tiles of {block[0]}, or are viewed in other shapes"
     if columnwise_travels(node) and not (path.is_plain and _fits(rows, block[1])):
         return f"shards of {rows} rows are no whole tiles of {block[1]}, or come in several batches"
     before, after = bytes_sent(path.gathered), _bytes_after(node, path)

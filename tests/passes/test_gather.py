@@ -269,3 +269,25 @@ def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
     assert counts == {"forward": forward, "backward": backward}
     copies = [k.bytes for found in kernels.values() for k in found if k.bytes == 2 * 8192 * 4096]
     assert len(copies) == 2  # of 8192 x 4096 FP8 numbers, read and written once: up's and gate's input, down's gradient
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_square_tiles_of_several_sequences_are_gathered_as_they_are(dim: int) -> None:
+    """A tile would have rows of two sequences, and its scale is not one of a row."""
+    report = report_of(Rows(128, dim=dim), torch.randn(2, 128, 128), fp8graph.Float8BlockScaling(x_block=(128, 128)))
+    assert reasons_of(report) == ["shards of 256 rows are no whole tiles of 128, or are viewed in other shapes"]
+
+
+class OneRow(nn.Module):
+    """A vector whose parts the ranks have is one row of a linear's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(64, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(Gather.apply(x, 0).view(1, 64))
+
+
+def test_a_vector_is_gathered_as_it_is() -> None:
+    assert [c.dtype for c in report_of(OneRow(), torch.randn(32)).collectives] == ["float32"]
