@@ -21,12 +21,13 @@ PATIENCE: Final = datetime.timedelta(seconds=30)  # until the other ranks are ex
 _log = logging.getLogger("fp8graph")
 
 
-def agree(text: str, group: str | None, patience: datetime.timedelta = PATIENCE) -> None:
+def agree(text: str, group: str | None, kind: str = "training", patience: datetime.timedelta = PATIENCE) -> None:
     """Raise on all ranks of ``group`` if ``text`` is not the same on all of them.
 
     Args:
         text: what is to be the same, in lines.
         group: the name of a process group; None: there is one rank.
+        kind: texts of one kind are compared, the first of each rank, the second of each rank, ...
         patience: how long to wait for ranks that have not called this. Without them the rest goes on, with a warning.
 
     Raises:
@@ -36,7 +37,9 @@ def agree(text: str, group: str | None, patience: datetime.timedelta = PATIENCE)
     if len(ranks) < 2 or dist.get_backend() == "fake":
         return
     store, rank = compat.default_store(), dist.get_rank()
-    place = f"fp8graph/{zlib.crc32(repr(ranks).encode())}"
+    if store is None:  # MPI
+        return
+    place = f"fp8graph/{kind}/{zlib.crc32(repr(ranks).encode())}"
     place = f"{place}/{store.add(f'{place}/{rank}', 1)}"  # the same number on all ranks that compare equally often
     try:
         if rank == ranks[0]:

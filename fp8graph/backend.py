@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -145,7 +146,7 @@ class Backend:
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
-        self._agreed: set[str] = set()  # what was compared with other ranks
+        self._agreed: set[str] = set()  # for what the policy was compared with that of other ranks
         self._eager_frames: list[str] = []  # that met the recompile limit
         self._watch_recompile_limit()
         self.set_policy(policy, recipe=recipe)
@@ -171,16 +172,21 @@ class Backend:
         return program
 
     def _agree(self) -> None:
-        """Compare what decides with the other ranks, once for each policy."""
+        """Compare what decides with the other ranks, once for training and once for inference.
+
+        Not again for another policy: ranks need not compile again at the same step of a schedule.
+        """
+        kind = "training" if torch.is_grad_enabled() else "inference"  # which one rank may do alone
+        if kind in self._agreed:
+            return
+        self._agreed.add(kind)
         lines = [f"rule {index} {rule!r}" for index, rule in enumerate(self.policy.rules)]
         settings = ("target", "cache_weights", "group", "save", "save_activations_in_fp8")
         lines += [f"default {self.policy.default!r}", f"min_speedup {self.policy.min_speedup}"]
         lines += [f"{name} {getattr(self, name)}" for name in settings]
         lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
-        text = "\n".join(lines)
-        if text not in self._agreed:
-            self._agreed.add(text)
-            agree(text, amax_group())
+        text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function lies elsewhere on each rank
+        agree(text, amax_group(), kind)
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are compiled again then.

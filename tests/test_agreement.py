@@ -57,6 +57,36 @@ def test_models_of_their_own_have_groups_of_their_own(tmp_path: Path) -> None:
     assert run_ranks(compile_with, 2, tmp_path, ["rowwise", "delayed"], True, seconds=120) == ["", ""]
 
 
+def largest(history: torch.Tensor) -> torch.Tensor:
+    return history.amax(0)
+
+
+def compile_again(rank: int) -> list[str]:
+    """What ranks are told that have one schedule, of which only the first one infers, and that compile at other steps.
+
+    A function of the recipe has another address on each.
+    """
+    agree.__defaults__ = ("training", datetime.timedelta(seconds=2))
+    model, data = parallelism.model_and_data(1)
+    if rank == 0:
+        with torch.no_grad():
+            torch.compile(model, backend=fp8graph.Backend(recipe="rowwise", compiler="eager"))(data[0])
+        torch._dynamo.reset()
+    recipe = fp8graph.DelayedScaling(amax_history_len=4, amax_compute_algo=largest, reduce_amax=False)
+    policies = [fp8graph.Policy([fp8graph.Rule("*.down", down)], default=recipe) for down in ("rowwise", None, recipe)]
+    backend = fp8graph.Backend(policies[0], compiler="eager")
+    compiled = torch.compile(model, backend=backend)
+    for step, policy in enumerate(policies):
+        backend.set_policy(policy)
+        x = data[0, :8] if step == rank + 1 else data[0]
+        compiled(x).sum().backward()
+    return backend.report.unused_rules
+
+
+def test_one_schedule_is_one_policy(tmp_path: Path) -> None:
+    assert run_ranks(compile_again, 2, tmp_path, seconds=120) == [[], []]
+
+
 def be_late(rank: int) -> list[str]:
     """The first rank's warnings, while the second one never asks."""
     messages: list[str] = []
