@@ -25,6 +25,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
 
@@ -94,6 +95,20 @@ def gathered_by_fsdp() -> set[int]:
             if (parameter := getattr(sharded, "_unsharded_param", None)) is not None:
                 found.add(id(parameter))
     return found
+
+
+_hooks_of_the_dead: Final[list[Any]] = []
+
+
+def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
+    """Call ``hook(optimizer, args, kwargs)`` after each step of any optimizer, until ``owner`` is gone.
+
+    Torch iterates over its dict of hooks. The garbage collector may find ``owner`` while one of them runs, and nothing
+    may be removed then: it is when the next hook comes.
+    """
+    while _hooks_of_the_dead:
+        _hooks_of_the_dead.pop().remove()
+    weakref.finalize(owner, _hooks_of_the_dead.append, register_optimizer_step_post_hook(hook))
 
 
 def called_to_trace(args: Sequence[Any]) -> bool:

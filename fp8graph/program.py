@@ -112,10 +112,8 @@ class Program:
             with tracing(context) if context is not None else contextlib.nullcontext():
                 variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
         backend, wanted = self._backend, variant.wanted
-        trains = variant.reduces and not compat.in_backward()
-        if trains:  # before this call reads scales
-            device = next((x.device for x in args if isinstance(x, torch.Tensor)), torch.device("cpu"))
-            backend.state.reduces(str(situation.amax_group), device)
+        if variant.reduces:  # before this call reads scales; reentrant checkpointing trains in backward only
+            backend.state.reduces(str(situation.amax_group), accelerator_of(args))
             backend.state.commit()
         pages: list[torch.Tensor] = []
         weights: list[torch.Tensor] = []
@@ -127,7 +125,7 @@ class Program:
         if wanted.weights:
             weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)
         results = variant.run(*args, *pages, *weights)
-        if trains:
+        if variant.reduces:
             backend.state.watch(results, pages)
         return results
 
@@ -331,6 +329,12 @@ class Program:
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         digest.update(repr((state, sorted((k, str(v)) for k, v in options.items()))).encode())
         return digest.hexdigest()
+
+
+def accelerator_of(args: Sequence[Any]) -> torch.device:
+    """The device that a model runs on: a number may be a tensor on the CPU beside tensors on a GPU."""
+    devices = [x.device for x in args if isinstance(x, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def _module_classes(module: fx.GraphModule) -> Iterator[Any]:

@@ -51,8 +51,12 @@ class Reduction:
     order: dict[str, int] = field(default_factory=dict[str, int])  # name -> place in the packed tensor, after the flag
     absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # state of what this rank never ran
     commits: int = 0
+    ranks: int = field(init=False)  # remembered: the group may be gone when a report is asked for
     _flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last commit, on its way to the CPU
     _found: tuple[Any, Tensor, Tensor] | None = None  # what ``_places`` found last, and for what
+
+    def __post_init__(self) -> None:
+        self.ranks = len(wire.ranks_of(self.group))
 
     def commit(self, pages: Sequence[StagedPage]) -> None:
         """Reduce what ``pages`` have staged over the ranks, and record it. A collective."""
@@ -81,15 +85,15 @@ class Reduction:
 
     def record(self) -> CollectiveRecord:
         """What a commit sends."""
-        count, ranks = 1 + len(self.order), len(wire.ranks_of(self.group))
+        count = 1 + len(self.order)
         return CollectiveRecord(
             kind="all_reduce",
             direction="step",
             tensor="amaxes",
             dtype="float32",
             shape=(count,),
-            ranks=ranks,
-            bytes_sent=wire.bytes_sent("all_reduce", 4 * count, ranks),
+            ranks=self.ranks,
+            bytes_sent=wire.bytes_sent("all_reduce", 4 * count, self.ranks),
             reason="delayed scaling has one scale on all ranks",
         )
 
@@ -141,8 +145,8 @@ class Reduction:
 
     def _places(self, pages: Sequence[StagedPage], device: torch.device) -> tuple[Tensor, Tensor]:
         """[known names] each: the row of all pages' rows, and the place in the packed tensor."""
-        key = len(self.order), device, *(id(page.names) for page in pages)
-        if self._found is not None and self._found[0] == key:
+        key = len(self.order), device, *(page.names for page in pages)  # not by id: that of what is gone comes again
+        if self._found is not None and self._found[0] == key:  # fast where they are the same objects
             return self._found[1:]
         rows: list[int] = []
         places: list[int] = []

@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8graph import compat, delayed
+from fp8graph import compat, delayed, wire
 from fp8graph.checkpoint import ScalingState
 from fp8graph.collectives import CollectiveRecord
 from fp8graph.errors import StateError
@@ -94,10 +93,11 @@ class State:
         reference = weakref.ref(self)
 
         def after_step(*_: Any) -> None:
-            if (state := reference()) is not None:
+            # Dynamo would trace it into a compiled optimizer.step: the next forward commits
+            if not torch.compiler.is_compiling() and (state := reference()) is not None:
                 state.commit()
 
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        compat.after_optimizer_steps(self, after_step)
 
     def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
         """The pages for one call of a graph.
@@ -131,6 +131,8 @@ class State:
         staged = self._staged_pages()
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):
+                if not wire.ranks_of(group):
+                    continue  # destroyed
                 pages = staged.get(group, [])
                 with torch.autograd._unsafe_preserve_version_counter(tuple(page.tensor for page in pages)):
                     reduction.commit(pages)
@@ -191,6 +193,8 @@ class State:
             for source, (to, taken) in sources.items():
                 page.tensor[to] = source.tensor[taken].to(layout.device)
                 source.moved = True
+            if layout.group is None:
+                page.tensor[:, delayed.HEADER] = 0.0  # staged for ranks that are gone
         self._name(layout, entries, page, args, names)
         return page
 

@@ -30,8 +30,8 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from fp8graph import compat
 from fp8graph.graph import aten, local
 from fp8graph.sites import PageLayout, QuantizedWeight
 
@@ -52,7 +52,7 @@ class _Steps:
             if (steps := reference()) is not None:
                 steps._count(optimizer)
 
-        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        compat.after_optimizer_steps(self, after_step)
 
     def _count(self, optimizer: Optimizer) -> None:
         self._any += 1
