@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp8graph
 
 STEPS = 5
+LEARNING_RATE = 0.5
 HIDDEN, INNER, ROWS = 32, 64, 16  # rows: of each rank's batch
 
 
@@ -63,7 +64,7 @@ def backend_for(recipe: Any, **kwargs: Any) -> fp8graph.Backend:
 
 def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:
     """Losses and last gradients of SGD steps on ``batches``, one of ``shares`` of a batch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for batch in batches:
