@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -58,8 +59,8 @@ def model_and_data(ranks: int) -> tuple[Net, Tensor]:
     return Net(), torch.randn(STEPS, ranks * ROWS, HIDDEN, generator=generator)
 
 
-def backend_for(recipe: Any, **kwargs: Any) -> fp8graph.Backend:
-    return fp8graph.Backend(recipe=recipe, compiler="eager", **kwargs)
+def backend_for(recipe: Any, *, compiler: Any = "eager", **kwargs: Any) -> fp8graph.Backend:
+    return fp8graph.Backend(recipe=recipe, compiler=compiler, **kwargs)
 
 
 def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:
@@ -134,12 +135,13 @@ def data_of(how: str, rank: int, ranks: int, data: Tensor) -> Tensor:
     return data[:, share * rows : (share + 1) * rows].contiguous()
 
 
-def run(rank: int, how: str, recipes: list[Any]) -> dict[str, Any]:
+def run(rank: int, how: str, recipes: list[Any], compiler: str = "eager") -> dict[str, Any]:
     ranks = dist.get_world_size()
     found: dict[str, Any] = {}
     for recipe in recipes:
         model, data = model_and_data(ranks)
-        backend = backend_for(recipe)
+        counters.clear()
+        backend = backend_for(recipe, compiler=compiler)
         compiled, owner = parallelize(how, model, backend)
         # DDP and FSDP average gradients; those of a row's loss under sequence parallel add up
         result = train(compiled, owner, data_of(how, rank, ranks, data), shares=ranks if how == "tp and sp" else 1)
@@ -151,8 +153,13 @@ def run(rank: int, how: str, recipes: list[Any]) -> dict[str, Any]:
         result["skipped"] = report.skipped_frames
         result["state"] = backend.state_dict()
         result["collectives"] = [(c.kind, c.direction, c.dtype, c.shape) for c in report.collectives]
+        result["by_inductor"] = sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache_"))
         found[str(recipe)] = result
     return found
+
+
+def run_compilers(rank: int, how: str, recipes: list[Any], compilers: list[str]) -> dict[str, Any]:
+    return {compiler: run(rank, how, recipes, compiler) for compiler in compilers}
 
 
 SKIPS = ((), (0,), (1,), (0, 1), (), (1,))  # by step: the layers that the second rank skips

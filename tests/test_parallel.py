@@ -167,6 +167,32 @@ def assert_same_state(found: Any, first: Any, expected: dict[emulation.Field, Te
             assert torch.equal(state[tensor, field][first_step], value[first_step])
 
 
+@pytest.mark.parametrize("how", ["ddp", "tp and sp"])
+def test_generated_code_trains_as_the_graph_does(how: str, tmp_path: Path) -> None:
+    """Inductor rounds as eager does, but for the last bits of norms and sums: 132.8 dB measured, or no difference."""
+    recipes, compilers = [RECIPES["tensorwise"], RECIPES["delayed"]], ["eager", "inductor"]
+    results = run_ranks(
+        parallelism.run_compilers, 2, tmp_path, how, recipes, compilers, seconds=500, collective_seconds=300
+    )
+    for recipe in map(str, recipes):
+        for by_compiler in results:
+            eager, found = (by_compiler[compiler][recipe] for compiler in compilers)
+            assert (eager["by_inductor"], found["by_inductor"] > 0) == (0, True)
+            assert found["fp8"] == eager["fp8"] == LINEARS
+            assert found["gemms"] == eager["gemms"] == 3 * len(LINEARS)
+            assert found["collectives"] == eager["collectives"]
+            torch.testing.assert_close(found["losses"], eager["losses"], rtol=1e-6, atol=0.0)
+            for name, gradient in eager["gradients"].items():
+                assert sqnr_db(gradient, found["gradients"][name]) > 130
+            first = results[0]["inductor"][recipe]["state"]
+            assert found["state"].keys() == eager["state"].keys() == first.keys()
+            for field, value in eager["state"].items():
+                assert torch.equal(found["state"][field], first[field])
+                # amaxes of what silu or a norm made differ in the last bit; those of the weights do not
+                rtol = 0.0 if ".weight" in field else 1e-6
+                torch.testing.assert_close(found["state"][field], value, rtol=rtol, atol=0.0)
+
+
 def test_without_the_reduction_the_scales_differ(tmp_path: Path) -> None:
     alone = delayed(reduce_amax=False)
     first, second = (r[str(alone)]["state"] for r in run_ranks(parallelism.run, 2, tmp_path, "ddp", [alone]))
