@@ -88,6 +88,7 @@ class State:
         self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
+        self._warned = False  # of layers with one name
         self._step_is_over = False  # what is staged may be committed
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have none
         reference = weakref.ref(self)
@@ -166,6 +167,13 @@ class State:
                 if row.page.layout.group is not None:
                     # layers that are compiled one by one have one name, unless their model is bound
                     again = seen[row.name] = seen.get(row.name, -1) + 1
+                    if again and not self._warned:
+                        self._warned = True
+                        _log.warning(
+                            "several layers are called %s. Ranks tell their amaxes apart by the order in which they "
+                            "ran first: give the model to backend.bind(model), and each has its full name.",
+                            row.name.partition("|")[0],
+                        )
                     rows = names.setdefault(row.page, [[] for _ in row.page.layout.rows])
                     rows[row.index].append(f"{row.name}~{again}" if again else row.name)
             for page, rows in names.items():

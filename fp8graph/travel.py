@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
 from fp8graph import ops, wire
-from fp8graph.graph import size_hint, static_size, value
+from fp8graph.graph import aten, size_hint, static_size, value
 from fp8graph.operands import ROWS_KEY
 from fp8graph.recipes import DelayedScaling
 from fp8graph.rows import Path
@@ -22,14 +23,18 @@ def why_not(node: fx.Node, path: Path, compilation: Compilation) -> str | None:
     """Why the tensor of the quantize node is not quantized before it is gathered; None if it is."""
     scaling = cast(str, node.kwargs.get("scaling", "tensor"))
     rowwise, columnwise = (cast("list[int]", layout) for layout in node.args[-2:])
-    if others := path.other_readers(node):
+    others = path.other_readers(node)
+    if any(other.target is aten.sym_size.int for other in others):
+        return "the number of its rows is dynamic"
+    if others:
         quantized = [other for other in others if other.target is ops.quantize]
         return f"{'quantized in another way' if quantized else 'read in high precision'} too, by {others[0].name}"
     if unknown := set(node.kwargs) - _SETTINGS:
         return f"quantized with {', '.join(sorted(unknown))}"
     if scaling == "nvfp4":
         return "nvfp4 travels in no collective: two numbers a byte, with a scale of the whole tensor"
-    rows, columns = value(path.shard).shape[:-1].numel(), value(path.shard).shape[-1]
+    *leading, columns = value(path.shard).shape
+    rows = math.prod(leading)  # not Size.numel(), which makes a dynamic size a number
     block = cast("list[int]", node.kwargs.get("block", [1, 1]))
     if static_size(columns) is None:
         return "the size of its rows is dynamic"

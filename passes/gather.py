@@ -5,14 +5,16 @@
                                                      rowwise = view(wait(all_gather(view(q.rowwise, uint8), ...)), e4m3)
                                                      columnwise = columnwise(rowwise)
 
-Every number is the one that quantizing after the gather gives. Delayed scaling has its scales before: no all-reduce,
-and each rank records the amax of its shard. Scales of rows and of tiles travel beside the data; where both directions
-have tiles of their own, both travel. FP8 travels as bytes, which every backend of torch.distributed moves. Between
-gather and quantize may stand casts, and what moves rows as wholes (a gather along the sequence of several batches).
+Every number is the one that quantizing after the gather gives (a gradient with a NaN overflows as a whole). Delayed
+scaling has its scales before: no all-reduce, and each rank records the amax of its shard. Scales of rows and of tiles
+travel beside the data; where both directions have tiles of their own, both travel. FP8 travels as bytes, which every
+backend of torch.distributed moves. Between gather and quantize may stand casts, and what moves rows as wholes (a gather
+along the sequence of several batches).
 
 Refuses (gathers in high precision; the reason is in the report) what something else reads too, or several quantize
-nodes; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or tiles that cross the
-border of two shards; nvfp4, experts; and what would not send fewer bytes, as the two directions of bf16 do not.
+nodes; a dynamic number of rows; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or
+tiles that cross the border of two shards; nvfp4, experts; and what would not send fewer bytes, as the two directions of
+bf16 do not.
 """
 
 from __future__ import annotations

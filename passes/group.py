@@ -91,10 +91,9 @@ def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
         multiplied.setdefault(site, {})[gemm] = node
     for position, gemms in multiplied.items():
         site = compilation.sites[position]
-        if site.op != "linear" or "fprop" not in gemms or site.gemms[0].a.operand != "input":
-            continue
         own = _Linear(site=site, gemms=gemms, size=0).quantized().values()
-        if any(q.target is not ops.quantize for q in own):  # gathered in FP8
+        here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
+        if not here or site.op != "linear" or "fprop" not in gemms or site.gemms[0].a.operand != "input":
             continue
         weight = cast(fx.Node, cast(fx.Node, gemms["fprop"].args[1]).args[0])
         size = static_size(value(cast(fx.Node, weight.args[0])).shape[-2])  # N, before padding

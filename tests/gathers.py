@@ -78,6 +78,7 @@ def run(rank: int, cases: list[tuple[str, Any, Any, tuple[int, ...]]]) -> list[d
 
 def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     results: dict[str, Any] = {}
+    dynamic, kind = kind.startswith("dynamic "), kind.removeprefix("dynamic ")
     for name in ("with", "without"):
         without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather")
         before, pipeline.JOINT_PIPELINE = pipeline.JOINT_PIPELINE, passes.JOINT_PIPELINE if name == "with" else without
@@ -86,7 +87,7 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
         model = (Sharded() if kind == "sharded" else Sequence(dim=1 if kind == "sequences" else 0)).to(dtype)
         torch.manual_seed(100 + rank)
         backend = fp8graph.Backend(recipe=recipe, compiler="eager")
-        compiled = torch.compile(model, backend=backend)
+        compiled = torch.compile(model, backend=backend, dynamic=dynamic or None)
         tensors: list[Tensor] = []
         for step in range(2):
             x = (torch.randn(shape) * 10.0 ** (rank + step)).to(dtype).requires_grad_()  # scales differ if not shared

@@ -28,6 +28,8 @@ CASES: list[tuple[tuple[str, tuple[int, ...]], torch.dtype, str, int]] = [
     (ROWS, BF16, "rowwise", 0),
     (SEQUENCES, BF16, "tensorwise", 2),
     (SEQUENCES, FP32, "delayed", 2),
+    (("dynamic rows", (96, 128)), BF16, "tensorwise", 2),
+    (("dynamic sequences", (3, 48, 128)), BF16, "delayed", 1),  # forward asks the gathered tensor for its sizes
     (SHARDED, BF16, "tensorwise", 1),
     (SHARDED, BF16, "blockwise", 1),
     (SHARDED, FP32, "mxfp8", 4),

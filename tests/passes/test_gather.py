@@ -187,6 +187,18 @@ def test_what_is_gathered_as_it_is(module: nn.Module, shape: Any, policy: Any, r
     assert reason in str(report)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
+    """What one scale spans is quantized before the gather all the same."""
+    backend = fp8graph.Backend(Policy(default=recipe), compiler="eager")
+    x = torch.randn(48, 128, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)  # raises if a pass makes it a number
+    torch.compile(Rows(128), backend=backend)(x).sum().backward()
+    gathered = next(c for c in backend.report.collectives if c.kind == "all_gather")
+    assert isinstance(gathered.shape[0], str)
+    assert (gathered.dtype == "uint8") == (recipe in ("tensorwise", "delayed"))
+
+
 class Turned(nn.Module):
     """What stands between the gather and the linear is no movement of rows."""
 
