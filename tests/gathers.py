@@ -7,14 +7,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 
 import fp8graph
 from fp8graph import passes, pipeline
 
+_ops = torch.ops._c10d_functional
+
 
 def _world() -> Any:
     return dist.group.WORLD
+
+
+def gathered(x: Tensor, dim: int) -> Tensor:
+    """As functional.all_gather_tensor does it; but torch 2.11 cannot trace that along another dim than the first."""
+    ranks, group = dist.get_world_size(), _world().group_name
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), ranks, group))
+    return whole if dim == 0 else torch.cat(whole.chunk(dist.get_world_size()), dim)
+
+
+def scattered(x: Tensor, dim: int) -> Tensor:
+    parts = x.contiguous() if dim == 0 else torch.cat(x.chunk(dist.get_world_size(), dim))
+    ranks, group = dist.get_world_size(), _world().group_name
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", ranks, group))
 
 
 class Gather(torch.autograd.Function):
@@ -23,11 +37,11 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.dim = dim
-        return functional.all_gather_tensor(x, dim, _world())
+        return gathered(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return functional.reduce_scatter_tensor(grads[0].contiguous(), "sum", ctx.dim, _world()), None
+        return scattered(grads[0], ctx.dim), None
 
 
 class Scatter(torch.autograd.Function):
@@ -36,11 +50,11 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.dim = dim
-        return functional.reduce_scatter_tensor(x.contiguous(), "sum", dim, _world())
+        return scattered(x, dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return functional.all_gather_tensor(grads[0].contiguous(), ctx.dim, _world()), None
+        return gathered(grads[0], ctx.dim), None
 
 
 class Sequence(nn.Module):
