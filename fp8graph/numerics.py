@@ -75,11 +75,6 @@ def scales_of_amax(
     return torch.stack([scale, with_overflow(scale_inv, amax) if carry_overflow else scale_inv], -1)
 
 
-def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
-    """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
-    return with_padding(data.t().contiguous(), multiples)
-
-
 def output_names(
     scaling: str, rowwise: Sequence[int], columnwise: Sequence[int], *, keep_scales: bool = False
 ) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 
-from fp8graph import delayed, groups, numerics
+from fp8graph import delayed, groups, numerics, tiles
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
@@ -175,7 +175,7 @@ for _name, _reference, _fake in (
     ("dequantize", numerics.dequantize_data, _fake_dequantize),
     ("amax", numerics.reducible_amax, _fake_amax),
     ("scales", numerics.scales_of_amax, _fake_scales),
-    ("columnwise", numerics.columnwise_copy, _fake_columnwise),
+    ("columnwise", tiles.columnwise_copy, _fake_columnwise),
     ("read_scales", _read_scales, _fake_read_scales),
     ("stage_amaxes", delayed.staged_page, _fake_update_page),
     ("update_page", delayed.updated_page, _fake_update_page),
@@ -203,7 +203,7 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     dequantize: numerics.dequantize_data,
     amax: numerics.reducible_amax,
     scales: numerics.scales_of_amax,
-    columnwise: numerics.columnwise_copy,
+    columnwise: tiles.columnwise_copy,
     read_scales: delayed.read_scales,
     stage_amaxes: delayed.staged_page,
     update_page: delayed.updated_page,

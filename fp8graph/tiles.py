@@ -133,6 +133,11 @@ def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
     return x
 
 
+def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
+    """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
+    return with_padding(data.t().contiguous(), multiples)
+
+
 def scales_from_amaxes(
     amax: Tensor,
     dtype: torch.dtype,
