@@ -185,3 +185,13 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 def test_each_dialect_op_has_a_reference() -> None:
     defined = {getattr(torch.ops.fp8graph, name).default for name in ops._SCHEMAS}
     assert ops.DIALECT == set(ops.REFERENCE) == defined - {ops.grouped_mm}  # high precision: runs as it is
+
+
+@given(rows=st.integers(1, 20), columns=st.integers(1, 20), source=SOURCES, dtype=st.sampled_from([E4M3, E5M2]))
+@settings(max_examples=20, deadline=None)
+def test_fakes_around_a_gather(rows: int, columns: int, source: Any, dtype: Any) -> None:
+    x = torch.randn(rows, columns).to(source)
+    assert_fake_agrees(ops.amax, x)
+    assert_fake_agrees(ops.scales, ops.amax(x), dtype, False, 0.0, True)
+    assert_fake_agrees(ops.columnwise, x.to(dtype), [1, 16])
+    assert_fake_agrees(ops.stage_amaxes, torch.ones(2, 6), [torch.ones(rows), torch.ones(())])
