@@ -7,11 +7,12 @@ all layers and all graphs travel together; so do the amaxes of weights.
 
 Ranks need not have run the same layers or graphs. What is reduced are tensors by their names, in an order that all
 ranks agreed on; a rank that did not see a tensor gives 0, and a rank that never saw it keeps its state all the same,
-for a layer that it may run later. Histories and scales are therefore the same on all ranks, always. The packed tensor
+for a layer that it may run later (unless its recipe has functions of the user: those do not travel). Histories and
+scales are therefore the same on all ranks, if layers have names of their own (``backend.bind``). The packed tensor
 begins with one number that says whether a rank knows a name that is not in that order yet; then all ranks exchange
 their names. Reading it waits for the GPU: after the first steps it is read one step later.
 
-All ranks of the group must reach each commit: they call ``optimizer.step()`` equally often.
+All ranks of the group must reach each commit: they run forward, backward and ``optimizer.step()`` in one order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from fp8graph import compat, delayed, wire
 from fp8graph.collectives import CollectiveRecord
-from fp8graph.recipes import DelayedScaling
+from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.sites import PageLayout
 
 SYNCHRONOUS: Final = 16  # commits after which new names are awaited no longer
@@ -161,13 +162,15 @@ class Reduction:
     def _agree(self, pages: Sequence[StagedPage]) -> list[StagedPage]:
         """Put the names of all ranks into one order. A collective. Returns ``pages`` and the absent ones."""
         group = compat.process_group(self.group)
-        own = {name: (page.layout.recipe, page.layout.fp8_max) for page in pages for row in page.names for name in row}
+        layouts = {name: page.layout for page in pages for row in page.names for name in row}
+        # a function may have no name that another process finds it by
+        own = {name: None if has_code(x.recipe) else (x.recipe, x.fp8_max) for name, x in layouts.items()}
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)
         known: dict[str, Any] = {name: kind for names in found for name, kind in names.items()}
         for name in sorted(known.keys() - self.order.keys()):
             self.order[name] = len(self.order)
-            if name not in own:
+            if name not in own and known[name] is not None:
                 recipe, fp8_max = known[name]
                 self.absent[name] = self._absent_page(name, recipe, fp8_max)
         return [*pages, *self.absent.values()]

@@ -85,6 +85,15 @@ def test_a_custom_algorithm_sees_the_reduced_amaxes(reduction: Reduction) -> Non
     assert page.tensor[0, 0] == 448.0
 
 
+def test_a_function_without_a_name_does_not_travel(reduction: Reduction) -> None:
+    """Ranks exchange what they know of new tensors: a lambda cannot be sent."""
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo=lambda amaxes: amaxes.amax(0))
+    layout = PageLayout(recipe=recipe, fp8_max=448.0, backward=False, device=CPU, rows=((),), group="0")
+    page = StagedPage(tensor=page_of(2.0, names=[("a",)]).tensor, layout=layout, names=[("a",)])
+    reduction.commit([page])
+    assert page.tensor[0, 0] == 224.0
+
+
 def smallest(amaxes: Tensor) -> Tensor:
     """[tensors]: of the steps that were seen."""
     return torch.where(amaxes > 0, amaxes, torch.inf).amin(0)
