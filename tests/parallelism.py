@@ -27,11 +27,11 @@ HIDDEN, INNER, ROWS = 32, 64, 16  # rows: of each rank's batch
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, INNER)
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, inner)
+        self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
@@ -40,10 +40,10 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Two blocks and a head that stays in high precision."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN, inner: int = INNER) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.lm_head = nn.Linear(HIDDEN, 16, bias=False)
+        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(2))
+        self.lm_head = nn.Linear(hidden, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph import Backend, DelayedScaling, Fp8CoverageError, Policy, Rule
 from fp8graph.numerics import sqnr_db
+from parallelism import Net
 
 HIDDEN, INNER = 256, 1024  # each linear is a MiB: a bucket of its own, the least that torch allows
 POLICY = Policy(
@@ -37,29 +38,6 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-        self.up = nn.Linear(HIDDEN, INNER)
-        self.down = nn.Linear(INNER, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.lm_head = nn.Linear(HIDDEN, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
-
-
 class Trained:
     def __init__(
         self,
@@ -73,7 +51,7 @@ class Trained:
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.net = Net()
+        self.net = Net(HIDDEN, INNER)
         settings: dict[str, Any] = {"compiler": "eager", **options}
         self.backend = Backend(policy, **settings)
         if bind:
