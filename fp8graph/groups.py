@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8graph.formats import inverse, nvfp4_global_scale, saturating_cast
+from fp8graph.formats import amax_of, inverse, nvfp4_global_scale, saturating_cast
 from fp8graph.hints import stored
 from fp8graph.recipes import FLT_MAX
 from fp8graph.tiles import (
@@ -91,7 +91,7 @@ def quantize_groups(
     """
     settings = (power_2_scale, amax_epsilon, carry_overflow, None, x.dtype)
     if offs is None:
-        scale, scale_inv = scales_from_amaxes(x.abs().amax((-2, -1)).to(torch.float32), dtype, "tensor", *settings)
+        scale, scale_inv = scales_from_amaxes(amax_of(x, (-2, -1)), dtype, "tensor", *settings)
         scaled = x.to(torch.float32) * scale.unsqueeze(-1).unsqueeze(-1)
         layouts = [(rowwise, scaled), (columnwise, scaled.transpose(-2, -1))]
         made = [with_padding(_cast(values, dtype), multiples) for multiples, values in layouts if multiples]
@@ -103,7 +103,7 @@ def quantize_groups(
     last: list[Tensor] = []
     scale = global_scale = None
     if scaling in ("tensor", "nvfp4", "delayed"):
-        row_amaxes = x.abs().amax(-1).to(torch.float32)
+        row_amaxes = amax_of(x, -1)
         row_amaxes = torch.where(group < groups, row_amaxes, 0.0)
         if scaling == "tensor":
             mine = group.unsqueeze(0) == torch.arange(groups, device=x.device).unsqueeze(1)  # [experts, t]
@@ -136,7 +136,7 @@ def quantize_groups(
             continue
         if scale is None:  # one for each column of each group
             amax = torch.zeros((groups, x.shape[1]), dtype=torch.float32, device=x.device)
-            chunks = rows.reshape(-1, multiples[1], x.shape[1]).abs().amax(1).to(torch.float32)  # each in one group
+            chunks = amax_of(rows.reshape(-1, multiples[1], x.shape[1]), 1)  # each in one group
             index = which[:: multiples[1]].unsqueeze(1).expand(chunks.shape)
             amax = amax.scatter_reduce(0, index, chunks, "amax")
             amax = torch.cat([amax, amax.new_zeros((groups, -x.shape[1] % multiples[0]))], 1)

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fp8graph import compat
 from fp8graph.formats import (
+    amax_of,
     exp2_biased,
     inverse,
     nvfp4_global_scale,
@@ -55,14 +56,9 @@ from fp8graph.tiles import (
 )
 
 
-def tensor_amax(x: Tensor) -> Tensor:
-    """``max |x|`` as an FP32 scalar; NaN if any element is NaN. Exact: every dtype taken widens to FP32."""
-    return x.abs().amax().to(torch.float32)
-
-
 def reducible_amax(x: Tensor) -> Tensor:
-    """[1]: :func:`tensor_amax` for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
-    amax = tensor_amax(x)
+    """[1]: The amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
+    amax = amax_of(x)
     return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
 
 
@@ -138,7 +134,7 @@ def quantize_layouts(
     scale_invs: list[Tensor] = []
     amax = scale = global_scale = None
     if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
-        amax = largest_of([tensor_amax(part) for part in parts])
+        amax = largest_of([amax_of(part) for part in parts])
     if scaling == "tensor" and scales is None:
         scale = scale_from_amax(
             cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
@@ -146,7 +142,7 @@ def quantize_layouts(
         scale_inv = inverse(scale)
     elif scaling in ("tensor", "delayed"):
         if scaling == "delayed":
-            amaxes = [part.abs().amax(-1).to(torch.float32) for part in parts]
+            amaxes = [amax_of(part, -1) for part in parts]
             # [..., rows]: one kernel with the cast; the update reduces it
             amax = largest_of(amaxes) if dim == -1 else join(amaxes, -1)
         if scales is None:  # the first step's

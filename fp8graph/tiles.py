@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.formats import (
+    amax_of,
     biased_exponent,
     cast_to_e2m1,
     exp2_biased,
@@ -74,7 +75,7 @@ def quantize_tiles(
     *batch, rows, columns = parts[0].shape
     padded = [pad_to_multiple(x, *block) for x in parts]
     tiled = [tiles_of(x, block) for x in padded]
-    amaxes = [x.abs().amax(dim=(-3, -1)).to(torch.float32) for x in tiled]  # [..., R / rows, C / columns]
+    amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
     settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
     made = [scales_from_amaxes(amax, *settings) for amax in amaxes]
     scale_inv = join([inverse for _, inverse in made], axis)
@@ -100,7 +101,7 @@ def quantize_rows(
     carry_overflow: bool,
 ) -> tuple[Tensor, Tensor]:
     """``(data, scale_inv)`` of one layout with one scale per row of the joined parts, padded to ``multiples``."""
-    amaxes = [x.abs().amax(-1, keepdim=True).to(torch.float32) for x in parts]  # [..., rows, 1]
+    amaxes = [amax_of(x, -1, keepdim=True) for x in parts]  # [..., rows, 1]
     if axis == -1:
         amaxes = [largest_of(amaxes)]
 

@@ -13,6 +13,7 @@ from torch._inductor.codegen.cpp import CppScheduling
 
 import fp8graph
 from fp8graph import compat, numerics
+from fp8graph.formats import amax_of
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, compiled_step, eager_backend, same_bits
 
@@ -122,6 +123,27 @@ def test_inductor_still_drops_the_ragged_end_of_a_loop_over_tiles() -> None:
         finally:
             CppScheduling.try_loop_split = fixed
     assert results == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_plain_inductor_stores_an_amax_in_half_precision_once_only(dtype: torch.dtype) -> None:
+    """Of columns, by vectors. When this fails, ``amax_of`` needs no special case for CPUs."""
+    with pytest.raises(Exception, match="C\\+\\+ compile error"):
+        torch.compile(lambda x: [x.abs().amax(0, keepdim=True), x.t().abs().amax(1, keepdim=True)])(
+            torch.randn(64, 3).to(dtype)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_two_amaxes_of_the_columns_of_one_tensor_through_inductor(dtype: torch.dtype) -> None:
+    x = torch.randn(64, 3).to(dtype)
+
+    def amaxes(x: Tensor) -> list[Tensor]:
+        return [amax_of(x, 0, keepdim=True), amax_of(x.t(), -1, keepdim=True)]
+
+    assert all(torch.equal(a, b) for a, b in zip(torch.compile(amaxes)(x), amaxes(x), strict=True))
 
 
 def test_recomputation_is_noticed() -> None:
