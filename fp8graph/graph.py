@@ -46,6 +46,7 @@ _INHERITED: Final = (
     GEMM_KEY,
 )
 _SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_OF_ANY_STRIDES: Final = ("aten", "prims", "fp8graph")
 _TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
 # What DTensor writes to gather shards: along another dim than the first, it moves the parts there afterwards.
 _GATHERS: Final = (wire.ALL_GATHER, wire.WAIT, aten.split.Tensor, operator.getitem, aten.cat.default)
@@ -244,20 +245,43 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
         yield from readers(user) if is_view(user) else (user,)
 
 
-def update_views(node: fx.Node) -> None:
+def strides_matter(node: fx.Node) -> bool:
+    """Whether ``node`` leaves the graph, or an op that is not torch's own reads it: both expect the strides it had."""
+    return any(getattr(reader.target, "namespace", "") not in _OF_ANY_STRIDES for reader in readers(node))
+
+
+def take_place(result: fx.Node, node: fx.Node, made_by: str) -> fx.Node:
+    """Replace ``node`` by ``result``. Returns what its users read: a copy if other strides than ``node``'s matter."""
+    graph, strides = node.graph, value(node).stride()
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    of_each_size = zip(value(result).shape, value(result).stride(), strides, strict=True)
+    if not all(known_equal(size, 1) or known_equal(new, old) for size, new, old in of_each_size):
+        if strides_matter(result):
+            with graph.inserting_after(result):
+                copy = _copy(result, made_by)
+            result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+            return copy
+        update_views(result, made_by)
+    return result
+
+
+def update_views(node: fx.Node, made_by: str) -> None:
     """Give the views of ``node`` the strides that follow from its own; one that is impossible views a copy."""
     for user in list(filter(is_view, node.users)):
         try:
             update_value(user)
         except (RuntimeError, ValueError):  # "view size is not compatible"
-            contiguous = {"memory_format": torch.contiguous_format}
             with node.graph.inserting_before(user):
-                copy = insert(
-                    node.graph, aten.clone.default, (node,), like=node, made_by=node.meta[PASS_KEY], kwargs=contiguous
-                )
+                copy = _copy(node, made_by)
             user.replace_input_with(node, copy)
             update_value(user)
-        update_views(user)
+        update_views(user, made_by)
+
+
+def _copy(node: fx.Node, made_by: str) -> fx.Node:
+    contiguous = {"memory_format": torch.contiguous_format}
+    return insert(node.graph, aten.clone.default, (node,), like=node, made_by=made_by, kwargs=contiguous)
 
 
 def module_path(node: fx.Node) -> str:

@@ -35,6 +35,7 @@ from fp8graph.graph import (
     readers,
     runs_without_gradients,
     static_size,
+    strides_matter,
     update_value,
     update_views,
     value,
@@ -161,7 +162,7 @@ def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *,
     for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
         for user in own:
             user.replace_input_with(node, part)
-        update_views(part)
+        update_views(part, _NAME)
     for node in results[1:]:
         graph.erase_node(node)
 
@@ -196,5 +197,4 @@ def _can_be_slices(fprops: Sequence[fx.Node]) -> bool:
     kept = {
         any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
     }
-    taken = [getattr(node.target, "namespace", "") in ("aten", "prims", "fp8graph") for own in found for node in own]
-    return all(taken) and len(kept) == 1
+    return len(kept) == 1 and not any(map(strides_matter, fprops))

@@ -25,7 +25,18 @@ import torch
 from torch import fx
 
 from fp8graph import numerics, ops
-from fp8graph.graph import GEMM_KEY, GROUPED, SITES, aten, insert, known_equal, matmul_arguments, nodes, value
+from fp8graph.graph import (
+    GEMM_KEY,
+    GROUPED,
+    SITES,
+    aten,
+    insert,
+    known_equal,
+    matmul_arguments,
+    nodes,
+    take_place,
+    value,
+)
 from fp8graph.hardware import ALIGNMENT
 from fp8graph.operands import QuantizedOperand, quantize_operand
 from fp8graph.recipes import Recipe
@@ -72,9 +83,7 @@ def _rewrite(
             result = _grouped(gemm, recipe, emit, *quantized, native=native, multiple=k)
         else:
             result = (_native if native else _emulated)(gemm, recipe, emit, *quantized)
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-    return result
+    return take_place(result, node, _NAME)
 
 
 def _native(

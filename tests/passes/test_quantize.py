@@ -84,6 +84,33 @@ def test_a_padded_result_is_sliced_before_the_bias() -> None:
     ]
 
 
+def test_a_padded_result_that_leaves_the_graph_has_the_strides_it_had() -> None:
+    assert forward(nn.Linear(20, 40, bias=False).bfloat16(), x(7, 20, dtype=torch.bfloat16))[-2:] == [
+        "slice_tensor: bf16[7, 40] = aten.slice.Tensor(fprop, 1, 0, 40)",
+        "clone_default: bf16[7, 40] = aten.clone(slice_tensor, memory_format=torch.contiguous_format)",
+    ]
+
+
+def test_a_view_that_a_padded_result_does_not_have_is_one_of_a_copy() -> None:
+    """[4, 40] of [4, 48]: no view has its 4 rows side by side."""
+    flat = Weight(lambda w, a: (a @ w).view(-1) * 2.0, 32, 40)
+    assert forward(flat, x(4, 32))[-4:] == [
+        "slice_tensor: f32[4, 40] = aten.slice.Tensor(fprop, 1, 0, 40)",
+        "clone_default: f32[4, 40] = aten.clone(slice_tensor, memory_format=torch.contiguous_format)",
+        "view: f32[160] = aten.view(clone_default, [-1])",
+        "mul: f32[160] = aten.mul.Tensor(view, 2.0)",
+    ]
+
+
+def test_a_padded_result_that_torch_reads_is_not_copied() -> None:
+    rows = Weight(lambda w, a: (a @ w).view(2, 2, 40) * 2.0, 32, 40)
+    assert forward(rows, x(4, 32))[-3:] == [
+        "slice_tensor: f32[4, 40] = aten.slice.Tensor(fprop, 1, 0, 40)",
+        "view: f32[2, 2, 40] = aten.view(slice_tensor, [2, 2, 40])",
+        "mul: f32[2, 2, 40] = aten.mul.Tensor(view, 2.0)",
+    ]
+
+
 def test_a_weight_stored_transposed_is_turned_round() -> None:
     lines = body(stage(Weight(lambda w, a: a @ w, 32, 48), x(16, 32), after="quantize"))
     assert "permute_default: f32[48, 32] = aten.permute(primals_1, [1, 0])" in lines
