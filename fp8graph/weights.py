@@ -182,9 +182,10 @@ class Weights:
         pages: Mapping[PageLayout, Tensor],
         compile: Compile,
     ) -> None:
-        # Copies of one weight in several paddings have one row: all are made with its scale before one records.
+        # Copies of one weight in several paddings have one row, by the same names in any order: all are made with its
+        # scale before one records.
         last = {
-            (weight.page.rows[0][0], *(id(args[index]) for index in weight.parameters)): copy
+            (frozenset(weight.page.rows[0]), *(id(args[index]) for index in weight.parameters)): copy
             for weight, copy in stale
             if weight.records and weight.page is not None
         }
