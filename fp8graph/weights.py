@@ -143,8 +143,7 @@ class Weights:
         version = 0 if tensor.is_inference() else tensor._version
         if isinstance(tensor, FakeTensor):
             return version, steps
-        storage = StorageWeakRef(tensor.untyped_storage())  # holds no data, but no other storage becomes equal to it
-        return version, storage, tensor.data_ptr(), steps
+        return version, _storage(tensor), tensor.data_ptr(), steps
 
     def _copies(self) -> set[_Copy]:
         return {copy for found in self._found.values() for copy in found.copies}
@@ -182,10 +181,10 @@ class Weights:
         pages: Mapping[PageLayout, Tensor],
         compile: Compile,
     ) -> None:
-        # Copies of one weight in several paddings have one row, by the same names in any order: all are made with its
-        # scale before one records.
+        # Copies of one weight in several paddings have one row, whichever of its names each knows: all are made with
+        # its scale before one records.
         last = {
-            (frozenset(weight.page.rows[0]), *(id(args[index]) for index in weight.parameters)): copy
+            (_storage(pages[weight.page]), *(id(args[index]) for index in weight.parameters)): copy
             for weight, copy in stale
             if weight.records and weight.page is not None
         }
@@ -212,6 +211,11 @@ class Weights:
                 function(*inputs, *buffers)
                 torch.autograd.graph.increment_version(buffers)  # generated code does not
         self.quantized += sum(weight.linears for weight, _ in stale)
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """Equal for tensors of one storage. Holds no data, but no other storage becomes equal to it."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
