@@ -15,10 +15,11 @@ from fp8graph.recipes import FLT_MAX, FP8_MAX
 def amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
     """``max |x|`` along ``dim`` (all of them), FP32; NaN where any element is NaN. Exact: every dtype taken widens.
 
-    Widened last, since an amax that two loops read is stored in between, but on a CPU: its generated code declares a
-    name twice where an amax in half precision is stored twice (torch 2.15 too; ``tests/test_compat.py`` watches it).
+    Widened last: an amax that two loops read is stored in between, and generated code rounds it there as eager code
+    does. But for columns on a CPU: its generated code declares a name twice where an amax of columns in half precision
+    is stored twice (torch 2.15 too; ``tests/test_compat.py`` watches it).
     """
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and dim == -1 and x.stride(-1) != 1:
         x = x.to(torch.float32)
     return x.abs().amax(dim, keepdim).to(torch.float32)
 
