@@ -57,7 +57,7 @@ from fp8graph.tiles import (
 
 
 def reducible_amax(x: Tensor) -> Tensor:
-    """[1]: The amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
+    """[1]: the amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
     amax = amax_of(x)
     return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
 

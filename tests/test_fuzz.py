@@ -65,8 +65,8 @@ def test_random_programs_through_inductor(part: int) -> None:
 
 
 REGRESSIONS: Final[dict[str, Program]] = {
-    # the second copy, in another padding, was made with the scale that the first had just recorded: its row had the
-    # same two names, in another order
+    # the second copy, in another padding, was made with the scale that the first had just recorded: they knew their row
+    # by different names
     "a cached weight on either side of a product": Program(
         inputs=(Input(shape=(32, 32)),),
         steps=(Step("functional", (0,)), Step("weight_first", (1,))),
