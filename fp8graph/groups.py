@@ -106,9 +106,8 @@ def quantize_groups(
         row_amaxes = amax_of(x, -1)
         row_amaxes = torch.where(group < groups, row_amaxes, 0.0)
         if scaling == "tensor":
-            mine = group.unsqueeze(0) == torch.arange(groups, device=x.device).unsqueeze(1)  # [experts, t]
-            amax = torch.where(mine, row_amaxes.unsqueeze(0), 0.0).amax(1)
-            scale, scale_inv = scales_from_amaxes(amax, dtype, "tensor", *settings)
+            amaxes = _amaxes_of_groups(row_amaxes, group, groups)
+            scale, scale_inv = scales_from_amaxes(amaxes, dtype, "tensor", *settings)
             last = [scale_inv]
         elif scaling == "nvfp4":
             amax = row_amaxes.amax()
@@ -135,12 +134,9 @@ def quantize_groups(
             scale_invs.append(layout_scale_inv)
             continue
         if scale is None:  # one for each column of each group
-            amax = torch.zeros((groups, x.shape[1]), dtype=torch.float32, device=x.device)
-            chunks = amax_of(rows.reshape(-1, multiples[1], x.shape[1]), 1)  # each in one group
-            index = which[:: multiples[1]].unsqueeze(1).expand(chunks.shape)
-            amax = amax.scatter_reduce(0, index, chunks, "amax")
-            amax = torch.cat([amax, amax.new_zeros((groups, -x.shape[1] % multiples[0]))], 1)
-            column_scales, layout_scale_inv = scales_from_amaxes(amax, dtype, "row", *settings)
+            amaxes = _amaxes_of_columns(rows, which, groups, multiples[1])
+            amaxes = torch.cat([amaxes, amaxes.new_zeros((groups, -x.shape[1] % multiples[0]))], 1)
+            column_scales, layout_scale_inv = scales_from_amaxes(amaxes, dtype, "row", *settings)
             scale_invs.append(layout_scale_inv)
             row_scales = column_scales[which][:, : x.shape[1]]
         else:
@@ -152,6 +148,19 @@ def quantize_groups(
         padding = (multiples[0], 1) if transposed else multiples
         data.append(with_padding(_cast(scaled.t() if transposed else scaled, dtype), padding))
     return [*data, *scale_invs, *last]
+
+
+def _amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:
+    """[experts]: the largest of each group's ``row_amaxes`` [t]; 0 where it has no rows."""
+    mine = group.unsqueeze(0) == torch.arange(groups, device=group.device).unsqueeze(1)  # [experts, t]
+    return torch.where(mine, row_amaxes.unsqueeze(0), 0.0).amax(1)
+
+
+def _amaxes_of_columns(rows: Tensor, group: Tensor, groups: int, multiple: int) -> Tensor:
+    """[experts, c]: the amax of each column of each group of ``rows`` [padded t, c], padded to ``multiple`` rows."""
+    chunks = amax_of(rows.reshape(-1, multiple, rows.shape[1]), 1)  # each in one group
+    index = group[::multiple].unsqueeze(1).expand(chunks.shape)
+    return chunks.new_zeros((groups, rows.shape[1])).scatter_reduce(0, index, chunks, "amax")
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
