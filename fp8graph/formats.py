@@ -16,12 +16,20 @@ def amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -
     """``max |x|`` along ``dim`` (all of them), FP32; NaN where any element is NaN. Exact: every dtype taken widens.
 
     Widened last: an amax that two loops read is stored in between, and generated code rounds it there as eager code
-    does. But for columns on a CPU: its generated code declares a name twice where an amax of columns in half precision
-    is stored twice (torch 2.15 too; ``tests/test_compat.py`` watches it).
+    does. But for columns on a CPU, see :func:`widened_columns`.
     """
-    if x.device.type == "cpu" and dim == -1 and x.stride(-1) != 1:
-        x = x.to(torch.float32)
+    if isinstance(dim, int):
+        x = widened_columns(x, dim)
     return x.abs().amax(dim, keepdim).to(torch.float32)
+
+
+def widened_columns(x: Tensor, dim: int) -> Tensor:
+    """``x``, in FP32 if it is on a CPU and not contiguous along ``dim``, where its amax is to be taken.
+
+    Code that is generated for a CPU declares a name twice where two amaxes of the columns of one tensor in half
+    precision are stored (torch 2.15 too; ``tests/test_compat.py`` watches it).
+    """
+    return x.to(torch.float32) if x.device.type == "cpu" and x.stride(dim) != 1 else x
 
 
 def scale_from_amax(

@@ -20,6 +20,7 @@ from fp8graph.formats import (
     pack_e2m1,
     saturating_cast,
     scale_from_amax,
+    widened_columns,
 )
 from fp8graph.hints import stored
 from fp8graph.recipes import FLT_MAX, FP8_MAX
@@ -73,7 +74,8 @@ def quantize_tiles(
 ) -> tuple[Tensor, Tensor]:
     """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; parts are joined."""
     *batch, rows, columns = parts[0].shape
-    padded = [pad_to_multiple(x, *block) for x in parts]
+    exact = [widened_columns(x, -1) for x in parts]
+    padded = [pad_to_multiple(x, *block) for x in exact]
     tiled = [tiles_of(x, block) for x in padded]
     amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
     settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
@@ -84,7 +86,7 @@ def quantize_tiles(
         packed = [pack_e2m1(cast_to_e2m1(untile(x)))[..., :rows, :].contiguous() for x in scaled]
         return join(packed, axis), scale_inv
     data = [saturating_cast(x, dtype) for x in scaled]
-    if all(x is part for x, part in zip(padded, parts, strict=True)):
+    if all(x is part for x, part in zip(padded, exact, strict=True)):
         tile_axis = -4 if axis == -2 else -2  # of [R / rows, rows, C / columns, columns]
         joined = [*batch, rows * len(parts), columns] if axis == -2 else [*batch, rows, columns * len(parts)]
         return join([stored(x.contiguous()) for x in data], tile_axis).reshape(joined), scale_inv

@@ -128,7 +128,7 @@ def test_inductor_still_drops_the_ragged_end_of_a_loop_over_tiles() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_plain_inductor_stores_an_amax_in_half_precision_once_only(dtype: torch.dtype) -> None:
-    """Of columns, by vectors. When this fails, ``amax_of`` needs no special case for CPUs."""
+    """Of columns, by vectors. When this fails, ``formats.widened_columns`` can go."""
     with pytest.raises(Exception, match="C\\+\\+ compile error"):
         torch.compile(lambda x: [x.abs().amax(0, keepdim=True), x.t().abs().amax(1, keepdim=True)])(
             torch.randn(64, 3).to(dtype)
@@ -137,11 +137,13 @@ def test_plain_inductor_stores_an_amax_in_half_precision_once_only(dtype: torch.
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_two_amaxes_of_the_columns_of_one_tensor_through_inductor(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("groups", [False, True])
+def test_two_amaxes_of_the_columns_of_one_tensor_through_inductor(dtype: torch.dtype, groups: bool) -> None:
     x = torch.randn(64, 3).to(dtype)
 
     def amaxes(x: Tensor) -> list[Tensor]:
-        return [amax_of(x.t(), -1), amax_of(x.t(), -1, keepdim=True)]
+        columns, dim = (x.reshape(4, 16, 3), 1) if groups else (x.t(), -1)
+        return [amax_of(columns, dim), amax_of(columns, dim, keepdim=True)]
 
     assert all(torch.equal(a, b) for a, b in zip(torch.compile(amaxes)(x), amaxes(x), strict=True))
 

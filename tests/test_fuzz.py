@@ -108,6 +108,16 @@ REGRESSIONS: Final[dict[str, Program]] = {
         recipe="rowwise",
         cache_weights=False,
     ),
+    # the same by tiles of 32
+    "a frozen weight and its transpose by tiles": Program(
+        inputs=(Input(shape=(3, 3)),),
+        steps=(Step("linear", (0,)), Step("transposed_use", (1,))),
+        outputs=(2,),
+        linears=(Linear(inputs=3, outputs=64, trains=False),),
+        dtype="float16",
+        recipe="mxfp8",
+        cache_weights=False,
+    ),
     # the fuzzer's own: an element on a boundary of FP8, which four computations with noise all left on one side
     "a tie after a matmul": Program(
         inputs=(
