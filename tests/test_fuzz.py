@@ -118,6 +118,41 @@ REGRESSIONS: Final[dict[str, Program]] = {
         recipe="mxfp8",
         cache_weights=False,
     ),
+    # the fuzzer's own: all rows are equal, and so are their roundings; with noise of its own one of them moved the amax
+    "equal rows": Program(
+        inputs=(Input(shape=(32, 32), strides="expanded"),),
+        steps=(Step("linear", (0,)), Step("linear", (1,), 1), Step("cat", (2, 2), numbers=(-2,))),
+        outputs=(3,),
+        linears=(Linear(inputs=32, outputs=16, bias=True), Linear(inputs=16, outputs=17)),
+        dtype="float16",
+        rules=(RuleSpec(pattern="*", recipe="tensorwise", op="matmul"),),
+        group=False,
+        cache_weights=False,
+        magnitude=4.0,
+        seed=173,
+    ),
+    # the fuzzer's own: an element on a boundary that eight computations with noise left where it was
+    "a tie after three products": Program(
+        inputs=(Input(shape=(24, 24)), Input(shape=(48, 48))),
+        steps=(
+            Step("sliced_columns", (1,), numbers=(1, 49)),
+            Step("sliced_rows", (2,), 1, (0, 40)),
+            Step("sliced_columns", (3,), 2, (1, 41)),
+            Step("every_other_row", (4,)),
+            Step("cat", (5, 5), numbers=(-2,)),
+        ),
+        outputs=(6,),
+        weights=(Weight(shape=(24, 52)), Weight(shape=(43, 24)), Weight(shape=(5, 44))),
+        dtype="float32",
+        recipe="rowwise_exact",
+        rules=(
+            RuleSpec(pattern="linears.*", recipe="delayed"),
+            RuleSpec(pattern="*", recipe="rowwise_exact", op="matmul"),
+        ),
+        group=False,
+        cache_weights=False,
+        seed=45,
+    ),
     # the fuzzer's own: an element on a boundary of FP8, which four computations with noise all left on one side
     "a tie after a matmul": Program(
         inputs=(
