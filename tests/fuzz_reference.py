@@ -39,7 +39,7 @@ MARGIN_DB: Final = 12.0
 CAP_DB: Final = {"float32": 90.0, "bfloat16": 36.0, "float16": 50.0}
 # Computations with noise, of which the worst counts: an element on a boundary is by chance where the exact one has it.
 # The second and further ones only if a result is worse than the first one allows.
-_SEEDS: Final = 32
+_SEEDS: Final = 16
 # Steps of the program, and the factor on all parameters after each. Delayed scaling needs a history in which the
 # largest amax is not the newest.
 # No simple fractions: they put the largest element on a rounding boundary.
@@ -52,7 +52,7 @@ class Noise:
     Every result gets noise of a rounding or two; every quantized element that lies so close to a rounding boundary that
     the noise could move it to the other side is on the other side. Every second one leaves these where the noise put
     them: moved there by the noise, they would come back. Half of them put the same noise on all rows: rows that are
-    equal (of an expanded input) are rounded alike, and with noise of its own some row would always raise the amax.
+    equal (of an expanded input) are rounded alike, and with noise of their own one nearly always raises the amax.
     """
 
     def __init__(self, program: Program, seed: int) -> None:

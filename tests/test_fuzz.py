@@ -118,7 +118,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
         recipe="mxfp8",
         cache_weights=False,
     ),
-    # the fuzzer's own: all rows are equal, and so are their roundings; with noise of its own one of them moved the amax
+    # the fuzzer's own: all rows are equal, and so are their roundings; with noise of their own one raised the amax
     "equal rows": Program(
         inputs=(Input(shape=(32, 32), strides="expanded"),),
         steps=(Step("linear", (0,)), Step("linear", (1,), 1), Step("cat", (2, 2), numbers=(-2,))),
