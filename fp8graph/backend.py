@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fp8graph import compat, hardware
 from fp8graph.agreement import agree
 from fp8graph.autocast import DISABLED, POLICY, amax_group
+from fp8graph.call import Epoch
 from fp8graph.checkpoint import ScalingState
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy, policy_of
@@ -33,9 +34,14 @@ _COMPILERS: Final = ("inductor", "eager")
 
 
 class Names:
-    """FQNs by parameter identity. Holds no parameter alive."""
+    """FQNs by parameter identity. Holds no parameter alive.
 
-    def __init__(self) -> None:
+    Args:
+        epoch: advanced when parameters get other names.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._models: list[weakref.ref[torch.nn.Module]] = []
 
@@ -45,6 +51,7 @@ class Names:
     def bind(self, model: torch.nn.Module) -> None:
         self._models.append(weakref.ref(model))
         self._learn(model)
+        self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -135,13 +142,14 @@ class Backend:
         self.inductor_options: Final = _checked_inductor_options(inductor_options)
         self.target: Final = target
         self.hardware: Final = hardware.from_target(target) if target is not None else None
-        self.names: Final = Names()
-        self.state: Final = State()
+        self.epoch: Final = Epoch()
+        self.names: Final = Names(self.epoch)
+        self.state: Final = State(self.epoch)
         self.cache_weights: Final = cache_weights
         self.save: Final = save
         self.save_activations_in_fp8: Final = save_activations_in_fp8
         self.group: Final = group
-        self.weights: Final = Weights()
+        self.weights: Final = Weights(self.epoch)
         self.stopwatch: Final = Stopwatch()
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
@@ -207,6 +215,7 @@ class Backend:
         if self.policy.scheduled:
             self.policy = self.policy.at_step(0)
         self._families[()] = self.policy, self.policy.identity()
+        self.epoch.advance()
 
     def policy_of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
         """The policy for a graph of models of ``families`` (theirs, unless the user chose one), and its identity."""
@@ -261,7 +270,7 @@ class Backend:
     @property
     def report(self) -> Report:
         """What was compiled so far, including graphs that came from a warm compile cache."""
-        views = [view for program in self._programs for view in program.views.values()]
+        views = [view for program in self._programs for view in program.views]
         return Report(
             graphs=views,
             policy=self.policy,

@@ -23,6 +23,7 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -45,6 +46,21 @@ def source_name(node: fx.Node) -> str:
     """
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return cast(str, name() if callable(name) else name)
+
+
+def inductor_cache_folder() -> Path:
+    """Where Inductor keeps its compiled code."""
+    return Path(cache_dir())
+
+
+def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Let AOTAutograd know of a copied graph that Dynamo made it.
+
+    Dynamo notes so on the module itself, not in ``meta``. Without the note AOTAutograd takes the graph for an exported
+    one: no input is then static, and CUDA graphs copy every parameter at each replay (torch 2.11 to 2.15).
+    """
+    if (sources := getattr(module, "_param_name_to_source", None)) is not None:
+        copy._param_name_to_source = sources  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> Any:

@@ -1,52 +1,84 @@
-"""The names of sites: FQNs from the module stacks and parameters of a graph."""
+"""The names of sites: FQNs from the module stacks and parameters of a graph.
+
+A graph may serve several layers (layers that are compiled one by one share it): where a site stands in the program is
+found once (:class:`Place`), what it is called follows from the names that the parameters of a call are bound to.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
-from fp8graph.graph import SITES, module_path, nodes, split_source
-from fp8graph.sites import Parameter
+from fp8graph.graph import module_path, split_source
 
 
-class Naming:
-    """FQNs for sites. Paths are relative to the compiled frame; bound parameters make them absolute."""
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A graph input that is a parameter."""
 
-    def __init__(self, graph: fx.Graph, parameters: dict[fx.Node, Parameter]) -> None:
-        self._parameters = parameters
-        self._prefix: dict[str, str] = {}  # root variable of the frame -> FQN of that module
-        for parameter in parameters.values():
-            root, path = split_source(parameter.source)
-            if parameter.bound == path or parameter.bound.endswith("." + path):
-                self._prefix[root] = parameter.bound.removesuffix(path).rstrip(".")
-        paths = (split_source(module_path(node)) for node in nodes(graph, SITES))
-        self._several_roots = len({root for root, path in paths if path}) > 1
-        self._seen: Counter[str] = Counter()
+    source: str  # Dynamo's name for it, L['self']._modules[...]...
+    index: int  # among the graph's inputs
+    bound: str = ""  # its FQN, if the user bound the model (backend.bind)
 
-    def name(self, node: fx.Node, weight: fx.Node | None) -> tuple[str, int, int | None]:
-        """``(fqn, index among the sites of that module, graph input of the weight's parameter)``."""
-        root, path = split_source(module_path(node))
-        prefix = self._prefix.get(root)
-        parameter = self._parameter_under(weight)
-        if parameter is not None:
-            parameter_root, parameter_path = split_source(parameter.source)
-            if parameter.bound and parameter.bound.endswith(parameter_path):
-                prefix = parameter.bound.removesuffix(parameter_path).rstrip(".")
-            if not path:  # code at the root of the frame: the parameter's own name
-                root, path = parameter_root, parameter_path
-            elif parameter_path.startswith(path + "."):
-                path = _owner(path, parameter_path)
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a site stands: its module relative to the compiled frame, and the parameter that its weight comes from."""
+
+    root: str  # the variable of the frame under which the module is found
+    path: str  # FQN under it; "" at the root of the frame
+    parameter: int | None  # graph input
+
+
+def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node, Parameter]) -> Place:
+    """The place of the matmul ``node``, whose weight, if it has one, is computed from ``parameters``."""
+    while weight is not None and weight not in parameters:
+        weight = weight.all_input_nodes[0] if weight.all_input_nodes else None
+    root, path = split_source(module_path(node))
+    return Place(root=root, path=path, parameter=None if weight is None else parameters[weight].index)
+
+
+def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[tuple[str, int]]:
+    """``(fqn, index among the sites of that module)`` of all sites of a graph, in order.
+
+    Paths are relative to the compiled frame; bound parameters make them absolute.
+    """
+    parameters = list(parameters)
+    by_index = {parameter.index: parameter for parameter in parameters}
+    prefixes: dict[str, str] = {}  # root variable of the frame -> FQN of that module
+    for parameter in parameters:
+        root, path = split_source(parameter.source)
+        if parameter.bound == path or parameter.bound.endswith("." + path):
+            prefixes[root] = parameter.bound.removesuffix(path).rstrip(".")
+    several_roots = len({place.root for place in places if place.path}) > 1
+    seen: Counter[str] = Counter()
+    names: list[tuple[str, int]] = []
+    for place in places:
+        parameter = None if place.parameter is None else by_index[place.parameter]
+        prefix, root, path = _full_path(place, parameter, prefixes.get(place.root))
         if prefix is None:
-            prefix = root if self._several_roots else ""
+            prefix = root if several_roots else ""
         fqn = ".".join(part for part in (prefix, path) if part)
-        self._seen[fqn] += 1
-        return fqn, self._seen[fqn] - 1, None if parameter is None else parameter.index
+        names.append((fqn, seen[fqn]))
+        seen[fqn] += 1
+    return names
 
-    def _parameter_under(self, node: fx.Node | None) -> Parameter | None:
-        while node is not None and node not in self._parameters:
-            node = node.all_input_nodes[0] if node.all_input_nodes else None
-        return None if node is None else self._parameters[node]
+
+def _full_path(place: Place, parameter: Parameter | None, prefix: str | None) -> tuple[str | None, str, str]:
+    """``(FQN of the root or None, root variable, FQN under it)`` of one site."""
+    if parameter is None:
+        return prefix, place.root, place.path
+    root, path = split_source(parameter.source)
+    if parameter.bound and parameter.bound.endswith(path):
+        prefix = parameter.bound.removesuffix(path).rstrip(".")
+    if not place.path:  # code at the root of the frame: the parameter's own name
+        return prefix, root, path
+    if path.startswith(place.path + "."):
+        return prefix, place.root, _owner(place.path, path)
+    return prefix, place.root, place.path
 
 
 def _owner(path: str, parameter_path: str) -> str:

@@ -21,7 +21,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import graph_inputs, graph_text
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.report import GemmRecord, gemm_records, with_groups
-from fp8graph.sites import Compilation, PageLayout, QuantizedWeight
+from fp8graph.sites import Compilation, Findings
 
 GraphPass = Callable[[fx.Graph], None]
 
@@ -92,8 +92,12 @@ class _Pass(CustomGraphPass):
         return json.dumps([type(self).__name__, self._identity, *map(str, others)])
 
 
-class Found(Exception):
-    """Ends a trace that was only to find what a graph takes."""
+class TooFewInputs(Exception):
+    """Ends a compilation whose graph wants more spare inputs than it has: ``wanted`` of them."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
 
 
 class JointPass(_Pass):
@@ -109,31 +113,20 @@ class JointPass(_Pass):
         first: GraphPass | Sequence[GraphPass] | None = None,
         check: Callable[[Sequence[GemmRecord]], None] | None = None,
         keep_module: bool = False,
-        only_find: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
         super().__init__(identity, first, stopwatch)
         self._compilation = compilation
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
-        self._only_find = only_find  # raise Found after the passes
         self.before = ""
         self.inputs: tuple[str, ...] = ()
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
         self.collectives: tuple[CollectiveRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
+        self.findings = Findings()
         self.module: fx.GraphModule | None = None
-
-    @property
-    def pages(self) -> tuple[PageLayout, ...]:
-        """The pages of scaling state that the graph wants."""
-        return self._compilation.pages
-
-    @property
-    def weights(self) -> tuple[QuantizedWeight, ...]:
-        """The weights whose copies the graph wants."""
-        return self._compilation.weights
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
@@ -142,8 +135,7 @@ class JointPass(_Pass):
 
     def _rewrite(self, graph: fx.Graph) -> None:
         compilation = self._compilation
-        if not self._only_find:
-            self.before = _append(self.before, graph_text(graph))
+        self.before = _append(self.before, graph_text(graph))
         inputs = list(graph_inputs(graph))
         compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
@@ -153,19 +145,18 @@ class JointPass(_Pass):
         earlier = self.records or ()
         for run in JOINT_PIPELINE:
             _run(graph, run.__name__, functools.partial(run, graph, compilation))
-            if run.__name__ == "assign" and not self._only_find:  # the matmul nodes are still there
+            if run.__name__ == "assign":  # the matmul nodes are still there
                 records = gemm_records(compilation)
                 self.records = (*earlier, *records)
                 if self._check is not None:
                     self._check(records)
-            if not self._only_find:
-                self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
-        if not self._only_find:
-            self.records = (*earlier, *with_groups(records, compilation))
-            self.collectives = (*self.collectives, *collective_records(graph))
+            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
+        self.records = (*earlier, *with_groups(records, compilation))
+        self.collectives = (*self.collectives, *collective_records(graph))
+        self.findings = self.findings.and_those_of(compilation)
         compilation.forget_nodes()  # they would keep the graph alive
-        if self._only_find and not compilation.subgraph:
-            raise Found
+        if compilation.spares.wanted > len(compilation.spares.indices):
+            raise TooFewInputs(compilation.spares.wanted)
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map={}))

@@ -9,34 +9,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import json
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8graph import compat, delayed
+from fp8graph import compat
 from fp8graph.autocast import REGION_KEY, amax_group, current_region, region_recipe
+from fp8graph.call import Prepared, PreparedCalls
 from fp8graph.errors import Fp8GraphError
+from fp8graph.foresee import spare_inputs
 from fp8graph.graph import NO_GRAD_KEY
 from fp8graph.models.general import families_of
+from fp8graph.naming import Parameter
 from fp8graph.observe import announce
-from fp8graph.pipeline import Found, JointPass, LowerPass, source_hash
+from fp8graph.pipeline import JointPass, LowerPass, TooFewInputs, source_hash
 from fp8graph.policy import INHERIT, Policy
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
+from fp8graph.renaming import Decided
 from fp8graph.report import GraphView
-from fp8graph.sites import Compilation, PageLayout, Parameter, QuantizedWeight
+from fp8graph.sites import TAKEN_KEY, Compilation, Findings, PageLayout, SpareInputs
 from fp8graph.state import Recomputations
+from fp8graph.stored import Stored, read
 
 if TYPE_CHECKING:
     from fp8graph.backend import Backend
@@ -44,29 +45,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Situation:
-    """Everything outside the graph that decides how it is rewritten."""
+    """Everything outside the graph, but for names, that decides how it is rewritten."""
 
     policy: str
     region: str | Recipe | None
     amax_group: str | None  # process group of the amax reduction
-    names: tuple[str, ...]  # bound FQNs of the graph's parameters, "" where not bound
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What a compiled graph takes after Dynamo's inputs: pages of scaling state, and FP8 copies of weights."""
-
-    pages: Sequence[PageLayout] = ()
-    weights: Sequence[QuantizedWeight] = ()
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Variant:
-    """A compiled graph and what it takes after Dynamo's inputs."""
+    """A compiled graph under the names of one layer."""
 
     run: Callable[..., Any]
-    wanted: Wanted
+    spares: int  # inputs after Dynamo's: copies of weights, pages, and those that nobody took
+    decided: Decided
     reduces: bool  # takes part in reductions of amaxes, even if this graph has none to give
+
+    @property
+    def findings(self) -> Findings:
+        return self.decided.findings
 
 
 class Program:
@@ -90,44 +87,78 @@ class Program:
             compat.fake_input(node, x, self._tracing_context)
             for node, x in zip(placeholders, example_inputs, strict=True)
         ]
-        self._variants: dict[Situation, _Variant] = {}
+        self._compiled: dict[Situation, list[_Variant]] = {}
+        self._variants: dict[tuple[Situation, tuple[str, ...]], _Variant] = {}  # by the names of the parameters
         self._families = tuple(families_of(_module_classes(module)))
         self._gradients = torch.is_grad_enabled()
         self._recomputations = Recomputations()
+        self._empty = torch.empty(0, device=accelerator_of(example_inputs))  # for inputs that nobody took
+        self._prepared = PreparedCalls(backend.epoch, list(self._parameters))
         self._calls = 0
-        self.views: dict[Situation, GraphView] = {}
-        situation = self._situation(example_inputs)
-        self._variants[situation] = self._compile(situation, example_inputs)
+        self._variant(self._situation(), self._names(example_inputs), example_inputs)
+
+    @property
+    def views(self) -> list[GraphView]:
+        """The report's view of each variant, once for each layer that runs it."""
+        return [variant.decided.view for variant in self._variants.values()]
 
     def __call__(self, *args: Any) -> Any:
         if compat.called_to_trace(args):
             return self._run_on_fakes(args)
-        self._calls += 1
-        if self._backend.strict and self._calls > 1:  # every graph of the first step is known now
-            self._backend.check_strictly(everything=self._calls == 2)
-        situation = self._situation(args)
-        variant = self._variants.get(situation)
+        if self._backend.strict:
+            self._calls += 1
+            if self._calls > 1:  # every graph of the first step is known now
+                self._backend.check_strictly(everything=self._calls == 2)
+        call = self._prepared.get(args, (current_region(), amax_group())) or self._prepare(args)
+        if call.pages is None:
+            return call.run(*args, *call.more)
+        return self._run_with_state(call, args)
+
+    def _prepare(self, args: Sequence[Any]) -> Prepared:
+        """Find what a call needs, and keep it for the calls that will need the same."""
+        situation, names = self._situation(), self._names(args)
+        variant = self._variants.get((situation, names))
         if variant is None:
             context = self._tracing_context
             with tracing(context) if context is not None else contextlib.nullcontext():
-                variant = self._variants[situation] = self._compile(situation, self._fake_inputs)
-        backend, wanted = self._backend, variant.wanted
-        if variant.reduces:  # before this call reads scales; reentrant checkpointing trains in backward only
-            backend.state.reduces(str(situation.amax_group), accelerator_of(args))
-            backend.state.commit()
-        pages: list[torch.Tensor] = []
-        weights: list[torch.Tensor] = []
-        if wanted.pages:
-            pages = backend.state.tensors(wanted.pages, args, backend.names)
-            if self._gradients:
-                backend.state.recorded_by(situation.amax_group)
-                pages = self._recomputations.pages(wanted.pages, pages, args)
-        if wanted.weights:
-            weights = backend.weights.tensors(wanted.weights, args, self._pages_of(args), backend.compile_weights)
-        results = variant.run(*args, *pages, *weights)
-        if variant.reduces:
-            backend.state.watch(results, pages)
+                variant = self._variant(situation, names, self._fake_inputs)
+        backend, findings, epoch = self._backend, variant.findings, self._backend.epoch.now
+        self._take_part(variant.reduces, args)
+        pages = backend.state.tensors(findings.pages, args, backend.names) if findings.pages else []
+        if pages and self._gradients:
+            backend.state.recorded_by(situation.amax_group)
+        weights = backend.weights.tensors(findings.weights, args, self._pages_of(args), backend.compile_weights)
+        known = bool(findings.weights or pages or names)
+        call = Prepared(
+            run=variant.run,
+            more=[*weights, *pages, *[self._empty] * (variant.spares - len(weights) - len(pages))],
+            pages=slice(len(weights), len(weights) + len(pages)) if pages or variant.reduces else None,
+            layouts=findings.pages,
+            reduces=variant.reduces,
+            epoch=epoch,
+            parameters=self._prepared.ids(args) if known else (),
+            unchanged=backend.weights.unchanged(findings.weights, args) if findings.weights else None,
+        )
+        self._prepared.keep(args, (situation.region, situation.amax_group), call)
+        return call
+
+    def _run_with_state(self, call: Prepared, args: Sequence[Any]) -> Any:
+        """Run a graph that reads scaling state, and may record in it."""
+        self._take_part(call.reduces, args)
+        where = cast(slice, call.pages)
+        more, pages = call.more, list(call.more[where])
+        if pages and self._gradients:
+            more = [*more[: where.start], *self._recomputations.pages(call.layouts, pages, args), *more[where.stop :]]
+        results = call.run(*args, *more)
+        if call.reduces:
+            self._backend.state.watch(results, pages)
         return results
+
+    def _take_part(self, reduces: bool, args: Sequence[Any]) -> None:
+        """Record the amaxes of the last step on all ranks, before this call reads scales."""
+        if reduces:  # reentrant checkpointing trains in backward only
+            self._backend.state.reduces(str(amax_group()), accelerator_of(args))
+            self._backend.state.commit()
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
         """A call that only asks what comes out: no scale, no copy of a weight is for these parameters.
@@ -135,26 +166,28 @@ class Program:
         DDPOptimizer (``DistributedDataParallel`` under Dynamo) cuts a graph into buckets, and calls each part on fake
         tensors before it compiles the next.
         """
-        variant = self._variants[self._situation(args)]
+        variant = self._variants[self._situation(), self._names(args)]
         with cast(FakeTensorMode, detect_fake_mode(args)):
-            return variant.run(*args, *_more_fakes(variant.wanted))
+            return variant.run(*args, *_stand_ins(variant))
 
     def _pages_of(self, args: Sequence[Any]) -> Callable[[Sequence[PageLayout]], list[torch.Tensor]]:
         return lambda layouts: self._backend.state.tensors(layouts, args, self._backend.names)
 
-    def _situation(self, args: Sequence[Any]) -> Situation:
+    def _situation(self) -> Situation:
+        return Situation(policy=self._policy[1], region=current_region(), amax_group=amax_group())
+
+    def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
+        """The FQNs that the graph's parameters are bound to, "" where they are not; () if nothing is bound."""
         names = self._backend.names
-        bound = tuple(names.get(args[index]) for index in self._parameters) if names else ()
-        return Situation(policy=self._policy[1], region=current_region(), amax_group=amax_group(), names=bound)
+        return tuple(names.get(args[index]) for index in self._parameters) if names else ()
 
     @property
     def _policy(self) -> tuple[Policy, str]:
         return self._backend.policy_of(self._families)
 
-    def _compilation(self, situation: Situation, wanted: Wanted) -> Compilation:
-        first = len(self._sources) + len(wanted.pages)
-        copies = sum(len(weight.outputs) for weight in wanted.weights)
-        bound = situation.names or ("",) * len(self._parameters)
+    def _compilation(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Compilation:
+        first = len(self._sources)
+        bound = names or ("",) * len(self._parameters)
         return Compilation(
             policy=self._policy[0],
             hardware=self._backend.hardware,
@@ -162,12 +195,11 @@ class Program:
             sources=self._sources,
             records_amaxes=self._gradients,
             amax_group=situation.amax_group,
-            page_inputs=tuple(range(len(self._sources), first)),
+            spares=SpareInputs(indices=range(first, first + spares)),
             cache_weights=self._backend.cache_weights,
             group=self._backend.group,
             save=self._backend.save,
             save_activations_in_fp8=self._backend.save_activations_in_fp8,
-            weight_inputs=tuple(range(first, first + copies)),
             gathered=self._gathered,
             parameters={
                 index: Parameter(source=source, index=index, bound=name)
@@ -175,35 +207,59 @@ class Program:
             },
         )
 
-    def _compile(self, situation: Situation, inputs: Sequence[Any]) -> _Variant:
+    def _variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> _Variant:
+        """The variant for a situation and for parameters called ``names``: one that was decided alike, or a new one."""
+        known = self._compiled.setdefault(situation, [])
+        compilation = self._compilation(situation, names)
+        for other in known:
+            if (decided := other.decided.under(compilation)) is not None:
+                variant = dataclasses.replace(other, decided=decided)
+                break
+        else:
+            known.append(variant := self._compile(situation, names, inputs))
+            announce(variant.decided.view)
+        self._variants[situation, names] = variant
+        if self._backend.strict:
+            self._backend.check_records(variant.decided.view.gemms)
+        return variant
+
+    def _compile(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> _Variant:
         backend = self._backend
         options = dict(backend.inductor_options)
-        identity = self._identity(situation)
+        identity = self._identity(situation, names)
         recipes = self._recipes(situation)
-        wanted = self._wanted(situation, recipes)
-        joint = JointPass(
-            self._compilation(situation, wanted),
-            None if any(has_code(r) for r in recipes) else identity,
-            first=options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass),
-            check=backend.check_records if backend.strict else None,
-            stopwatch=backend.stopwatch,
-        )
+        spares = spare_inputs(self._module, self._compilation(situation, names), training=self._gradients)
+        first = options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
         if backend.may_rewrite(situation.region, self._regions()):
             options = {**compat.codegen_patches(backend.hardware, inputs), **options}
-        compiled = self._run_compile_fx(joint, options, inputs, wanted, inner_compile=backend.inner_compile)
-        self.views[situation] = self._view(situation, joint, identity, options, wanted)
-        announce(self.views[situation])
-        if backend.strict:
-            backend.check_records(self.views[situation].gemms)
+        while True:
+            joint = JointPass(
+                self._compilation(situation, names, spares),
+                None if any(has_code(r) for r in recipes) else identity,
+                first=first,
+                check=backend.check_records if backend.strict else None,
+                stopwatch=backend.stopwatch,
+            )
+            try:
+                compiled = self._run_compile_fx(joint, options, inputs, spares, inner_compile=backend.inner_compile)
+                break
+            except TooFewInputs as found:
+                spares = found.wanted
+        stored = self._stored(situation, names, joint, self._key(identity, options, spares), spares)
         delayed_scaling = any(isinstance(r, DelayedScaling) and r.reduce_amax for r in recipes)
-        return _Variant(compiled, wanted, self._gradients and delayed_scaling and situation.amax_group is not None)
+        return _Variant(
+            run=compiled,
+            spares=spares,
+            decided=Decided.of(stored.findings, self._compilation(situation, names), stored.view),
+            reduces=self._gradients and delayed_scaling and situation.amax_group is not None,
+        )
 
     def _run_compile_fx(
         self,
         joint: JointPass,
         options: dict[str, Any],
         inputs: Sequence[Any],
-        wanted: Wanted,
+        spares: int,
         *,
         inner_compile: Callable[..., Any] | None,
     ) -> Callable[..., Any]:
@@ -214,72 +270,53 @@ class Program:
             "joint_custom_pre_pass": joint,
             "post_grad_custom_pre_pass": LowerPass(source_hash(), first, self._backend.stopwatch),
         }
-        extra: dict[str, Any] = {}
         if inner_compile is not None:
             patches["force_disable_caches"] = True
-            extra["inner_compile"] = inner_compile
         module = copy_dynamo_graph(self._module, self._gradients)  # compile_fx takes it; Dynamo reads its graph again
-        more = _more_inputs(module, wanted, inputs)
-        return cast(Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, **extra))
+        more = _add_spare_inputs(module, spares, inputs)
+        inner = with_taken_inputs(inner_compile or compile_fx_inner)
+        return cast(
+            Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
+        )
 
-    def _wanted(self, situation: Situation, recipes: set[Recipe]) -> Wanted:
-        """What the graph takes beside Dynamo's inputs: found by running the passes once without it."""
-        if not (recipes if self._backend.cache_weights else any(isinstance(r, DelayedScaling) for r in recipes)):
-            return Wanted()
-        joint = self._trace(situation, Wanted(), only_find=True)
-        return Wanted(pages=joint.pages, weights=joint.weights)
-
-    def _trace(self, situation: Situation, wanted: Wanted, *, only_find: bool = False) -> JointPass:
-        """Run the passes without code generation: to find inputs, for a cached report, for ``.module``."""
+    def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
+        """Run the passes without code generation: for a report that was not kept, for ``.module``."""
         joint = JointPass(
-            self._compilation(situation, wanted),
-            "",
-            keep_module=True,
-            only_find=only_find,
-            stopwatch=self._backend.stopwatch,
+            self._compilation(situation, names, spares), "", keep_module=True, stopwatch=self._backend.stopwatch
         )
         context = self._tracing_context
         fresh = TracingContext(context.fake_mode) if context is not None else None
-        with tracing(fresh) if fresh is not None else contextlib.nullcontext():
-            with contextlib.suppress(Found):
-                self._run_compile_fx(joint, {}, self._fake_inputs, wanted, inner_compile=run_eagerly)
+        with torch.set_grad_enabled(self._gradients), tracing(fresh) if fresh is not None else contextlib.nullcontext():
+            self._run_compile_fx(joint, {}, self._fake_inputs, spares, inner_compile=run_eagerly)
         return joint
 
-    def _view(
-        self,
-        situation: Situation,
-        joint: JointPass,
-        identity: str,
-        options: dict[str, Any],
-        wanted: Wanted,
-    ) -> GraphView:
-        """The report's view of a variant. On a compile cache hit no pass ran: it comes from the cache too."""
+    def _stored(self, situation: Situation, names: tuple[str, ...], joint: JointPass, key: str, spares: int) -> Stored:
+        """What is known of a variant. On a compile cache hit no pass ran: that was kept beside the code."""
+        keeps = self._backend.compiler == "inductor" and joint.uuid() is not None
+        found = read(key) if keeps and joint.records is None else None
+        if found is None:
+            if joint.records is None:
+                joint = self._trace(situation, names, spares)
+            view = GraphView(
+                name=self._name(),
+                training=joint.training,
+                inputs=joint.inputs,
+                gemms=joint.records or (),
+                collectives=joint.collectives,
+                before=joint.before,
+                after=list(joint.stages.values())[-1],
+                stages=joint.stages,
+                policy=situation.policy,
+            )
+            found = Stored(view=view, findings=joint.findings, spares=spares)
+            if keeps:
+                found.write(key)
+        inputs = found.findings.inputs
 
         def module() -> fx.GraphModule:
-            return cast(fx.GraphModule, self._trace(situation, wanted).module)
+            return cast(fx.GraphModule, self._trace(situation, names, inputs).module)
 
-        store = Path(cache_dir()) / "fp8graph" / f"{self._key(identity, options)}.json"
-        if joint.records is None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                stored = GraphView.from_dict(json.loads(store.read_text(encoding="utf-8")))
-                return dataclasses.replace(stored, load_module=module)
-            joint = self._trace(situation, wanted)
-        view = GraphView(
-            name=self._name(),
-            training=joint.training,
-            inputs=joint.inputs,
-            gemms=joint.records or (),
-            collectives=joint.collectives,
-            before=joint.before,
-            after=list(joint.stages.values())[-1],
-            stages=joint.stages,
-            policy=situation.policy,
-            load_module=module,
-        )
-        if self._backend.compiler == "inductor" and joint.uuid() is not None:
-            with contextlib.suppress(OSError):  # a report that is not stored is traced again
-                _write(store, json.dumps(view.to_dict()))
-        return view
+        return dataclasses.replace(found, view=dataclasses.replace(found.view, load_module=module))
 
     def _name(self) -> str:
         kind = "training" if torch.is_grad_enabled() else "inference"
@@ -303,12 +340,12 @@ class Program:
         custom = (node.meta.get("custom") or {} for node in self._module.graph.nodes)
         return {values.get(REGION_KEY) for values in custom}
 
-    def _identity(self, situation: Situation) -> str:
+    def _identity(self, situation: Situation, names: tuple[str, ...]) -> str:
         """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
         digest = hashlib.sha256(source_hash().encode())
         backend = self._backend
         settings = backend.strict, backend.cache_weights, backend.save, backend.save_activations_in_fp8, backend.group
-        digest.update(repr((situation, backend.hardware, settings)).encode())
+        digest.update(repr((situation, names, backend.hardware, settings)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
         digest.update(repr((self._parameters, sorted(self._gathered))).encode())
@@ -318,7 +355,7 @@ class Program:
             digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
         return digest.hexdigest()
 
-    def _key(self, identity: str, options: dict[str, Any]) -> str:
+    def _key(self, identity: str, options: dict[str, Any], spares: int) -> str:
         """The name under which the report of this graph is kept beside torch's compiled code."""
         digest = hashlib.sha256(identity.encode())
         digest.update(self._module.code.encode())
@@ -327,7 +364,7 @@ class Program:
                 facts = tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, x.requires_grad
                 digest.update(repr((facts, str(x.device))).encode())
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        digest.update(repr((state, sorted((k, str(v)) for k, v in options.items()))).encode())
+        digest.update(repr((state, spares, sorted((k, str(v)) for k, v in options.items()))).encode())
         return digest.hexdigest()
 
 
@@ -353,14 +390,6 @@ def _region_text(region: Any) -> str:
     return "policy" if recipe is INHERIT else repr(recipe)
 
 
-def _write(path: Path, text: str) -> None:
-    """Write atomically: another process may read or write the same file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
 def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
     """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
     placeholders = module.graph.find_nodes(op="placeholder")
@@ -383,6 +412,7 @@ def compile_dialect(
 ) -> Callable[..., Any]:
     """Generate code for a graph of dialect nodes that has no gradients."""
     options = {**compat.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
+    options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
     options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first=None)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
@@ -405,17 +435,19 @@ def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.Grap
             copy.meta["custom"] = {**(original.meta.get("custom") or {}), NO_GRAD_KEY: True}
     result = fx.GraphModule(module, graph)
     result.meta = module.meta
+    compat.keep_parameter_sources(module, result)
     return result
 
 
-def _more_inputs(module: fx.GraphModule, wanted: Wanted, inputs: Sequence[Any]) -> list[Any]:
-    """Append a graph input for each page and each copy of a weight; returns the fake tensors to trace with."""
-    if not wanted.pages and not wanted.weights:
+def _add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any]) -> list[Any]:
+    """Append graph inputs for passes to take (``sites.SpareInputs``); returns the fake tensors to trace with."""
+    if not number:
         return []
     mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
     assert mode is not None
+    device = accelerator_of(inputs)  # an unused tensor on the CPU would keep CUDA graphs off
     with mode:
-        fakes = _more_fakes(wanted)
+        fakes = [torch.empty(0, device=device) for _ in range(number)]
     last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
     for index, fake in enumerate(fakes):
         with module.graph.inserting_after(last):
@@ -428,14 +460,30 @@ def _more_inputs(module: fx.GraphModule, wanted: Wanted, inputs: Sequence[Any]) 
     return fakes
 
 
-def _more_fakes(wanted: Wanted) -> list[Any]:
-    """What stands for the pages and copies of weights; in the fake mode that is on."""
+def with_taken_inputs(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner_compile`` of compile_fx for graphs whose passes took spare inputs: it is given what they became.
+
+    AOTAutograd hands on the empty tensors that it traced with.
+    """
+
+    @functools.wraps(inner_compile)
+    def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        became = [
+            node.meta["val"] if TAKEN_KEY in node.meta else x for node, x in zip(placeholders, inputs, strict=True)
+        ]
+        return inner_compile(module, became, **kwargs)
+
+    return compile
+
+
+def _stand_ins(variant: _Variant) -> list[Any]:
+    """What stands for what a graph takes beside Dynamo's inputs; in the fake mode that is on."""
     fakes: list[Any] = []
-    for layout in wanted.pages:
-        shape = delayed.page_shape(layout.recipe.amax_history_len, len(layout.rows))
-        fakes.append(torch.empty(shape, device=layout.device))
-    for weight in wanted.weights:
+    for weight in variant.findings.weights:
         made = weight.made_outputs()
         for name in weight.outputs:
             fakes.append(torch.empty(made[name].shape, dtype=made[name].dtype, device=made[name].device))
-    return fakes
+    fakes += [torch.empty(page.shape, device=page.device) for page in variant.findings.pages]
+    device = accelerator_of(fakes)
+    return [*fakes, *(torch.empty(0, device=device) for _ in range(variant.spares - len(fakes)))]

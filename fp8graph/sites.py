@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
 
-from fp8graph.graph import aten, value
+from fp8graph import delayed
+from fp8graph.graph import aten, graph_inputs, value
 from fp8graph.hardware import Hardware
+from fp8graph.naming import Parameter, Place
 from fp8graph.policy import Op, Policy, Resolution
 from fp8graph.recipes import DelayedScaling, GemmName, Layout, OperandName, Recipe
 
@@ -50,13 +53,18 @@ class Gemm:
 class Site:
     """One matmul of the user's program and its GEMMs in forward and backward."""
 
-    fqn: str
-    index: int  # among the sites of the same module
+    place: Place
+    fqn: str = ""
+    index: int = 0  # among the sites of the same module
     op: Op
-    parameter: int | None = None  # graph input that the weight comes from
     use: int = 0  # among the sites with that parameter that run with gradients, or among those without
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])
+
+    @property
+    def parameter(self) -> int | None:
+        """The graph input that the weight comes from."""
+        return self.place.parameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +94,13 @@ class PageLayout:
     rows: tuple[tuple[StateRow, ...], ...]
     group: str | None = None  # of ranks that reduce its amaxes after a step; None: recorded in the graph
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the page, FP32."""
+        return delayed.page_shape(self.recipe.amax_history_len, len(self.rows))
 
+
+TAKEN_KEY: Final = "fp8graph_taken"  # node.meta of a spare input that a pass took
 CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs outside the graph
 
 
@@ -127,13 +141,29 @@ class Decision:
     required: bool = False  # a user's rule or region asks for FP8: strict mode insists
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parameter:
-    """A graph input that is a parameter."""
+@dataclass(kw_only=True)
+class SpareInputs:
+    """Graph inputs without a meaning: a pass that wants tensors from outside takes some, and says what they are.
 
-    source: str  # Dynamo's name for it, L['self']._modules[...]...
-    index: int  # among the graph's inputs
-    bound: str = ""  # its FQN, if the user bound the model (backend.bind)
+    AOTAutograd has to know of all inputs before the passes run; what they want (scaling state, FP8 copies of weights)
+    is known after. So a graph is traced with as many empty tensors as it may need (``fp8graph/foresee.py``), and what
+    a pass takes gets the shape, dtype and device that it asks for.
+    """
+
+    indices: Sequence[int] = ()  # among the graph's inputs
+    wanted: int = 0  # so far; more than there are: the graph has to be traced again, with enough of them
+
+    def take(self, graph: fx.Graph, values: Sequence[torch.Tensor]) -> list[fx.Node] | None:
+        """The inputs that stand for ``values`` (fake tensors) from now on; None if there are too few."""
+        start, self.wanted = self.wanted, self.wanted + len(values)
+        if self.wanted > len(self.indices):
+            return None
+        by_index = {index: node for node, index in graph_inputs(graph)}
+        taken = [by_index[index] for index in self.indices[start : self.wanted]]
+        for node, fake in zip(taken, values, strict=True):
+            node.meta.update({"val": fake, TAKEN_KEY: True})
+            node.meta.pop("tensor_meta", None)
+        return taken
 
 
 @dataclass(kw_only=True)
@@ -144,17 +174,16 @@ class Compilation:
     hardware: Hardware | None = None  # None: that of the tensors' device
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
-    parameters: Mapping[int, Parameter] = field(default_factory=dict[int, "Parameter"])  # by input index
+    parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
-    page_inputs: tuple[int, ...] = ()  # graph inputs with the pages, in order; empty in the trace that finds them
+    spares: SpareInputs = field(default_factory=SpareInputs)
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`
     cache_weights: bool = False  # quantize weights once per update, outside the graph
     gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
     save: str = "speed"  # what backward keeps: see pass `save`
     save_activations_in_fp8: bool = False
-    weight_inputs: tuple[int, ...] = ()  # graph inputs with their copies, in order
     weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
     group: bool = True  # multiply once where linears share their input
     grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
@@ -167,3 +196,28 @@ class Compilation:
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""
         self.sites, self.plan, self.operand_uses, self.grouped = [], {}, {}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the passes found in one graph: who calls it must know, whether the passes ran here or its code was kept."""
+
+    sites: tuple[Site, ...] = ()  # without their GEMMs
+    weights: tuple[QuantizedWeight, ...] = ()  # whose copies the graph takes
+    pages: tuple[PageLayout, ...] = ()  # of scaling state, which it takes after them
+    has_subgraphs: bool = False  # a higher-order op has matmuls in graphs of its own
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs the graph takes after Dynamo's."""
+        return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
+
+    def and_those_of(self, compilation: Compilation) -> Findings:
+        """With what was found in one more graph: a higher-order op has some of its own, without inputs."""
+        sites = (dataclasses.replace(site, gemms=[]) for site in compilation.sites)
+        return Findings(
+            sites=(*self.sites, *sites),
+            weights=compilation.weights or self.weights,
+            pages=compilation.pages or self.pages,
+            has_subgraphs=self.has_subgraphs or (compilation.subgraph and bool(compilation.sites)),
+        )

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8graph import compat, delayed, wire
+from fp8graph.call import Epoch
 from fp8graph.checkpoint import ScalingState
 from fp8graph.collectives import CollectiveRecord
 from fp8graph.errors import StateError
@@ -79,7 +80,8 @@ class _Found:
 class State:
     """All pages of one backend."""
 
-    def __init__(self) -> None:
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch  # advanced when graphs have to look for their pages again
         self._tokens: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which a dead tensor's heir may share
         self._rows: dict[_Key, _Row] = {}
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
@@ -189,6 +191,7 @@ class State:
             if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(known)):
                 self._name(layout, entries, first.page, args, names)
                 return first.page
+        self._epoch.advance()
         length = layout.recipe.amax_history_len
         page = _Page(delayed.new_page(length, len(entries), layout.device), layout)
         sources: dict[_Page, tuple[list[int], list[int]]] = {}

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fp8graph import compat
+from fp8graph.call import Epoch, picker
 from fp8graph.graph import aten, local
 from fp8graph.sites import PageLayout, QuantizedWeight
 
@@ -44,7 +45,8 @@ class _Steps:
     """Counts what optimizers did, per parameter."""
 
     def __init__(self) -> None:
-        self._any = 0  # steps of all optimizers
+        self.count = 0  # steps of all optimizers
+        self.refreshes = 0  # times that the user said that weights have changed
         self._held: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the last step of its optimizer
         reference = weakref.ref(self)
 
@@ -55,16 +57,16 @@ class _Steps:
         compat.after_optimizer_steps(self, after_step)
 
     def _count(self, optimizer: Optimizer) -> None:
-        self._any += 1
+        self.count += 1
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._held[id(parameter)] = weakref.ref(parameter), self._any
+                self._held[id(parameter)] = weakref.ref(parameter), self.count
 
     def of(self, parameter: Tensor) -> int:
         reference, step = self._held.get(id(parameter), (None, 0))
         if reference is not None and reference() is parameter:
             return step
-        return self._any if parameter.requires_grad else 0
+        return self.count if parameter.requires_grad else 0
 
 
 @dataclass(eq=False)
@@ -91,19 +93,54 @@ class _Found:
     pages: list[PageLayout]  # of the weights under delayed scaling
 
 
-class Weights:
-    """The quantized weights of one backend."""
+class Unchanged:
+    """Tells of the parameters of one call, without looking at each copy, that none has changed since it was made.
 
-    def __init__(self) -> None:
+    True is certain; after False each copy is looked at. An address may come back with other memory behind it, so the
+    end of each storage is watched: weak references to storages call back when their memory is freed.
+    """
+
+    def __init__(self, steps: _Steps, positions: Sequence[int], args: Sequence[Any]) -> None:
+        self._steps = steps
+        self._pick = picker(positions)
+        tensors = self._pick(args)
+        self._sharded = any(local(x) is not x for x in tensors)
+        tensors = tuple(map(local, tensors))
+        self._tracked = [i for i, x in enumerate(tensors) if not x.is_inference()]  # the others have no version
+        self._all_tracked = len(self._tracked) == len(tensors)
+        self._seen = self._state(tensors)
+        lost: list[None] = []  # not empty: some storage is gone
+        self._lost = lost
+        self._storages = [weakref.ref(x.untyped_storage(), lambda _: lost.append(None)) for x in tensors]
+
+    def _state(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
+        return self._steps.count, self._steps.refreshes, [x._version for x in tracked], [*map(Tensor.data_ptr, tensors)]
+
+    def __call__(self, args: Sequence[Any]) -> bool:
+        tensors = self._pick(args)
+        if self._sharded:
+            tensors = tuple(map(local, tensors))
+        return not self._lost and self._state(tensors) == self._seen
+
+
+class Weights:
+    """The quantized weights of one backend.
+
+    Args:
+        epoch: advanced when graphs have to look for their copies again.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
         self._steps = _Steps()
         self._found: dict[Any, _Found] = {}
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._refreshes = 0
         self.quantized = 0  # how many weights were quantized so far
 
     def refresh(self) -> None:
         """Take every copy as stale."""
-        self._refreshes += 1
+        self._steps.refreshes += 1
 
     def __len__(self) -> int:
         return sum(copy.weight.linears for copy in self._copies())
@@ -127,7 +164,7 @@ class Weights:
         found = self._find(weights, args)
         stale: list[tuple[QuantizedWeight, _Copy]] = []
         for weight, copy in zip(weights, found.copies, strict=True):
-            seen = self._refreshes, *(self._state_of(args[index]) for index in weight.parameters)
+            seen = self._steps.refreshes, *(self._state_of(args[index]) for index in weight.parameters)
             if copy.made_of != seen:
                 copy.made_of, copy.recorded = seen, False
                 stale.append((weight, copy))
@@ -137,6 +174,13 @@ class Weights:
             with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
         return found.tensors
+
+    def unchanged(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> Unchanged | None:
+        """What tells that the copies that :meth:`tensors` gave are still right; None where it cannot be told."""
+        positions = sorted({index for weight in weights for index in weight.parameters})
+        if any(isinstance(local(args[index]), FakeTensor) for index in positions):
+            return None
+        return Unchanged(self._steps, positions, args)
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
         tensor, steps = local(parameter), self._steps.of(parameter)
@@ -164,6 +208,7 @@ class Weights:
             if copy is None:
                 if alike:  # other graphs will find this one, which has more layouts than theirs
                     self._found.clear()
+                    self._epoch.advance()
                 alike.append(copy := _new_copy(weight, several))
             copies.append(copy)
         self._found = {  # forget what belongs to parameters that no longer exist

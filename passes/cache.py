@@ -4,8 +4,8 @@
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
 A weight is whatever is computed from parameters alone: one seen through views and casts, several concatenated, a
-parametrization. The first run of the passes on a graph finds the weights (``compilation.weights``) and changes nothing;
-the second one has their copies as inputs. Under delayed scaling a weight's amax is recorded when it is quantized.
+parametrization. With too few spare inputs the graph is left as it is, to be traced again with enough of them. Under
+delayed scaling a weight's amax is recorded when it is quantized.
 
 Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size; and
 what is gathered from several ranks, in the graph or by FSDP2 around it: kept, all of it would take the memory that
@@ -36,7 +36,7 @@ from fp8graph.graph import (
 )
 from fp8graph.operands import ROWS_KEY
 from fp8graph.passes.state import state
-from fp8graph.sites import CACHED_KEY, Compilation, QuantizedWeight
+from fp8graph.sites import CACHED_KEY, Compilation, QuantizedWeight, SpareInputs
 
 _NAME = "cache"
 
@@ -57,18 +57,24 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
             found[node] = _extract(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
     compilation.weights = tuple(found.values())
-    if not compilation.weight_inputs:
+    copies = [val for weight in found.values() for val in _values(weight)]
+    taken = compilation.spares.take(graph, copies)
+    if taken is None:
         return
-    copies = iter(compilation.weight_inputs)
-    by_index = {index: node for node, index in inputs.items()}
     for node, weight in found.items():
-        placeholders = {name: by_index[next(copies)] for name in weight.outputs}
+        placeholders = {name: taken.pop(0) for name in weight.outputs}
         names = ops.output_names(node)
         for user in list(node.users):  # getitem
             user.replace_all_uses_with(placeholders[names[cast(int, user.args[1])]])
             graph.erase_node(user)
         graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _values(weight: QuantizedWeight) -> list[torch.Tensor]:
+    """What stands for the outputs that the graph takes: fresh tensors of its own fake mode."""
+    made = weight.made_outputs()
+    return [torch.empty_like(made[name]) for name in weight.outputs]
 
 
 def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
@@ -114,7 +120,7 @@ def _extract(
     signature = _signature(quantizing)
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
-        alone = dataclasses.replace(compilation, weights=(), pages=(), page_inputs=(), records_amaxes=False)
+        alone = dataclasses.replace(compilation, weights=(), pages=(), spares=SpareInputs(), records_amaxes=False)
         state(quantizing, alone)
         (page,) = alone.pages
         graphs: list[fx.Graph] = []
@@ -123,7 +129,8 @@ def _extract(
             with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake_mode_of(node):
                 new_page = delayed.new_page(page.recipe.amax_history_len, 1, page.device)
                 _placeholder(graph, len(sources), new_page)
-            state(graph, dataclasses.replace(alone, page_inputs=(len(sources),), records_amaxes=records))
+            spares = SpareInputs(indices=(len(sources),))
+            state(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))
         quantizing, recording = graphs
     rowwise, columnwise = (tuple(cast(Sequence[int], multiples)) for multiples in node.args[-2:])
     return QuantizedWeight(

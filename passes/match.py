@@ -30,21 +30,20 @@ from fp8graph.graph import (
     runs_without_gradients,
     value_key,
 )
-from fp8graph.naming import Naming
+from fp8graph.naming import Parameter, names_of, place_of
 from fp8graph.recipes import GEMMS, OperandName
-from fp8graph.sites import Compilation, Gemm, OperandView, Parameter, Site
+from fp8graph.sites import Compilation, Gemm, OperandView, Site
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = _parameters(graph, compilation)
     from_parameter = _only_from_parameters(graph, set(parameters))
-    naming = Naming(graph, parameters)
     backward = backward_nodes(graph)
     sites: dict[fx.Node, Site] = {}
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
     for node in nodes(graph, SITES):
         if node not in backward:
-            sites[node] = _forward_site(node, from_parameter, naming)
+            sites[node] = _forward_site(node, from_parameter, parameters)
             by_seq_nr[node.meta.get("seq_nr")].append(sites[node])
     for node in nodes(graph, SITES):
         if node in backward:
@@ -53,17 +52,20 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
                     site.gemms.append(gemm)
                     break
             else:
-                sites[node] = _backward_only_site(node, naming)
+                sites[node] = _backward_only_site(node)
     for site in sites.values():
         site.gemms.sort(key=lambda gemm: GEMMS.index(gemm.gemm))
     compilation.sites = list(sites.values())
+    names = names_of([site.place for site in compilation.sites], parameters.values())
+    for site, (fqn, index) in zip(compilation.sites, names, strict=True):
+        site.fqn, site.index = fqn, index
     uses: Counter[Any] = Counter()
     for site in compilation.sites:
         owner = site.fqn if site.parameter is None else site.parameter, runs_without_gradients(site.gemms[0].node)
         site.use, uses[owner] = uses[owner], uses[owner] + 1
 
 
-def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: Naming) -> Site:
+def _forward_site(node: fx.Node, from_parameter: set[fx.Node], parameters: dict[fx.Node, Parameter]) -> Site:
     a, b = matmul_arguments(node)
     a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
     views: list[OperandView] = []
@@ -81,26 +83,22 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], naming: Naming) -
         )
     linear = a in from_parameter or b in from_parameter
     weight = a if a_is_weight else b
-    fqn, index, parameter = naming.name(node, weight if linear else None)
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     return Site(
-        fqn=fqn,
-        index=index,
+        place=place_of(node, weight if linear else None, parameters),
         op="grouped_mm" if node.target in GROUPED else "linear" if linear else "matmul",
         region=custom.get(REGION_KEY) if custom else None,
-        parameter=parameter,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
 
 
-def _backward_only_site(node: fx.Node, naming: Naming) -> Site:
+def _backward_only_site(node: fx.Node) -> Site:
     views = [
         OperandView(operand="grad_output", tensor=argument, flipped=False, layout="rowwise")
         for argument in matmul_arguments(node)
     ]
-    fqn, index, _ = naming.name(node, None)
     gemm = Gemm(node=node, gemm="dgrad", a=views[0], b=views[1])
-    return Site(fqn=fqn, index=index, op="matmul", region=None, gemms=[gemm])
+    return Site(place=place_of(node, None, {}), op="matmul", region=None, gemms=[gemm])
 
 
 def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:

@@ -11,8 +11,8 @@
 A page is a graph input (``fp8graph/delayed.py``); a graph has one per recipe, FP8 type and direction, normally one for
 forward and one for backward. What several ranks stage is reduced after the step (``fp8graph/reduction.py``).
 Forward's scales are saved for backward as they were: the page changes at the end of forward. Backward reads its page
-when it runs, so that several forwards may come before it. The first run of the passes on a graph finds the pages
-(``compilation.pages``) and changes nothing; the second one has them as inputs.
+when it runs, so that several forwards may come before it. With too few spare inputs the graph is left as it is, to be
+traced again with enough of them.
 
 Refuses to record what ran without gradients: the whole graph (``records_amaxes``), or a ``torch.no_grad`` region in it.
 """
@@ -30,7 +30,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph import delayed, ops
-from fp8graph.graph import aten, graph_inputs, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
+from fp8graph.graph import aten, fake_mode_of, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
 from fp8graph.operands import ROWS_KEY
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
@@ -76,11 +76,15 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
         )
         for (recipe, fp8_max, backward, device), entries in pages.items()
     )
-    if not compilation.page_inputs:
+    if not pages:
         return
-    inputs = {index: node for node, index in graph_inputs(graph)}
-    for position, layout, entries in zip(compilation.page_inputs, compilation.pages, pages.values(), strict=True):
-        update = _connect(graph, inputs[position], layout, entries, record=compilation.records_amaxes)
+    with fake_mode_of(next(iter(pages.values()))[0].users[0]):
+        fakes = [torch.empty(page.shape, device=page.device) for page in compilation.pages]
+    taken = compilation.spares.take(graph, fakes)
+    if taken is None:
+        return
+    for page, layout, entries in zip(taken, compilation.pages, pages.values(), strict=True):
+        update = _connect(graph, page, layout, entries, record=compilation.records_amaxes)
         if update is not None:
             _record(graph, update)
 
