@@ -20,7 +20,6 @@ PATIENT = agree.__defaults__
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("agreement"),  # one process starts the ranks
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
 ]
 
