@@ -3,8 +3,8 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 # two test processes of one thread each use two cores better than one process of two threads
 export OMP_NUM_THREADS ?= 1
-# worksteal: the longest tests (fuzzing) would else wait for one process
-PYTEST_ARGS ?= -n 2 --dist worksteal
+# loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .PHONY: demo test lint clean test-torch train-recipes bench coverage
 

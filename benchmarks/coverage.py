@@ -44,11 +44,10 @@ def flat(gradients: dict[str, Tensor], part: str = "") -> Tensor:
     return torch.cat([g.float().reshape(-1) for name, g in gradients.items() if part in name])
 
 
-def agreement(family: Family, backend: fp8graph.Backend) -> dict[str, float]:
-    """SQNR in dB against the same model in bf16: logits, all gradients, those of the deepest layer."""
-    model, inputs = model_and_inputs(family)
+def agreement(model: Any, compiled: Any, inputs: dict[str, Any]) -> dict[str, float]:
+    """SQNR in dB of a step against the same model in bf16: logits, all gradients, those of the deepest layer."""
     expected, gradients = step(model, model, inputs)
-    got, found = step(model, torch.compile(model, backend=backend), inputs)
+    got, found = step(model, compiled, inputs)
     assert gradients.keys() == found.keys()
     deepest = next(p for p in ("layers.0.", "layer.0.", "h.0.", "block.0.") if any(p in name for name in gradients))
     return {
@@ -70,7 +69,9 @@ def row(family: Family) -> str:
     counts, graphs = family.counts(2), family.graphs
     cells = [family.name, f"{counts.fp8_gemms} as {counts.multiplied}", str(counts.quantized_tensors), str(graphs)]
     for recipe in RECIPES:
-        found = agreement(family, fp8graph.Backend(recipe=recipe, compiler="eager"))
+        model, inputs = model_and_inputs(family)
+        compiled = torch.compile(model, backend=fp8graph.Backend(recipe=recipe, compiler="eager"))
+        found = agreement(model, compiled, inputs)
         cells.append(" / ".join(f"{value:.0f}" for value in found.values()))
     cells.append(("yes" if generates(family) else "no") if family.generates else "")
     return f"| {' | '.join(cells)} |"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,44 +16,27 @@ from fp8graph.agreement import agree
 from fp8graph.autocast import amax_group
 from ranks import run_ranks
 
+PATIENT = agree.__defaults__
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
 ]
 
 
-def compile_with(rank: int, recipes: list[str], own_groups: bool) -> str:
+def compile_with(rank: int, recipes: list[str], group: Any = None) -> str:
     """What the rank is told when it compiles with its recipe."""
-    groups = [dist.new_group([i]) for i in range(dist.get_world_size())]
     model, data = parallelism.model_and_data(1)
     rules = [fp8graph.Rule("*.down", recipes[rank])]
     backend = fp8graph.Backend(fp8graph.Policy(rules=rules, default="tensorwise"), compiler="eager")
     compiled = torch.compile(model, backend=backend)
     try:
         for batch in data[:2]:
-            with fp8graph.autocast(amax_reduction_group=groups[rank] if own_groups else None):
+            with fp8graph.autocast(amax_reduction_group=group):
                 compiled(batch).sum().backward()
     except fp8graph.PolicyError as error:
         return str(error)
     return ""
-
-
-def test_all_ranks_see_the_difference(tmp_path: Path) -> None:
-    for told in run_ranks(compile_with, 2, tmp_path, ["rowwise", "delayed"], False, seconds=120):
-        assert told.startswith("the ranks do not agree on how to quantize:\n--- rank 0\n+++ rank 1\n")
-        changed = [line for line in told.splitlines() if line.startswith(("+rule", "-rule"))]
-        assert len(changed) == 2
-        assert changed[0].startswith("-rule 0 ")
-        assert "'rowwise'" in changed[0]
-        assert "'delayed'" in changed[1]
-
-
-def test_four_ranks_of_one_policy_go_on(tmp_path: Path) -> None:
-    assert run_ranks(compile_with, 4, tmp_path, ["rowwise"] * 4, False, seconds=120) == [""] * 4
-
-
-def test_models_of_their_own_have_groups_of_their_own(tmp_path: Path) -> None:
-    assert run_ranks(compile_with, 2, tmp_path, ["rowwise", "delayed"], True, seconds=120) == ["", ""]
 
 
 def largest(history: torch.Tensor) -> torch.Tensor:
@@ -66,12 +48,13 @@ def compile_again(rank: int) -> list[str]:
 
     A function of the recipe has another address on each.
     """
-    agree.__defaults__ = ("training", datetime.timedelta(seconds=2))
     model, data = parallelism.model_and_data(1)
     if rank == 0:
+        agree.__defaults__ = ("training", datetime.timedelta(seconds=2))
         with torch.no_grad():
             torch.compile(model, backend=fp8graph.Backend(recipe="rowwise", compiler="eager"))(data[0])
         torch._dynamo.reset()
+        agree.__defaults__ = PATIENT
     recipe = fp8graph.DelayedScaling(amax_history_len=4, amax_compute_algo=largest, reduce_amax=False)
     policies = [fp8graph.Policy([fp8graph.Rule("*.down", down)], default=recipe) for down in ("rowwise", None, recipe)]
     backend = fp8graph.Backend(policies[0], compiler="eager")
@@ -81,10 +64,6 @@ def compile_again(rank: int) -> list[str]:
         x = data[0, :8] if step == rank + 1 else data[0]
         compiled(x).sum().backward()
     return backend.report.unused_rules
-
-
-def test_one_schedule_is_one_policy(tmp_path: Path) -> None:
-    assert run_ranks(compile_again, 2, tmp_path, seconds=120) == [[], []]
 
 
 def be_late(rank: int) -> list[str]:
@@ -99,8 +78,47 @@ def be_late(rank: int) -> list[str]:
     return messages
 
 
-def test_nobody_waits_long_for_a_rank_that_does_not_compile(tmp_path: Path) -> None:
-    results: list[Any] = run_ranks(be_late, 2, tmp_path, seconds=60)
-    assert results[0] == [
+def run(rank: int) -> dict[str, Any]:
+    own = [dist.new_group([i]) for i in range(dist.get_world_size())][rank]
+    return {
+        "two policies": compile_with(rank, ["rowwise", "delayed"]),
+        "one policy": compile_with(rank, ["rowwise", "rowwise"]),
+        "models of their own": compile_with(rank, ["rowwise", "delayed"], own),
+        "one schedule": compile_again(rank),
+        "late": be_late(rank),  # the last: one rank has asked more often than the other
+    }
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks was told."""
+    return run_ranks(run, 2, tmp_path_factory.mktemp("ranks"), seconds=240)
+
+
+def test_all_ranks_see_the_difference(told: list[dict[str, Any]]) -> None:
+    for of_rank in told:
+        error = of_rank["two policies"]
+        assert error.startswith("the ranks do not agree on how to quantize:\n--- rank 0\n+++ rank 1\n")
+        changed = [line for line in error.splitlines() if line.startswith(("+rule", "-rule"))]
+        assert len(changed) == 2
+        assert changed[0].startswith("-rule 0 ")
+        assert "'rowwise'" in changed[0]
+        assert "'delayed'" in changed[1]
+
+
+def test_ranks_of_one_policy_go_on(told: list[dict[str, Any]]) -> None:
+    assert [of_rank["one policy"] for of_rank in told] == ["", ""]
+
+
+def test_models_of_their_own_have_groups_of_their_own(told: list[dict[str, Any]]) -> None:
+    assert [of_rank["models of their own"] for of_rank in told] == ["", ""]
+
+
+def test_one_schedule_is_one_policy(told: list[dict[str, Any]]) -> None:
+    assert [of_rank["one schedule"] for of_rank in told] == [[], []]
+
+
+def test_nobody_waits_long_for_a_rank_that_does_not_compile(told: list[dict[str, Any]]) -> None:
+    assert told[0]["late"] == [
         "not all of the ranks [0, 1] compiled a model within 0:00:01 of rank 0: their policies were not compared."
     ]

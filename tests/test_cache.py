@@ -13,16 +13,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# One training step of a small MLP; prints what the process saw as JSON.
+pytestmark = pytest.mark.slow
+
+# Training steps of a small MLP, one for each set of settings; prints what the process saw of each as JSON.
 SCRIPT = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 import torch
 from torch._dynamo.utils import counters
 import fp8graph
 from helpers import MLP, step
 from fp8graph import pipeline
 
-settings = json.loads(sys.argv[1])
 passes = []
 original = pipeline.JointPass.__call__
 def counted(self, graph):
@@ -30,103 +32,135 @@ def counted(self, graph):
     original(self, graph)
 
 pipeline.JointPass.__call__ = counted
-torch.manual_seed(0)
 torch.set_num_threads(1)
-model = MLP().bfloat16()
-x = torch.randn(16, 32).bfloat16().requires_grad_()
-recipe = settings.pop("recipe_fields", None)
-policy = fp8graph.Policy.from_dict(settings.pop("policy", {}))
-if recipe is not None:
-    policy = fp8graph.Policy(policy.rules, default=fp8graph.Float8CurrentScaling(**recipe))
-backend = fp8graph.Backend(policy, **settings)
-error = None
-values = []
-try:
-    got = step(torch.compile(model, backend=backend), x, parameters=model.parameters())
-    values = [t.float().sum().item() for t in got]
-except fp8graph.Fp8CoverageError as e:
-    error = str(e).splitlines()[0]
-print(json.dumps({
-    "values": values, "error": error, "passes": len(passes), "report": backend.report.to_dict(),
-    "hits": counters["aot_autograd"]["autograd_cache_hit"], "misses": counters["aot_autograd"]["autograd_cache_miss"],
-}))
+reports = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fp8graph"
+for settings in json.loads(sys.argv[1]):
+    for name, text in settings.pop("stored", {}).items():  # before the step: reports that are changed, or removed
+        (reports / name).unlink() if text is None else (reports / name).write_text(text)
+    before = {file.name for file in reports.glob("*.json")}
+    torch._dynamo.reset()
+    counters.clear()
+    passes.clear()
+    torch.manual_seed(0)
+    model = MLP().bfloat16()
+    x = torch.randn(16, 32).bfloat16().requires_grad_()
+    recipe = settings.pop("recipe_fields", None)
+    policy = fp8graph.Policy.from_dict(settings.pop("policy", {}))
+    if recipe is not None:
+        policy = fp8graph.Policy(policy.rules, default=fp8graph.Float8CurrentScaling(**recipe))
+    backend = fp8graph.Backend(policy, **settings)
+    error = None
+    values = []
+    try:
+        got = step(torch.compile(model, backend=backend), x, parameters=model.parameters())
+        values = [t.float().sum().item() for t in got]
+    except fp8graph.Fp8CoverageError as e:
+        error = str(e).splitlines()[0]
+    print(json.dumps({
+        "values": values, "error": error, "passes": len(passes), "report": backend.report.to_dict(),
+        "hits": counters["aot_autograd"]["autograd_cache_hit"],
+        "misses": counters["aot_autograd"]["autograd_cache_miss"],
+        "stored": sorted({file.name for file in reports.glob("*.json")} - before),
+    }))
 """
 
+PLAIN: dict[str, Any] = {}
+DELAYED: dict[str, Any] = {"policy": {"default": {"type": "DelayedScaling", "amax_history_len": 4}}}
+STRICT: dict[str, Any] = {"policy": {"rules": [{"pattern": "*", "recipe": "tensorwise"}]}, "strict": True}
+CHANGES: dict[str, dict[str, Any]] = {
+    "a rule": {"policy": {"rules": [{"pattern": "up", "recipe": "high_precision"}]}},
+    "powers of two": {"recipe_fields": {"power_2_scale": True}},
+    "another format": {"recipe_fields": {"fp8_format": "E4M3"}},
+}
+LONGER = {"policy": {"default": {"type": "DelayedScaling", "amax_history_len": 8}}}
 
-def run(cache: Path, **settings: Any) -> dict[str, Any]:
+
+def run(cache: Path, steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """One new process that runs all of ``steps``: what it saw of each."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(settings)],
+        [sys.executable, "-c", SCRIPT, json.dumps(list(steps.values()))],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = done.stdout.splitlines()[-len(steps) :]
+    return dict(zip(steps, map(json.loads, lines), strict=True))
 
 
-@pytest.mark.slow
-def test_warm_starts_and_policy_changes(tmp_path: Path) -> None:
-    cold = run(tmp_path)
-    assert (cold["hits"], cold["passes"]) == (0, 1)
-    assert {g["recipe"] for g in cold["report"]["graphs"][0]["gemms"]} == {"tensorwise"}
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
 
-    warm = run(tmp_path)
-    assert (warm["hits"], warm["misses"], warm["passes"]) == (1, 0, 0)
-    assert warm["values"] == cold["values"]
-    assert warm["report"] == cold["report"]
 
-    # without the stored report the passes run once more, for the report only
-    for stored in (tmp_path / "fp8graph").glob("*.json"):
-        stored.unlink()
-    retraced = run(tmp_path)
+@pytest.fixture(scope="module")
+def cold(cache: Path) -> dict[str, dict[str, Any]]:
+    """A process without a cache; what it changes later must not find what it compiled before."""
+    return run(cache, {"plain": PLAIN, "delayed": DELAYED, "strict": STRICT, **CHANGES, "longer history": LONGER})
+
+
+@pytest.fixture(scope="module")
+def warm(cache: Path, cold: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A new process with the cache of the cold one."""
+    (plain,), (strict,) = cold["plain"]["stored"], cold["strict"]["stored"]
+    changed = json.loads((cache / "fp8graph" / strict).read_text())
+    changed["gemms"][0] |= {"recipe": None, "execution": "high precision", "reason": "test"}
+    return run(cache, {
+        "plain": PLAIN,
+        "delayed": DELAYED,
+        "strict": STRICT,
+        "no stored report": PLAIN | {"stored": {plain: None}},
+        "changed report": STRICT | {"stored": {strict: json.dumps(changed)}},
+        "damaged report": STRICT | {"stored": {strict: "{"}},
+    })  # fmt: skip
+
+
+def test_a_warm_start(cold: dict[str, Any], warm: dict[str, Any]) -> None:
+    first, again = cold["plain"], warm["plain"]
+    assert (first["hits"], first["passes"]) == (0, 1)
+    assert {g["recipe"] for g in first["report"]["graphs"][0]["gemms"]} == {"tensorwise"}
+    assert (again["hits"], again["misses"], again["passes"]) == (1, 0, 0)
+    assert again["values"] == first["values"]
+    assert again["report"] == first["report"]
+
+
+def test_without_the_stored_report_the_passes_run_once_more_for_the_report_only(
+    cold: dict[str, Any], warm: dict[str, Any]
+) -> None:
+    retraced = warm["no stored report"]
     assert (retraced["hits"], retraced["passes"]) == (1, 1)
-    assert retraced["report"] == cold["report"]
-
-    up = [{"pattern": "up", "recipe": "high_precision"}]
-    changes: list[dict[str, Any]] = [
-        {"policy": {"rules": up}},
-        {"recipe_fields": {"power_2_scale": True}},
-        {"recipe_fields": {"fp8_format": "E4M3"}},
-    ]
-    for change in changes:
-        changed = run(tmp_path, **change)
-        assert changed["hits"] == 0, change
-        assert changed["values"] != cold["values"], change
-        assert changed["report"] != cold["report"], change
+    assert retraced["report"] == cold["plain"]["report"]
 
 
-@pytest.mark.slow
-def test_strict_mode_on_a_warm_cache(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_policy_is_compiled_anew(change: str, cold: dict[str, Any]) -> None:
+    changed = cold[change]
+    assert changed["hits"] == 0
+    assert changed["values"] != cold["plain"]["values"]
+    assert changed["report"] != cold["plain"]["report"]
+
+
+def test_strict_mode_on_a_warm_cache(cold: dict[str, Any], warm: dict[str, Any]) -> None:
     """A report that came from the cache is checked like one that was made."""
-    strict = {"policy": {"rules": [{"pattern": "*", "recipe": "tensorwise"}]}, "strict": True}
-    assert run(tmp_path, **strict)["error"] is None
-    warm = run(tmp_path, **strict)
-    assert (warm["hits"], warm["error"]) == (1, None)
+    assert cold["strict"]["error"] is None
+    assert (warm["strict"]["hits"], warm["strict"]["error"]) == (1, None)
     # The stored report is what strict mode reads: with a GEMM left alone in it, it must raise.
-    (stored,) = (tmp_path / "fp8graph").glob("*.json")
-    report = json.loads(stored.read_text())
-    report["gemms"][0] |= {"recipe": None, "execution": "high precision", "reason": "test"}
-    stored.write_text(json.dumps(report))
-    assert run(tmp_path, **strict)["error"] == "strict mode: 1 GEMMs that a rule asks for cannot run in FP8:"
+    assert warm["changed report"]["error"] == "strict mode: 1 GEMMs that a rule asks for cannot run in FP8:"
     # A damaged file is no file.
-    stored.write_text("{")
-    assert run(tmp_path, **strict)["error"] is None
+    assert warm["damaged report"]["error"] is None
 
 
-@pytest.mark.slow
-def test_a_warm_start_with_scaling_state(tmp_path: Path) -> None:
+def test_a_warm_start_with_scaling_state(cold: dict[str, Any], warm: dict[str, Any]) -> None:
     """Code, report and what the code takes (pages, copies of weights) come from the cache: nothing is traced."""
-    policy = {"default": {"type": "DelayedScaling", "amax_history_len": 4}}
-    cold, warm = run(tmp_path, policy=policy), run(tmp_path, policy=policy)
-    assert (cold["passes"], warm["passes"]) == (1, 0)
-    assert (cold["hits"], warm["hits"]) == (0, 1)
-    assert warm["values"] == cold["values"]
-    assert warm["report"] == cold["report"]
-    other = run(tmp_path, policy={"default": {"type": "DelayedScaling", "amax_history_len": 8}})
-    assert other["hits"] == 0
+    first, again = cold["delayed"], warm["delayed"]
+    assert (first["passes"], again["passes"]) == (1, 0)
+    assert (first["hits"], again["hits"]) == (0, 1)
+    assert again["values"] == first["values"]
+    assert again["report"] == first["report"]
+    assert cold["longer history"]["hits"] == 0

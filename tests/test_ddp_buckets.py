@@ -75,9 +75,10 @@ class Trained:
         return sorted((g.name, g.gemm, str(g.recipe), g.reason) for g in self.backend.report.gemms)
 
 
-@pytest.mark.parametrize("cache_weights", [True, False])
-@pytest.mark.parametrize("bind", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(  # any two of them in all four ways
+    ("inside", "bind", "cache_weights"),
+    [(False, False, True), (False, True, False), (True, False, False), (True, True, True)],
+)
 def test_the_parts_are_one_model(inside: bool, bind: bool, cache_weights: bool) -> None:
     whole, parts = (Trained(split, inside=inside, bind=bind, cache_weights=cache_weights) for split in (False, True))
     assert [len(t.backend.report.graphs) for t in (whole, parts)] == [1, PARTS]

@@ -16,18 +16,18 @@ from helpers import MLP, compiled_step, eager_backend, inputs_of, step, view_of
 
 # dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
 BOUND = {"tensorwise": 24.0, "delayed": 24.0, "nvfp4": 15.0}
-SHAPES: list[tuple[tuple[int, ...], int, bool]] = [  # of x, outputs, bias
-    ((32, 128), 256, False),
-    ((2, 16, 128), 128, True),
-    ((30, 40), 20, False),  # no size is a multiple of any block
-    ((2, 5, 300), 303, True),
+# shape of x, outputs, bias, dtype: every shape in one dtype, and every dtype with a bias and sizes that are padded
+LINEARS: list[tuple[tuple[int, ...], int, bool, torch.dtype]] = [
+    ((32, 128), 256, False, torch.bfloat16),
+    ((2, 16, 128), 128, True, torch.bfloat16),
+    ((30, 40), 20, False, torch.bfloat16),  # no size is a multiple of any block
+    *(((2, 5, 300), 303, True, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
 ]
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "outputs", "bias"), SHAPES)
-def test_linear(recipe: str, dtype: torch.dtype, shape: tuple[int, ...], outputs: int, bias: bool) -> None:
+@pytest.mark.parametrize(("shape", "outputs", "bias", "dtype"), LINEARS)
+def test_linear(recipe: str, shape: tuple[int, ...], outputs: int, bias: bool, dtype: torch.dtype) -> None:
     module = nn.Linear(shape[-1], outputs, bias=bias).to(dtype)
     x = torch.randn(shape).to(dtype).requires_grad_()
     backend = eager_backend(Policy(default=recipe))

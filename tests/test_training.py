@@ -58,8 +58,9 @@ def test_grad_scaler_sees_an_overflow(recipe: str) -> None:
     assert scaled_steps(module, torch.compile(module, backend=eager_backend(Policy(default=recipe)))) == expected
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize(
+    ("recipe", "bad"), [*((recipe, math.inf) for recipe in RECIPE_NAMES), ("tensorwise", math.nan)]
+)
 def test_a_bad_gradient_is_not_hidden_in_any_layer(recipe: str, bad: float) -> None:
     """Without carrying overflow, dy = inf would give finite weight gradients."""
     module = MLP()
@@ -73,8 +74,7 @@ def test_a_bad_gradient_is_not_hidden_in_any_layer(recipe: str, bad: float) -> N
         assert not torch.isfinite(parameter.grad).all(), name
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("recipe", "fused"), [*((recipe, False) for recipe in RECIPE_NAMES), ("tensorwise", True)])
 def test_fp32_master_weights_under_autocast(recipe: str, fused: bool) -> None:
     torch.manual_seed(0)
     module = MLP()

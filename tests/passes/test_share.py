@@ -22,7 +22,7 @@ def x(*shape: int) -> Tensor:
 
 def counts(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[int, int]:
     """(quantize nodes, casts) after sharing, without the grouping that follows."""
-    found = dialect_counts(view_of(module, *args, policy=policy, group=False).module.graph)
+    found = dialect_counts(view_of(module, *args, policy=policy, group=False).after)
     return found["quantize"], found["casts"]
 
 
