@@ -158,10 +158,6 @@ def run(rank: int, how: str, recipes: list[Any], compiler: str = "eager") -> dic
     return found
 
 
-def run_compilers(rank: int, how: str, recipes: list[Any], compilers: list[str]) -> dict[str, Any]:
-    return {compiler: run(rank, how, recipes, compiler) for compiler in compilers}
-
-
 SKIPS = ((), (0,), (1,), (0, 1), (), (1,))  # by step: the layers that the second rank skips
 
 

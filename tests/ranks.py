@@ -57,6 +57,11 @@ def run_ranks(
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks) if rank != lost]
 
 
+def run_each(rank: int, calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+    """``function(rank, *arguments)`` of each of ``calls``, by name: a launch takes seconds."""
+    return {name: function(rank, *arguments) for name, (function, arguments) in calls.items()}
+
+
 def _main(
     function: Callable[..., Any], rank: int, ranks: int, folder: str, collective_seconds: float, args: tuple[Any, ...]
 ) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import checkpointing
 from fp8graph import Backend, StateError
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
@@ -93,21 +93,39 @@ def test_saving_in_the_background(trained: checkpointing.Run, kind: Any, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:
-    """By the number of ranks that trained and saved: where, and what each rank had."""
-    found: dict[int, tuple[Path, list[Any]]] = {}
-    for ranks in (2, 4):
-        folder = tmp_path_factory.mktemp(f"of{ranks}")
-        found[ranks] = folder, run_ranks(checkpointing.save, ranks, folder, str(folder), checkpointing.KINDS)
-    return found
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where two ranks saved, and what each found."""
+    folder = tmp_path_factory.mktemp("of2")
+    return folder, run_ranks(run_each, 2, folder, {
+        "saved": (checkpointing.save, (str(folder), checkpointing.KINDS)),
+        "refused": (checkpointing.refused, (str(folder),)),
+    }, seconds=500)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def four(two: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """Where four ranks saved, and what each found there and in what two ranks had saved."""
+    folder = tmp_path_factory.mktemp("of4")
+    return folder, run_ranks(run_each, 4, folder, {
+        "saved": (checkpointing.save, (str(folder), checkpointing.KINDS)),
+        "of 2": (checkpointing.load, (str(two[0]), checkpointing.KINDS)),
+    }, seconds=500)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_again(two: Any, four: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found in what two and four had saved."""
+    folders = {"of 2": two[0], "of 4": four[0]}
+    calls = {name: (checkpointing.load, (str(folder), checkpointing.KINDS)) for name, folder in folders.items()}
+    return run_ranks(run_each, 2, tmp_path_factory.mktemp("again"), calls, seconds=500)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
-def test_resuming_on_other_numbers_of_ranks(saved: Any, before: int, after: int, tmp_path: Path) -> None:
+def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
     """The same scales; on as many ranks as before also the same losses, and what comes of them, bit for bit."""
-    folder, of_ranks = saved[before]
-    results = run_ranks(checkpointing.load, after, tmp_path, str(folder), checkpointing.KINDS)
+    of_ranks = [found["saved"] for found in (two if before == 2 else four)[1]]
+    results = [found[f"of {before}"] for found in (two_again if after == 2 else four[1])]
     for rank, found in enumerate(results):
         for how in checkpointing.KINDS:
             expected = of_ranks[0][how]["saved"]
@@ -122,18 +140,20 @@ def test_resuming_on_other_numbers_of_ranks(saved: Any, before: int, after: int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", checkpointing.KINDS)
-def test_resuming_in_one_process(saved: Any, how: str) -> None:
-    folder, of_ranks = saved[2]
+def test_resuming_in_one_process(two: Any, how: str) -> None:
+    folder, of_ranks = two
     found = checkpointing.resumed(checkpointing.Run("alone"), str(folder / how))
-    assert equal(found["waiting"], of_ranks[0][how]["saved"])
-    assert equal(found["placed"], of_ranks[0][how]["saved"])
+    saved = of_ranks[0]["saved"][how]["saved"]
+    assert equal(found["waiting"], saved)
+    assert equal(found["placed"], saved)
     assert found["unused"] == []
 
 
 @pytest.mark.slow
-def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(tmp_path: Path) -> None:
-    for by_recipe, by_group in run_ranks(checkpointing.refused, 2, tmp_path, str(tmp_path)):
+def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(two: Any) -> None:
+    folder, of_ranks = two
+    for by_recipe, by_group in (found["refused"] for found in of_ranks):
         assert "StateError: torch.distributed.checkpoint would keep the scaling state of one rank" in by_recipe
         assert "DelayedScaling(reduce_amax=False) lets each rank have its own scales" in by_recipe
         assert "its amaxes were reduced over 1 of 2 ranks" in by_group
-    assert not (tmp_path / "refused" / ".metadata").exists()
+    assert not (folder / "refused" / ".metadata").exists()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import emulation
 import fp8graph
 import parallelism
 from fp8graph.numerics import sqnr_db
-from ranks import run_ranks
+from ranks import run_each, run_ranks
 
 LINEARS = ["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]
 
@@ -76,25 +76,49 @@ TWO_SHARES_OF_TWO_SHARDS = {
     "blockwise, any scale": (62.5, 27.0),
 }
 BELOW = 1.0  # dB, for the order of sums on another CPU
+# Each kind on two ranks; on four, one that splits the batch, one that splits the weights, and both at once.
 MEASURED = {
     ("ddp", 2): TWO_SHARES,
-    ("ddp", 4): FOUR_SHARES,
     ("ddp of compiled", 2): TWO_SHARES,
-    ("ddp of compiled", 4): FOUR_SHARES,
     ("fsdp", 2): TWO_SHARES,
-    ("fsdp", 4): FOUR_SHARES,
     ("tp", 2): TWO_SHARDS,
-    ("tp", 4): FOUR_SHARDS,
     ("tp and sp", 2): TWO_SHARDS,
+    ("ddp", 4): FOUR_SHARES,
     ("tp and sp", 4): FOUR_SHARDS,
-    ("fsdp and tp", 2): TWO_SHARES,  # of one shard
     ("fsdp and tp", 4): TWO_SHARES_OF_TWO_SHARDS,
 }
+ALONE = delayed(reduce_amax=False)
+GENERATED = ("ddp", "tp and sp")
+FIRST = {"all layers first": 0, "none first": 3}
+RUNS: dict[int, dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]] = {  # on so many ranks
+    ranks: {how: (parallelism.run, (how, list(RECIPES.values()))) for how, count in MEASURED if count == ranks}
+    for ranks in (2, 4)
+}
+RUNS[2] |= {
+    f"{how}, generated": (parallelism.run, (how, [RECIPES["tensorwise"], RECIPES["delayed"]], "inductor"))
+    for how in GENERATED
+}
+RUNS[2] |= {name: (parallelism.run_skipping, (delayed(), first)) for name, first in FIRST.items()}
+RUNS[2]["without the reduction"] = parallelism.run, ("ddp", [ALONE])
+RUNS[4]["in pairs"] = parallelism.run_in_pairs, (delayed(),)
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),  # all that runs on so many ranks, on a busy machine
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many ranks found, by the names of ``RUNS``."""
+
+    @functools.cache
+    def found(ranks: int) -> list[dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(f"of{ranks}")
+        return run_ranks(run_each, ranks, folder, RUNS[ranks], seconds=1100, collective_seconds=300)
+
+    return found
 
 
 def split(how: str, ranks: int) -> dict[str, int]:
@@ -120,18 +144,18 @@ def assert_same(found: Tensor, expected: Tensor, *, exact: bool) -> None:
 
 
 @pytest.mark.parametrize(("how", "ranks"), MEASURED)
-def test_the_ranks_are_one_process_with_the_scales_of_each_shard(how: str, ranks: int, tmp_path: Path) -> None:
+def test_the_ranks_are_one_process_with_the_scales_of_each_shard(how: str, ranks: int, of_ranks: Any) -> None:
     """Losses, gradients and scaling state after 5 steps; and how far they are from one process's own scales."""
-    results = run_ranks(parallelism.run, ranks, tmp_path, how, list(RECIPES.values()), seconds=500)
+    results = [found[how] for found in of_ranks(ranks)]
     kwargs = split(how, ranks)
     # sums of two numbers have one order; sequence parallel sums rows in parts that one process sums at once
     exact = how != "tp and sp" and (ranks == 2 or how == "fsdp and tp")
     for name, recipe in RECIPES.items():
-        of_ranks = [result[str(recipe)] for result in results]
+        of_recipe = [result[str(recipe)] for result in results]
         expected, alone = emulated(name, ranks, **kwargs), emulated(name, ranks)
         columns = expected["losses"].shape[1]  # the ranks of one share see the same loss
-        losses = torch.tensor([found["losses"] for found in of_ranks[:: ranks // columns]]).t()
-        for rank, found in enumerate(of_ranks):
+        losses = torch.tensor([found["losses"] for found in of_recipe[:: ranks // columns]]).t()
+        for rank, found in enumerate(of_recipe):
             assert_same(torch.tensor(found["losses"]), expected["losses"][:, rank * columns // ranks], exact=exact)
             assert found["gradients"].keys() == expected["gradients"].keys()
             for parameter, gradient in expected["gradients"].items():
@@ -140,10 +164,10 @@ def test_the_ranks_are_one_process_with_the_scales_of_each_shard(how: str, ranks
             assert found["gemms"] == 3 * len(LINEARS)
             # each weight once per update; what FSDP2 gathers in each call, and kept in FP8 it would not be sharded
             assert found["quantized"] == (0 if how.startswith("fsdp") else len(LINEARS) * parallelism.STEPS)
-            assert_same_state(found["state"], of_ranks[0]["state"], expected["state"], exact=exact)
+            assert_same_state(found["state"], of_recipe[0]["state"], expected["state"], exact=exact)
         decibels = [sqnr_db(alone["losses"].flatten(), losses.sum(1) / kwargs.get("shares", 1))]
         weights = [f"{linear}.weight" for linear in LINEARS]
-        decibels.append(min(sqnr_db(alone["gradients"][w], of_ranks[0]["gradients"][w]) for w in weights))
+        decibels.append(min(sqnr_db(alone["gradients"][w], of_recipe[0]["gradients"][w]) for w in weights))
         assert all(
             found > measured - BELOW for found, measured in zip(decibels, MEASURED[how, ranks][name], strict=True)
         ), (name, decibels)
@@ -167,16 +191,13 @@ def assert_same_state(found: Any, first: Any, expected: dict[emulation.Field, Te
             assert torch.equal(state[tensor, field][first_step], value[first_step])
 
 
-@pytest.mark.parametrize("how", ["ddp", "tp and sp"])
-def test_generated_code_trains_as_the_graph_does(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", GENERATED)
+def test_generated_code_trains_as_the_graph_does(how: str, of_ranks: Any) -> None:
     """Inductor rounds as eager does, but for the last bits of norms and sums: 132.8 dB measured, or no difference."""
-    recipes, compilers = [RECIPES["tensorwise"], RECIPES["delayed"]], ["eager", "inductor"]
-    results = run_ranks(
-        parallelism.run_compilers, 2, tmp_path, how, recipes, compilers, seconds=500, collective_seconds=300
-    )
-    for recipe in map(str, recipes):
-        for by_compiler in results:
-            eager, found = (by_compiler[compiler][recipe] for compiler in compilers)
+    results = [(of_rank[how], of_rank[f"{how}, generated"]) for of_rank in of_ranks(2)]
+    for recipe in map(str, (RECIPES["tensorwise"], RECIPES["delayed"])):
+        first = results[0][1][recipe]["state"]
+        for eager, found in ((interpreted[recipe], generated[recipe]) for interpreted, generated in results):
             assert (eager["by_inductor"], found["by_inductor"] > 0) == (0, True)
             assert found["fp8"] == eager["fp8"] == LINEARS
             assert found["gemms"] == eager["gemms"] == 3 * len(LINEARS)
@@ -184,7 +205,6 @@ def test_generated_code_trains_as_the_graph_does(how: str, tmp_path: Path) -> No
             torch.testing.assert_close(found["losses"], eager["losses"], rtol=1e-6, atol=0.0)
             for name, gradient in eager["gradients"].items():
                 assert sqnr_db(gradient, found["gradients"][name]) > 130
-            first = results[0]["inductor"][recipe]["state"]
             assert found["state"].keys() == eager["state"].keys() == first.keys()
             for field, value in eager["state"].items():
                 assert torch.equal(found["state"][field], first[field])
@@ -193,25 +213,23 @@ def test_generated_code_trains_as_the_graph_does(how: str, tmp_path: Path) -> No
                 torch.testing.assert_close(found["state"][field], value, rtol=rtol, atol=0.0)
 
 
-def test_without_the_reduction_the_scales_differ(tmp_path: Path) -> None:
-    alone = delayed(reduce_amax=False)
-    first, second = (r[str(alone)]["state"] for r in run_ranks(parallelism.run, 2, tmp_path, "ddp", [alone]))
+def test_without_the_reduction_the_scales_differ(of_ranks: Any) -> None:
+    first, second = (found["without the reduction"][str(ALONE)]["state"] for found in of_ranks(2))
     differ = {name for name, value in first.items() if not torch.equal(value, second[name])}
     assert {name for name in first if "weight" not in name and "version" not in name} == differ
 
 
-def test_one_collective_a_step(tmp_path: Path) -> None:
+def test_one_collective_a_step(of_ranks: Any) -> None:
     """A flag, and of 4 linears 4 inputs, 4 weights and 4 gradients."""
-    result = run_ranks(parallelism.run, 2, tmp_path, "ddp", [delayed()])[0][str(delayed())]
+    result = of_ranks(2)[0]["ddp"][str(RECIPES["delayed"])]
     assert result["collectives"] == [("all_reduce", "step", "float32", (13,))]
 
 
-@pytest.mark.parametrize("first", [0, 3], ids=["all layers first", "none first"])
-def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FIRST)
+def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(name: str, of_ranks: Any) -> None:
     """Both ranks have the histories of the one that skips nothing, and whose numbers are the larger ones."""
-    recipe = delayed()
-    ranks = run_ranks(parallelism.run_skipping, 2, tmp_path, recipe, first)
-    alone = parallelism.run_skipping(0, recipe, first)
+    ranks = [found[name] for found in of_ranks(2)]
+    alone = parallelism.run_skipping(0, delayed(), FIRST[name])
     for step, expected in enumerate(alone):
         for states in ranks:
             found = states[step]
@@ -220,8 +238,8 @@ def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(first: int, tmp_path:
     assert ranks[0][-1].keys() == ranks[1][-1].keys() == alone[-1].keys()
 
 
-def test_a_group_of_ones_own(tmp_path: Path) -> None:
+def test_a_group_of_ones_own(of_ranks: Any) -> None:
     """Ranks 0, 1 and 2, 3 reduce among themselves."""
-    states = run_ranks(parallelism.run_in_pairs, 4, tmp_path, delayed())
+    states = [found["in pairs"] for found in of_ranks(4)]
     same = [[all(map(torch.equal, a.values(), b.values())) for b in states] for a in states]
     assert same == [[i // 2 == j // 2 for j in range(4)] for i in range(4)]

@@ -103,13 +103,35 @@ def net(how: str, ranks: int) -> tuple[Workload, Mesh]:
 Counted = Counter[tuple[str, int]]  # (kind, payload in bytes)
 
 
-def count_collectives(rank: int, how: str, recipes: list[Any]) -> list[tuple[Counted, Counted]]:
-    """By recipe: every collective of the third training step, and those that the report says."""
+# what runs on so many ranks: one launch for all of it
+RUN: dict[int, list[tuple[str, str | None]]] = {
+    2: [
+        *(("ddp", recipe) for recipe in (None, "delayed")),
+        *(("fsdp", recipe) for recipe in (None, "delayed")),  # layer by layer, and yet all amaxes together
+        *(("tp", recipe) for recipe in (None, "tensorwise", "delayed")),
+        # what has one scale is gathered in FP8
+        *(("tp and sp", recipe) for recipe in (None, "tensorwise", "delayed", "rowwise")),
+    ],
+    3: [("fsdp", None)],  # sizes that 3 does not divide are padded
+    4: [
+        ("ddp", None),
+        *(("fsdp", recipe) for recipe in (None, "tensorwise")),
+        ("tp", None),
+        *(("tp and sp", recipe) for recipe in (None, "tensorwise")),
+        *(("fsdp and tp", recipe) for recipe in (None, "delayed")),
+    ],
+}
+
+
+def count_collectives_of(
+    rank: int, runs: list[tuple[str, str | None]]
+) -> dict[tuple[str, str | None], tuple[Counted, Counted]]:
+    """By kind and recipe: every collective of the third training step, and those that the report says."""
     ranks = dist.get_world_size()
-    found: list[tuple[Counted, Counted]] = []
-    for recipe in recipes:
+    found: dict[tuple[str, str | None], tuple[Counted, Counted]] = {}
+    for how, recipe in runs:
         model, data = parallelism.model_and_data(ranks)
-        backend = parallelism.backend_for(recipe)
+        backend = parallelism.backend_for(recipe or "high_precision")
         compiled, owner = parallelism.parallelize(how, model, backend)
         batches = parallelism.data_of(how, rank, ranks, data)
         optimizer = torch.optim.SGD(owner.parameters(), lr=0.1)
@@ -125,7 +147,7 @@ def count_collectives(rank: int, how: str, recipes: list[Any]) -> list[tuple[Cou
         for c in backend.report.collectives:
             width = getattr(torch, c.dtype).itemsize * (c.ranks if c.kind == "all_gather" else 1)
             reported[c.kind, width * math.prod(map(int, c.shape))] += 1
-        found.append((collectives_of(events, ranks), reported))
+        found[how, recipe] = collectives_of(events, ranks), reported
     return found
 
 
@@ -171,32 +193,16 @@ def collectives_of(events: Any, ranks: int) -> Counted:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-@pytest.mark.parametrize(
-    ("how", "ranks", "recipes"),
-    [
-        ("ddp", 2, [None, "delayed"]),
-        ("ddp", 4, [None]),
-        ("fsdp", 2, [None, "delayed"]),  # layers are compiled one by one: all amaxes together all the same
-        ("fsdp", 3, [None]),  # sizes that 3 does not divide are padded
-        ("fsdp", 4, [None, "tensorwise"]),
-        ("tp", 2, [None, "tensorwise", "delayed"]),
-        ("tp", 4, [None]),
-        ("tp and sp", 2, [None, "tensorwise", "delayed", "rowwise"]),  # what has one scale is gathered in FP8
-        ("tp and sp", 4, [None, "tensorwise"]),
-        ("fsdp and tp", 4, [None, "delayed"]),
-    ],
-)
-def test_real_ranks_run_these_collectives(how: str, ranks: int, recipes: list[Any], tmp_path: Path) -> None:
-    work, mesh = net(how, ranks)
-    everything = {linear.fqn: set(linear.fp8) for linear in work.linears}
-    for found in run_ranks(count_collectives, ranks, tmp_path, how, [recipe or "high_precision" for recipe in recipes]):
-        for recipe, (real, reported) in zip(recipes, found, strict=True):
-            predicted: Counter[tuple[str, int]] = Counter()
-            for c, count in traffic.collectives(
-                work, mesh, resolve_recipe(recipe), everything if recipe else {}
-            ).items():
+@pytest.mark.parametrize("ranks", RUN)
+def test_real_ranks_run_these_collectives(ranks: int, tmp_path: Path) -> None:
+    for found in run_ranks(count_collectives_of, ranks, tmp_path, RUN[ranks], seconds=500):
+        for (how, recipe), (real, reported) in found.items():
+            work, mesh = net(how, ranks)
+            everything = {linear.fqn: set(linear.fp8) for linear in work.linears} if recipe else {}
+            predicted: Counted = Counter()
+            for c, count in traffic.collectives(work, mesh, resolve_recipe(recipe), everything).items():
                 predicted[c.kind, c.payload] += count
-            assert real == predicted
+            assert real == predicted, (how, recipe)
             # DDP's and FSDP2's are outside of the graphs
             assert not reported - real
             if how in ("tp", "tp and sp"):
