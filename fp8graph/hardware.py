@@ -17,9 +17,8 @@ from fp8graph.errors import PolicyError
 from fp8graph.recipes import Quantizer, Scaling
 from fp8graph.roofline import Speed
 
-# What the sizes of a native GEMM [m, k] @ [k, n] are multiples of; operands are padded with zeros to it.
-# 16 is cuBLAS's; tiles are whole along k; 1x128 scales are stored m-major, 16 bytes apart.
-ALIGNMENT: Final[dict[Scaling, tuple[int, int, int]]] = {
+# What cuBLAS wants sizes to be multiples of: 16; whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart.
+_ALIGNMENT: Final[dict[Scaling, tuple[int, int, int]]] = {
     "tensor": (1, 16, 16),
     "delayed": (1, 16, 16),
     "row": (1, 16, 16),
@@ -37,6 +36,19 @@ _NAMES: Final[dict[Scaling, str]] = {
 }
 # cuBLAS: tiles of a and b; not 128x128 with 128x128
 _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
+
+
+def alignment(a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+    """What m, n and k of a native GEMM [m, k] @ [k, n] are multiples of; operands are padded with zeros to it.
+
+    Where one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128, k / 128]
+    of that side with rows 16 bytes apart (its documentation, "Scaling factors layouts": L4, k / 128 rounded up to 4);
+    ``torch._scaled_mm`` refuses rows that are not ceil(k / 128) apart (``is_blockwise_128x128_scaling`` in
+    aten/src/ATen/native/cuda/ScaledBlas.cpp since pytorch#164953; pytorch#166752 rounds up in v2 only). The two agree
+    on such a k alone, and where they do not, a GEMM is refused or reads wrong scales.
+    """
+    m, n, k = _ALIGNMENT[a.scaling]
+    return m, n, 4 * k if a.scaling == "block" and max(a.block[0], b.block[0]) > 1 else k
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -174,8 +174,9 @@ def quantize_layouts(
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
         else:
-            sources = [pad_to_multiple(source, multiples[0], multiples[1]) for source in sources]
-            settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale)
+            more_tiles = multiples[1] // block[1] if scaling == "block" and multiples[1] % block[1] == 0 else 1
+            sources = [pad_to_multiple(source, multiples[0], multiples[1] // more_tiles) for source in sources]
+            settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale, more_tiles)
             data, layout_scale_inv = quantize_tiles(sources, axis, *settings)
             outputs.append(data)
             scale_invs.append(layout_scale_inv)
@@ -376,10 +377,7 @@ def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], sca
         return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
     if scaling == "block" and block[0] == 1:
         return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
-    if scaling == "block":
-        tiles = scale_inv.shape[1]
-        return data, pad_to_multiple(scale_inv, 1, 4)[:, :tiles]  # [rows / 128, k / 128], rows 16 bytes apart
-    return data, scale_inv
+    return data, scale_inv  # 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``hardware.alignment``
 
 
 @dataclass(frozen=True, kw_only=True)

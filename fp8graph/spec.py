@@ -14,8 +14,8 @@ from torch import fx
 from fp8graph import ops
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import PASS_KEY, aten, is_backward, known_equal, static_size, value
-from fp8graph.hardware import ALIGNMENT
-from fp8graph.recipes import FP8_MAX
+from fp8graph.hardware import alignment
+from fp8graph.recipes import FP8_MAX, Quantizer
 
 _SCALE_DTYPES: dict[str, torch.dtype] = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
@@ -88,7 +88,7 @@ def _scaled_mm(node: fx.Node) -> str | None:
     if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
         return problem
     packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
-    _, *multiples = ALIGNMENT[scaling]
+    _, *multiples = alignment(*_quantizers(node))
     for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * packed), multiples, strict=True):
         if (fixed := static_size(size)) is not None and fixed % multiple:
             return f"{name} = {fixed} is not a multiple of {multiple}"
@@ -105,10 +105,20 @@ def _scaled_mm(node: fx.Node) -> str | None:
     return None
 
 
+def _quantizers(node: fx.Node) -> list[Quantizer]:
+    """What the operands of a scaled matmul were quantized by, as far as it says so."""
+    settings: Any = {name: node.kwargs.get(f"block_{name}", (0, 0)) for name in "ab"}
+    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
+    dtypes = (value(operand).dtype for operand in cast(Any, node.args[:2]))
+    return [
+        Quantizer(dtype=dtype, scaling=scaling, block=tuple(block))
+        for dtype, block in zip(dtypes, settings.values(), strict=True)
+    ]
+
+
 def _scaled_grouped_mm(node: fx.Node) -> str | None:
     a, b = (value(n) for n in cast(Any, node.args[:2]))
     offs = value(cast(fx.Node, node.args[4]))
-    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
     if (problem := _low_precision(a, b)) is not None:
         return problem
     if (a.ndim, b.ndim) not in ((2, 3), (2, 2)) or not known_equal(a.shape[-1], b.shape[-1]):
@@ -119,7 +129,7 @@ def _scaled_grouped_mm(node: fx.Node) -> str | None:
         if torch.float8_e5m2 in (a.dtype, b.dtype) or node.args[5] != torch.bfloat16:
             return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}"
         multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
-        _, n, k = ALIGNMENT[scaling]
+        _, n, k = alignment(*_quantizers(node))
         if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
             return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
     return None
@@ -133,11 +143,35 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
     for name, size in (("k", a.shape[1]), ("n", b.shape[1])):
         if (fixed := static_size(size)) is not None and fixed % 16:
             return f"{name} = {fixed} is not a multiple of 16"
-    for side, scale in zip("ab", scales, strict=True):
+    for side, operand, scale in zip("ab", (a, b.t()), scales, strict=True):
         fits = scale.ndim == 1 if scale.dtype != torch.float32 else scale.numel() == 1 or scale.ndim == 2
         if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn):
             return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)}"
+        if scale.ndim == 2 and scale.numel() != 1:
+            if (problem := _scale_strides(operand, scale if side == "a" else scale.t())) is not None:
+                return f"operand {side} {problem}"
     return _gemm(a, b.t(), value(bias) if isinstance(bias, fx.Node) else None, cast(torch.dtype, out_dtype))
+
+
+def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
+    """Why torch, or cuBLASLt, does not read ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
+
+    See ``hardware.alignment``: rows and 1x128 tiles are outer-dim-major; rows of 128x128 tiles are as far apart as
+    there are tiles along k, a multiple of four. The stride of one row or one tile does not matter.
+    """
+    rows, tiles = operand.shape[0], -(-operand.shape[1] // 128)
+    outer, along = scale.shape
+    of_rows = known_equal(outer, rows)
+    found = f"has scales {tuple(scale.shape)} with strides {scale.stride()}"
+    if not (of_rows or known_equal(outer, -(-rows // 128))) or not any(known_equal(along, n) for n in (1, tiles)):
+        return f"{found} for {tuple(operand.shape)}"
+    wanted = (1, rows) if of_rows else (tiles, 1)
+    for size, stride, right in zip(scale.shape, scale.stride(), wanted, strict=True):
+        if not known_equal(size, 1) and not known_equal(stride, right):
+            return f"{found}: torch reads them with {wanted}"
+    if not of_rows and not known_equal(outer, 1) and (static_size(tiles) or 0) % 4:
+        return f"{found}: cuBLASLt reads rows that are a multiple of 4 apart"
+    return None
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:

@@ -71,8 +71,12 @@ def quantize_tiles(
     amax_epsilon: float,
     carry_overflow: bool,
     global_scale: Tensor | None,
+    multiple: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; parts are joined."""
+    """``(data, scale_inv)`` of one layout with one scale per tile of ``block``; parts are joined.
+
+    ``multiple``: of how many tiles there are along the contraction dim ("block" only); what lacks are tiles of zeros.
+    """
     *batch, rows, columns = parts[0].shape
     exact = [widened_columns(x, -1) for x in parts]
     padded = [pad_to_multiple(x, *block) for x in exact]
@@ -81,16 +85,23 @@ def quantize_tiles(
     settings = (dtype, scaling, power_2_scale, amax_epsilon, carry_overflow, global_scale, parts[0].dtype)
     made = [scales_from_amaxes(amax, *settings) for amax in amaxes]
     scale_inv = join([inverse for _, inverse in made], axis)
+    lacks = missing(scale_inv.shape[-1], multiple) if multiple > 1 else None
+    if lacks is not None:
+        zeros = scale_inv.new_zeros([*scale_inv.shape[:-1], lacks])
+        scale_inv = torch.cat([scale_inv, scales_from_amaxes(zeros, *settings)[1]], -1)
     scaled = [x.to(torch.float32) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
     if scaling == "nvfp4":
         packed = [pack_e2m1(cast_to_e2m1(untile(x)))[..., :rows, :].contiguous() for x in scaled]
         return join(packed, axis), scale_inv
     data = [saturating_cast(x, dtype) for x in scaled]
-    if all(x is part for x, part in zip(padded, exact, strict=True)):
-        tile_axis = -4 if axis == -2 else -2  # of [R / rows, rows, C / columns, columns]
-        joined = [*batch, rows * len(parts), columns] if axis == -2 else [*batch, rows, columns * len(parts)]
-        return join([stored(x.contiguous()) for x in data], tile_axis).reshape(joined), scale_inv
-    return join([stored(untile(x)[..., :rows, :columns].contiguous()) for x in data], axis), scale_inv
+    if not all(x is part for x, part in zip(padded, exact, strict=True)):
+        joined = join([stored(untile(x)[..., :rows, :columns].contiguous()) for x in data], axis)
+        return joined if lacks is None else with_padding(joined, (1, multiple * block[1])), scale_inv
+    # [..., R / rows, rows, C / columns, columns]; more tiles are written beside these, before any view: no copy
+    joined = join([stored(x.contiguous()) for x in data], -4 if axis == -2 else -2)
+    if lacks is not None:
+        joined = torch.cat([joined, joined.new_zeros([*joined.shape[:-2], lacks, block[1]])], -2)
+    return joined.reshape(*batch, joined.shape[-4] * block[0], joined.shape[-2] * block[1]), scale_inv
 
 
 def quantize_rows(

@@ -49,8 +49,10 @@ def why_not(node: fx.Node, path: Path, compilation: Compilation) -> str | None:
         return "scales of columns span the ranks: both directions would have to travel"
     if block[0] > 1 and not (path.keeps_shape and _fits(rows, block[0])):
         return f"shards of {rows} rows are no whole tiles of {block[0]}, or are viewed in other shapes"
-    if columnwise_travels(node) and not (path.is_plain and _fits(rows, block[1])):
+    if columnwise_travels(node) and not (path.is_plain and _fits(rows, math.lcm(block[1], columnwise[1]))):
         return f"shards of {rows} rows are no whole tiles of {block[1]}, or come in several batches"
+    if block[0] > 1 and columnwise and not _fits(whole := rows * cast(int, path.gathered.args[1]), columnwise[1]):
+        return f"{whole} rows, contracted in backward, are padded"  # its scales are those of the shards
     before, after = bytes_sent(path.gathered), _bytes_after(node, path)
     return None if after < before else f"no fewer bytes: {after} in both directions, {before} as it is"
 

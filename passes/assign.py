@@ -21,7 +21,6 @@ from fp8graph import hardware
 from fp8graph.autocast import DISABLED, region_recipe
 from fp8graph.errors import Fp8GraphError
 from fp8graph.graph import GROUPED, matmul_arguments, size_hint, static_size, value, value_key
-from fp8graph.hardware import ALIGNMENT
 from fp8graph.legality import is_batched, why_not
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
@@ -147,7 +146,7 @@ def _speedup(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> float | No
 
 def _padding(gemm: Gemm, recipe: Recipe) -> list[str]:
     *_, m, n = value(gemm.node).shape
-    multiples = ALIGNMENT[recipe.quantizer(gemm.a.operand).scaling]
+    multiples = hardware.alignment(*(recipe.quantizer(view.operand) for view in (gemm.a, gemm.b)))
     sizes = {"m": static_size(m), "n": static_size(n), "k": static_size(contraction_size(gemm))}
     return [
         f"{name} {size} padded to {size + -size % multiple}"

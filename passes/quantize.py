@@ -9,7 +9,7 @@
     y = bmm(a, b)               ->      qa = quantize(a); qb = quantize(b)                    (emulated)
                                         y  = to(bmm(dequantize(qa), dequantize(qb)), bf16)
 
-Sizes that cuBLAS cannot take (``hardware.ALIGNMENT``) are padded inside the quantize, and the result is sliced
+Sizes that cuBLAS cannot take (``hardware.alignment``) are padded inside the quantize, and the result is sliced
 (and copied if it leaves the graph, or a view is impossible: ``graph.take_place``). A
 bias goes into the GEMM where cuBLAS adds it (bf16 or fp16 result, n not padded), else it is added after. Gradients
 carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe in
@@ -38,7 +38,7 @@ from fp8graph.graph import (
     take_place,
     value,
 )
-from fp8graph.hardware import ALIGNMENT
+from fp8graph.hardware import alignment
 from fp8graph.operands import QuantizedOperand, quantize_operand
 from fp8graph.recipes import Recipe
 from fp8graph.sites import Compilation, Decision, Gemm, OperandView, Site
@@ -70,9 +70,10 @@ def _rewrite(
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
     grouped = node.target in GROUPED
-    m, n, k = ALIGNMENT[recipe.quantizer(gemm.a.operand).scaling] if native else (1, 1, 1)
+    quantizers = [recipe.quantizer(view.operand) for view in (gemm.a, gemm.b)]
+    m, n, k = alignment(*quantizers) if native else (1, 1, 1)
     if grouped and value(gemm.b.tensor).ndim == 2:  # wgrad: groups of columns are whole tiles
-        k = math.lcm(k, *(recipe.quantizer(view.operand).block[1] or 1 for view in (gemm.a, gemm.b)))
+        k = math.lcm(k, *(quantizer.block[1] or 1 for quantizer in quantizers))
     with graph.inserting_before(node):
         quantized: list[QuantizedOperand] = []
         for view, multiples in ((gemm.a, [m, k]), (gemm.b, [n, k])):

@@ -46,8 +46,13 @@ PRODUCERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def quantize_after(producer: str, recipe: str, operand: OperandName, rowwise: bool, columnwise: bool) -> Any:
-    """A function of (x, weight, y, scales) that quantizes what ``producer`` makes."""
+def quantize_after(
+    producer: str, recipe: str, operand: OperandName, rowwise: bool, columnwise: bool, *, multiple: int = 16
+) -> Any:
+    """A function of (x, weight, y, scales) that quantizes what ``producer`` makes.
+
+    ``multiple``: of the size along the contraction dim, rowwise.
+    """
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer(operand)
@@ -56,7 +61,7 @@ def quantize_after(producer: str, recipe: str, operand: OperandName, rowwise: bo
         settings = numerics.quantizer_kwargs(quantizer)
         if quantizer.scaling == "delayed":
             settings |= {"scales": scales, "row": 0}
-        layouts = [[16, 16] if wanted else [] for wanted in (rowwise, columnwise)]
+        layouts = [[16, size] if wanted else [] for wanted, size in ((rowwise, multiple), (columnwise, 16))]
         made = PRODUCERS[producer](x, weight, y)
         return list(ops.quantize(made, *numerics.quantizer_args(quantizer), *layouts, **settings))
 

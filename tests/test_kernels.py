@@ -106,6 +106,21 @@ def test_padding_costs_no_pass(recipe: str, layouts: tuple[bool, bool], size: tu
     assert sum(k.bytes for k in padded) <= 1.001 * sum(k.bytes for k in aligned)
 
 
+@pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", BOTH), ("silu_mul", BOTH), ("nothing", ROW)])
+def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: tuple[bool, bool]) -> None:
+    """70 tiles become 72, for torch and cuBLASLt to agree on the scales' strides: one more kernel writes zeros."""
+    unpadded, padded = (
+        triton_kernels(
+            generate(
+                quantize_after(producer, "blockwise", "input", *layouts, multiple=multiple), quantize_inputs(8192, 8960)
+            ).kernels
+        )
+        for multiple in (128, 512)
+    )
+    assert len(padded) <= len(unpadded) + 1
+    assert sum(k.bytes for k in padded) <= 1.02 * sum(k.bytes for k in unpadded)
+
+
 @pytest.mark.parametrize(("recipe", "kernels", "mib"), [("blockwise", 2, 161), ("mxfp8", 2, 161)])
 def test_tiles_at_a_ragged_edge_cost_a_second_read(recipe: str, kernels: int, mib: int) -> None:
     """The norm's loop has 4090 columns, the tiles' 4096: Inductor does not fuse loops of two sizes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch._inductor.graph import GraphLowering
 
 import fp8graph
 from fp8graph import offline
+from fp8graph.explain import Generating
 from fp8graph.offline import KernelRecord
 from helpers import ALL, MLP, NONE
 
@@ -46,6 +48,58 @@ def test_each_target_generates_its_own(target: str) -> None:
     assert {k.target for k in found} == {target}
     code = next(k.source for k in found if k.kind == "triton")
     assert f"cc={target.removeprefix('sm_')}" in code
+
+
+VIEW = r"(?:reinterpret_tensor\((\w+), \(([\d, ]+)\), \(([\d, ]+)\), \w+\)|(\w+))"
+
+
+def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]]:
+    """Sizes and strides of a, b, scale_a and scale_b of each ``_scaled_mm`` in Inductor's text."""
+
+    def numbers(text: str) -> Any:
+        return tuple(int(number) for number in text.split(", "))
+
+    buffers: dict[str, Any] = {
+        name: (numbers(sizes), numbers(strides))
+        for name, sizes, strides in re.findall(r"(\w+) = empty_strided_cuda\(\(([\d, ]+)\), \(([\d, ]+)\)", code)
+    }
+    calls = re.findall(r"extern_kernels\._scaled_mm\(" + ", ".join([VIEW] * 4), code)
+    groups = [[call[i : i + 4] for i in range(0, 16, 4)] for call in calls]
+    return [
+        [buffers[name] if name else (numbers(sizes), numbers(strides)) for _, sizes, strides, name in views]
+        for views in groups
+    ]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "training"), [(8960, 384, True), (1536, 128, False), (11008, 128, False)]
+)
+def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, outputs: int, training: bool) -> None:
+    """70 and 3, 12, 86 tiles along k: rows of 128x128 scales are as far apart as there are tiles, and 16 bytes.
+
+    tests/numerics/test_native.py names the sources of both rules.
+    """
+    backend = Generating(fp8graph.Policy(default="blockwise", min_speedup=0), "sm_90")
+    model = torch.compile(nn.Linear(inputs, outputs, bias=False).bfloat16(), backend=backend)
+    with torch.set_grad_enabled(training):
+        y = model(torch.randn(200, inputs, dtype=torch.bfloat16, requires_grad=training))
+    if training:
+        y.sum().backward()
+    gemms = [gemm for direction, code in backend.generator.code if direction != "weights" for gemm in block_gemms(code)]
+    assert len(gemms) == (3 if training else 1)
+    for a, b, scale_a, scale_b in gemms:
+        (m, k), (_, n) = a[0], b[0]
+        assert (a[1], b[1]) == ((k, 1), (1, k))
+        assert scale_a == ((m, k // 128), (1, m))
+        if m == 200:  # fprop, dgrad: the weight has 128x128 tiles
+            assert scale_b == ((k // 128, -(-n // 128)), (1, k // 128))
+            assert (k // 128) % 4 == 0
+            assert 0 <= k - (inputs if n == outputs else outputs) < 512
+        else:
+            assert scale_b == ((k // 128, n), (n, 1))
+            assert k == 256  # of 200 tokens
+    code = "".join(code for _, code in backend.generator.code)
+    assert "use_fast_accum=True" not in code  # cuBLASLt has no such kernel for tiles, and torch says so
 
 
 def test_registers_and_spills_of_a_kernel() -> None:

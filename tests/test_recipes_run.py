@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8BlockScaling, Format, Policy, Rule, delayed, numerics
 from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
-from helpers import MLP, compiled_step, eager_backend, inputs_of, step, view_of
+from helpers import MLP, compiled_step, eager_backend, inputs_of, same_bits, step, view_of
 
 # dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
 BOUND = {"tensorwise": 24.0, "delayed": 24.0, "nvfp4": 15.0}
@@ -108,6 +108,31 @@ def test_native_where_the_device_can(recipe: Any, target: str, dtype: torch.dtyp
     assert numerics.sqnr_db(module(x), got.reshape(3, 10, 44)) >= BOUND.get(
         recipe if isinstance(recipe, str) else "", 26.0
     )
+
+
+def test_padding_to_four_tiles_changes_no_bit() -> None:
+    """k = 384 on sm_90 is 512, nothing on a CPU: small integers, whose sums are exact, give the same bits of all GEMMs.
+
+    Nor does it cost a quantization: each operand is made once, in the layouts that it had.
+    """
+    module = nn.Linear(384, 384, bias=False)
+    module.weight.data = torch.randint(-4, 5, (384, 384)).float()
+    x = torch.randint(-4, 5, (128, 384)).float().requires_grad_()
+    results: list[list[Tensor]] = []
+    quantized: list[int] = []
+    for target in ("sm_90", "cpu"):
+        torch._dynamo.reset()
+        backend = eager_backend(Policy(default="blockwise", min_speedup=0), target=target)
+        model = torch.compile(module, backend=backend)
+        x.grad = module.weight.grad = None
+        y = model(x)
+        y.backward((y % 7).detach())
+        results.append([y.detach(), cast(Tensor, x.grad), cast(Tensor, module.weight.grad)])
+        padded = {g.gemm for g in backend.report.gemms if "padded to 512" in g.reason}
+        assert padded == ({"fprop", "dgrad"} if target == "sm_90" else set())
+        quantized.append(sum(view.after.count("= fp8graph.quantize(") for view in backend.report.graphs))
+    assert same_bits(*results)
+    assert quantized == [3, 3]
 
 
 def test_recipes_mix_within_a_site() -> None:

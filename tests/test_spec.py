@@ -17,11 +17,11 @@ from helpers import graph_inputs_for
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def graph_of(target: Any, *args: Any) -> fx.Graph:
+def graph_of(target: Any, *args: Any, **kwargs: Any) -> fx.Graph:
     """One node, its value not computed by torch: the mistakes are the point."""
     graph = fx.Graph()
     node_args = graph_inputs_for(graph, args)
-    node = graph.call_function(target, tuple(node_args))
+    node = graph.call_function(target, tuple(node_args), kwargs)
     node.meta |= {PASS_KEY: "test", "val": FakeTensorMode().from_tensor(torch.empty(1))}
     graph.output([node])
     return graph
@@ -55,6 +55,48 @@ def test_a_bad_gemm(args: tuple[Any, ...], problem: str) -> None:
     lowered = graph_of(aten._scaled_mm.default, a, b.t(), *rest, args[4], None, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
         spec.verify(lowered, after="lower", lowered=True)
+
+
+def strided(*shape: int, stride: tuple[int, int]) -> Tensor:
+    return torch.empty_strided(shape, stride)
+
+
+ROWS = strided(256, 1, stride=(1, 1))
+SQUARE = strided(2, 4, stride=(4, 1))
+# scales of a [256, 512] and of b [256, 512] by tiles or rows, as torch._scaled_mm takes them
+BLOCKS = [
+    pytest.param(strided(256, 4, stride=(1, 256)), SQUARE, None, id="1x128, 128x128"),
+    pytest.param(SQUARE, strided(256, 4, stride=(1, 256)), None, id="128x128, 1x128"),
+    pytest.param(ROWS, ROWS, None, id="rows"),
+    pytest.param(torch.ones(256, 4), SQUARE, r"operand a has .* reads them with \(1, 256\)", id="k-major"),
+    pytest.param(SQUARE, strided(2, 4, stride=(8, 1)), r"operand b has .* reads them with \(4, 1\)", id="far apart"),
+    pytest.param(SQUARE, torch.ones(3, 4), r"operand b has scales \(3, 4\) .* for \(256, 512\)", id="shape"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scale_a", "scale_b", "problem"), BLOCKS)
+def test_scales_of_tiles(scale_a: Tensor, scale_b: Tensor, problem: str | None) -> None:
+    operands = fp8(256, 512), fp8(256, 512).t(), scale_a, scale_b.t()
+    graph = graph_of(aten._scaled_mm.default, *operands, None, None, torch.bfloat16, False)
+    if problem is None:
+        spec.verify(graph, after="lower", lowered=True)
+        return
+    with pytest.raises(fp8graph.Fp8GraphError, match=problem):
+        spec.verify(graph, after="lower", lowered=True)
+
+
+def test_square_tiles_are_a_multiple_of_four_along_k() -> None:
+    """Three are refused before they are lowered, and after, where torch would take them and cuBLASLt read others."""
+    a, b, scale_a, scale_b = fp8(256, 384), fp8(256, 384), strided(256, 3, stride=(1, 256)), torch.ones(2, 3)
+    lowered = graph_of(aten._scaled_mm.default, a, b.t(), scale_a, scale_b.t(), None, None, torch.bfloat16, False)
+    with pytest.raises(fp8graph.Fp8GraphError, match="operand b .* cuBLASLt reads rows that are a multiple of 4 apart"):
+        spec.verify(lowered, after="lower", lowered=True)
+    settings: Any = {"scaling": "block", "block_a": [1, 128], "block_b": [128, 128]}
+    graph = graph_of(ops.scaled_mm, a, b, scale_a, scale_b, None, torch.bfloat16, False, **settings)
+    with pytest.raises(fp8graph.Fp8GraphError, match="k = 384 is not a multiple of 512"):
+        spec.verify(graph, after="x")
+    settings["block_b"] = [1, 128]  # 1x128 on both sides need whole tiles only
+    spec.verify(graph_of(ops.scaled_mm, a, b, scale_a, scale_a, None, torch.bfloat16, False, **settings), after="x")
 
 
 def test_a_good_gemm() -> None:

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import oracle
 from fp8graph import Float8BlockScaling, hardware, numerics
-from fp8graph.recipes import OperandName, Recipe, resolve_recipe
+from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
 GEMMS: dict[str, tuple[tuple[OperandName, bool], tuple[OperandName, bool]]] = {
@@ -30,7 +31,7 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
     """One GEMM, from high-precision tensors, as pass ``quantize`` pads and names it."""
     sides, settings = [], dict[str, Any]()
     scaling = recipe.quantizer("input").scaling
-    m, n, k = hardware.ALIGNMENT[scaling]
+    m, n, k = hardware.alignment(*(recipe.quantizer(operand) for operand, _ in GEMMS[gemm]))
     for side, (operand, columnwise), multiples in zip("ab", GEMMS[gemm], ([m, k], [n, k]), strict=True):
         quantizer = recipe.quantizer(operand)
         layouts: Any = ([], multiples) if columnwise else (multiples, [])
@@ -59,7 +60,7 @@ def test_the_cuda_rules_are_kept(recipe: str, gemm: str) -> None:
     ((a, b, *_),) = calls
     assert out.dtype == torch.bfloat16
     assert out.shape == (a.shape[0], b.shape[0])
-    _, n, k = hardware.ALIGNMENT[found.quantizer("input").scaling]
+    _, n, k = hardware.alignment(*(found.quantizer(operand) for operand, _ in GEMMS[gemm]))
     assert b.shape[0] % n == 0
     assert (a.shape[1] * (2 if recipe == "nvfp4" else 1)) % k == 0
 
@@ -77,17 +78,82 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-def test_block_scales_are_stored_as_cublas_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1x128: outer-dim-major. 128x128: rows 16 bytes apart."""
+def ceil_div(size: int, tile: int) -> int:
+    return -(-size // tile)
+
+
+def torch_reads(data: Tensor, scale: Tensor, tile_rows: int) -> bool:
+    """``torch._scaled_mm`` v1's check of the scales of ``data`` [rows, k] for tiles of ``tile_rows`` x 128.
+
+    ``is_blockwise_1x128_scaling`` and ``is_blockwise_128x128_scaling`` of aten/src/ATen/native/cuda/ScaledBlas.cpp,
+    pytorch 2.10 and later. Until pytorch#164953 (2025-10-08) rows of 128x128 tiles were 4 * ceil(tiles / 4) apart;
+    pytorch#163829 lets a dim of size 1 have any stride.
+    """
+    rows, tiles = data.shape[0], ceil_div(data.shape[1], 128)
+    strides = (1, rows) if tile_rows == 1 else (tiles, 1)
+    sizes = (ceil_div(rows, tile_rows), tiles)
+    return tuple(scale.shape) == sizes and all(
+        size == 1 or found == wanted for size, found, wanted in zip(sizes, scale.stride(), strides, strict=True)
+    )
+
+
+def cublas_reads(data: Tensor, scale: Tensor, tile_rows: int) -> bool:
+    """Whether cuBLASLt, which knows no strides, finds each scale of ``data`` [rows, k] where it looks for it.
+
+    cuBLAS, "Scaling factors layouts": 1x128 k-major with ``rows`` apart, 128x128 with L4 = k / 128 rounded up to 4.
+    pytorch#166752 ("caused silent wrong answers where (K // 128) % 4 != 0") states the same.
+    """
+    rows, tiles = scale.shape
+    wanted = (1, data.shape[0]) if tile_rows == 1 else (4 * ceil_div(ceil_div(data.shape[1], 128), 4), 1)
+    return all(
+        size == 1 or found == right for size, found, right in zip((rows, tiles), scale.stride(), wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("n", "k"), [(96, 300), (384, 384), (1152, 1536), (896, 8960), (4096, 11008), (4096, 128)])
+def test_block_scales_are_stored_as_torch_and_cublas_read_them(n: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways at once, which is why k is padded to four tiles where one side has 128x128."""
+    monkeypatch.setitem(SHAPES, "weight", (n, k))
+    monkeypatch.setitem(SHAPES, "input", (M, k))
+    monkeypatch.setitem(SHAPES, "grad_output", (M, n))
     seen = record(monkeypatch)
-    for gemm in GEMMS:
-        multiply(Float8BlockScaling(), gemm, [])
-    described = [[(tuple(s.shape), s.stride()) for s in args[2:4]] for args in seen]
-    assert described == [
-        [((200, 3), (1, 200)), ((3, 1), (1, 4))],  # x [m, k / 128] and w [k / 128, n / 128] transposed
-        [((200, 1), (1, 1)), ((1, 3), (1, 4))],  # one tile along k: any stride between tiles
-        [((96, 2), (1, 96)), ((2, 304), (304, 1))],
-    ]
+    for gemm, sides in GEMMS.items():
+        multiply(recipe := Float8BlockScaling(), gemm, [])
+        a, b, scale_a, scale_b = seen[-1][:4]
+        blocks = [recipe.quantizer(operand).block[0] for operand, _ in sides]
+        for data, scale, tile_rows in zip((a, b.t()), (scale_a, scale_b.t()), blocks, strict=True):
+            assert torch_reads(data, scale, tile_rows), (gemm, scale.shape, scale.stride())
+            assert cublas_reads(data, scale, tile_rows), (gemm, scale.shape, scale.stride())
+        assert a.shape[1] % 512 == 0 or 128 not in blocks  # wgrad, 1x128 on both sides, needs no more than whole tiles
+
+
+@pytest.mark.parametrize(("tiles", "stride"), [(3, 3), (3, 4)])
+def test_neither_stride_is_right_for_three_tiles(tiles: int, stride: int) -> None:
+    """Four can go from ``hardware.alignment`` when torch and cuBLASLt agree about them."""
+    data = torch.empty(256, 128 * tiles, dtype=torch.float8_e4m3fn, device="meta")
+    scale = torch.empty_strided((2, tiles), (stride, 1), device="meta")
+    assert not (torch_reads(data, scale, 128) and cublas_reads(data, scale, 128))
+
+
+@pytest.mark.parametrize("block", [(1, 128), (128, 128)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> None:
+    """Padded to 512 or not, data and scales are the oracle's; what is added are zeros with scale 1. Joined, too."""
+    quantizer = Float8BlockScaling(x_block=block).quantizer("input")
+    x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x if layout == "rowwise" else x.t().contiguous()
+    codes, scales, _ = oracle.quantize_tiles(x, quantizer, columnwise=layout == "columnwise")
+    settings = numerics.quantizer_args(quantizer), numerics.quantizer_kwargs(quantizer)
+    layouts: Any = ([16, 512], []) if layout == "rowwise" else ([], [16, 512])
+    dim = -1 if layout == "rowwise" else -2
+    for parts in ([x], list(x.chunk(3, dim))):
+        joined = {"more": parts[1:], "dim": dim} if len(parts) > 1 else {}
+        data, scale_inv = numerics.quantize_layouts(parts[0], *settings[0], *layouts, **settings[1], **joined)
+        assert (data.shape, scale_inv.shape) == ((256, 512), (256 // block[0], 4))
+        oracle.assert_codes(data[:, :384], codes)
+        assert torch.equal(scale_inv[:, :3].double(), torch.from_numpy(scales))
+        assert not data[:, 384:].float().any()
+        assert bool((scale_inv[:, 3] == 1).all())
 
 
 def test_mxfp8_and_nvfp4_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,21 @@ def test_padding_is_in_the_reason() -> None:
     ]
 
 
+def test_four_tiles_along_k_where_one_side_has_square_ones() -> None:
+    """fprop and dgrad multiply the weight's 128x128 tiles; wgrad has 1x128 on both sides. Emulated: no padding."""
+    module, policy = nn.Linear(384, 128), Policy(default="blockwise", min_speedup=0)
+    native, emulated = (
+        [g.reason for g in fp8graph.explain(module, x(384, 384), policy=policy, target=target).gemms]
+        for target in ("sm_90", "cpu")
+    )
+    assert [reason.partition("; predicted")[0] for reason in native] == [
+        "default; k 384 padded to 512",
+        "default; k 128 padded to 512",
+        "default",
+    ]
+    assert {"padded" in reason for reason in emulated} == {False}
+
+
 def test_the_general_policy_keeps_heads_and_routers() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -148,6 +148,18 @@ def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
     assert len(backend.weights) == 0
 
 
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [(512, "quantized before it is sent"), (256, "256 rows, contracted in backward, are padded")],
+)
+def test_padded_columns_of_square_tiles_are_gathered_as_they_are(inner: int, reason: str) -> None:
+    """On sm_90 dgrad contracts over a multiple of 512 rows of the weight; the shards' scales are not padded."""
+    module = Sharded(512, inner).bfloat16()
+    policy = Policy(default="blockwise", min_speedup=0)
+    report = report_of(module, torch.randn(32, 512).bfloat16().requires_grad_(), policy, target="sm_90")
+    assert reasons_of(report)[0].startswith(reason)
+
+
 TRAINING = "scales of columns span the ranks: both directions would have to travel"
 BF16 = torch.bfloat16
 REFUSALS: list[Any] = [
