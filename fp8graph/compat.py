@@ -33,6 +33,11 @@ from torch.utils._sympy.functions import FloorDiv
 # What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
 CPU_SCALINGS: Final = frozenset({"tensor", "delayed"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
 
+# The CUDA toolkit that torch was built with; None for a CPU build, which generates code for official CUDA builds.
+CUDA_VERSION: Final = (
+    None if torch.version.cuda is None else tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+)
+
 _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
 
 P = ParamSpec("P")

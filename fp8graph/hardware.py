@@ -59,6 +59,7 @@ class Hardware:
     scalings: frozenset[str]  # those that torch._scaled_mm multiplies
     speed: Speed | None = None  # None: not known, or nothing to win (a CPU)
     grouped: frozenset[str] = frozenset()  # those that torch._scaled_grouped_mm multiplies
+    cuda: tuple[int, ...] | None = compat.CUDA_VERSION  # torch's; None: not known, or a CPU build
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
         """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
@@ -68,13 +69,28 @@ class Hardware:
             return f"{self.name} has no {_NAMES[a.scaling]}"
         if self.name == "cpu":
             return None
-        if a.scaling == "row" and out_dtype != torch.bfloat16:
-            return f"one scale a row gives bf16 results only, not {str(out_dtype).removeprefix('torch.')}"
+        if a.scaling in ("row", "block") and (problem := self._without_cublas(a.scaling, out_dtype)) is not None:
+            return problem
         if a.scaling == "block" and (a.block, b.block) not in _TILES:
             (am, ak), (bm, bk) = a.block, b.block
             return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
         if a.scaling == "mxfp8" and torch.float8_e5m2 in (a.dtype, b.dtype):
             return "MXFP8 GEMMs take E4M3 only"
+        return None
+
+    def _without_cublas(self, scaling: Scaling, out_dtype: torch.dtype) -> str | None:
+        """Why torch does not multiply rows or tiles: cuBLASLt does on sm_90, from CUDA 12.9 on. None if it does.
+
+        Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp,
+        ``get_scale_mode`` in aten/src/ATen/cuda/CUDABlas.cpp. Where cuBLASLt has none, rows go to a CUTLASS kernel,
+        which gives bf16 and fp16 (pytorch#166744) but, in torch 2.11, no FP32 (pytorch#162022).
+        """
+        old = self.cuda is not None and self.cuda < (12, 9)
+        has = f"torch has {'.'.join(map(str, self.cuda))}" if self.cuda is not None and old else f"this is {self.name}"
+        if scaling == "block":
+            return f"one scale a tile needs CUDA 12.9 or later, {has}" if old else None
+        if out_dtype == torch.float32 and (old or self.name.removesuffix("a") != "sm_90"):
+            return f"one scale a row gives float32 results on sm_90 with CUDA 12.9 or later only, {has}"
         return None
 
     def _grouped_obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:

@@ -7,6 +7,7 @@ to say.)
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -154,6 +155,46 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
         assert torch.equal(scale_inv[:, :3].double(), torch.from_numpy(scales))
         assert not data[:, 384:].float().any()
         assert bool((scale_inv[:, 3] == 1).all())
+
+
+# What multiplies rows and tiles, and into which types, by the CUDA that torch was built with. Torch 2.11 and later:
+# ScaledBlas.cpp, ``_scaled_mm_out_cuda``: rows go to CUTLASS where ``major < 9 || CUBLAS_VERSION < 120900`` or
+# ``major >= 10``, with the check "Only bf16 and fp16 high precision output types" (2.11; later ones take FP32 too);
+# else to cuBLASLt, for any type. CUDABlas.cpp, ``get_scale_mode``: tiles "only supported for CUDA 12.9 and above".
+# RowwiseScaledMM.cu has kernels for fp16 (pytorch#166744), bias included.
+OLD, NEW = (12, 8), (13, 0)
+ROWS_NEED = "one scale a row gives float32 results on sm_90 with CUDA 12.9 or later only"
+CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None]] = [
+    ("rowwise", "sm_90", OLD, torch.bfloat16, None),
+    ("rowwise", "sm_90", OLD, torch.float16, None),
+    ("rowwise", "sm_90", OLD, torch.float32, f"{ROWS_NEED}, torch has 12.8"),
+    ("rowwise", "sm_90", NEW, torch.float16, None),
+    ("rowwise", "sm_90", NEW, torch.float32, None),
+    ("rowwise", "sm_90", (12, 9), torch.float32, None),
+    ("rowwise", "sm_90", None, torch.float32, None),
+    ("rowwise", "sm_100", NEW, torch.float16, None),
+    ("rowwise", "sm_100", NEW, torch.float32, f"{ROWS_NEED}, this is sm_100"),
+    ("blockwise", "sm_90", NEW, torch.float16, None),
+    ("blockwise", "sm_90", OLD, torch.bfloat16, "one scale a tile needs CUDA 12.9 or later, torch has 12.8"),
+    ("tensorwise", "sm_90", OLD, torch.float32, None),
+]
+
+
+@pytest.mark.parametrize(("recipe", "target", "cuda", "dtype", "reason"), CONDITIONS)
+def test_what_cublas_and_cutlass_multiply(
+    recipe: str, target: str, cuda: tuple[int, ...] | None, dtype: torch.dtype, reason: str | None
+) -> None:
+    device = dataclasses.replace(hardware.from_target(target), cuda=cuda)
+    found = resolve_recipe(recipe)
+    assert found is not None
+    assert device.obstacle(found.quantizer("input"), found.quantizer("weight"), dtype) == reason
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_give_other_results_than_bf16(dtype: torch.dtype) -> None:
+    found = resolve_recipe("rowwise")
+    assert found is not None
+    assert multiply(found, "fprop", [], dtype).dtype == dtype
 
 
 def test_mxfp8_and_nvfp4_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) -> None:
