@@ -1,8 +1,8 @@
 """``fp8graph bench``: what FP8 gains on this machine, and the numbers that the speed model decides with.
 
 ``calibrate`` measures what ``roofline.Speed`` states: the rates that large GEMMs reach, the bandwidth of a copy and the
-cost of one more kernel. ``linears`` measures what a user gets: forward and backward of one compiled linear, bf16 and
-FP8 in turns, beside what the model predicts.
+cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures what a
+user gets: forward and backward of one compiled linear, bf16 and FP8 in turns, beside what the model predicts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8graph import hardware, numerics
 from fp8graph.errors import PolicyError
 from fp8graph.hardware import Hardware
 from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
-from fp8graph.roofline import RATES, Speed
+from fp8graph.roofline import Speed
 
 SIZE: Final = 8192  # of the square GEMMs
 COPY: Final = 2**30  # bytes
@@ -65,8 +65,17 @@ def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) ->
     return min(elapsed(run, iterations) for _ in range(rounds))
 
 
-def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Speed:
-    """Measure ``device``.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What is measured so far of a device: a complete ``Speed``, and of which scalings it has the rates."""
+
+    speed: Speed
+    measured: tuple[Scaling, ...] = ()
+    failed: str = ""  # why the scaling that was tried last has no rate; it keeps that of ``RATES``
+
+
+def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
+    """Measure ``device``: first what every prediction needs, then one scaling after another, each with what was before.
 
     Args:
         size: of the square GEMMs; large, for the rate that large ones reach.
@@ -83,22 +92,33 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         assert isinstance(recipe, Recipe)
         return flops / seconds(_scaled_mm(recipe, size, device))
 
-    fp8 = {scaling: fp8_rate(scaling) for scaling in _RECIPES if scaling in found.scalings}
+    fp8 = fp8_rate("tensor")
     source = torch.empty(copy, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     one = torch.ones((), device=device)
-    measured = {scaling: value / fp8["tensor"] for scaling, value in fp8.items() if scaling not in ("tensor", "nvfp4")}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Speed(
-        name=name,
+    speed = Speed(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         bf16_flops=rate(torch.bfloat16),
         fp32_flops=rate(torch.float32),
-        fp8_flops=fp8["tensor"],
-        fp4_flops=fp8.get("nvfp4", fp8["tensor"]),
+        fp8_flops=fp8,
+        fp4_flops=fp8,
         bandwidth=2 * copy / seconds(lambda: target.copy_(source)),
         launch=seconds(lambda: one.add_(1.0), iterations=1000),  # one after the other, nothing to compute
-        rates={**RATES, **measured},
     )
+    yield (done := Calibration(speed=speed, measured=("tensor",)))
+    for scaling in _RECIPES:
+        if scaling == "tensor" or scaling not in found.scalings:
+            continue
+        try:
+            flops_reached = fp8_rate(scaling)
+        except (RuntimeError, ValueError) as error:  # what torch and cuBLAS raise for a GEMM that they do not have
+            yield dataclasses.replace(done, failed=f"{_RECIPES[scaling]}: {str(error).strip().splitlines()[0]}")
+            continue
+        if scaling == "nvfp4":
+            speed = dataclasses.replace(done.speed, fp4_flops=flops_reached)
+        else:
+            speed = dataclasses.replace(done.speed, rates={**done.speed.rates, scaling: flops_reached / fp8})
+        yield (done := Calibration(speed=speed, measured=(*done.measured, scaling)))
 
 
 def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
@@ -112,13 +132,29 @@ def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], 
     for side, q, operand in zip("ab", (left, right), operands, strict=True):
         settings[f"block_{side}"] = list(recipe.quantizer(operand).block)
         settings[f"global_scale_inv_{side}"] = q.global_scale_inv
-    args = (left.data, right.data, left.scale_inv, right.scale_inv, None, torch.bfloat16, True)
+    args = (left.data, right.data, left.scale_inv, right.scale_inv, None, torch.bfloat16, recipe.fast_accum("fprop"))
     return lambda: numerics.scaled_mm(*args, **settings)  # with the reordering of scales that Blackwell wants
 
 
-def write(path: Path, found: Hardware, speed: Speed) -> None:
-    """A file for ``Backend(target=path)`` and ``explain(..., target=path)``."""
-    values = {"target": found.name, "speed": dataclasses.asdict(speed), "torch": torch.__version__}
+def describe(done: Calibration, found: Hardware) -> str:
+    """One line about what was measured last."""
+    if done.failed:
+        return f"left out: {done.failed}"
+    speed, last = done.speed, done.measured[-1]
+    if last == "tensor":
+        return (
+            f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
+            f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s"
+        )
+    reached = speed.fp4_flops if last == "nvfp4" else speed.fp8_flops * speed.rates[last]
+    return f"{_RECIPES[last]}: {reached / 1e12:.0f} TFLOP/s"
+
+
+def write(path: Path, found: Hardware, done: Calibration) -> None:
+    """A file for ``Backend(target=path)`` and ``explain(..., target=path)``, with the rates that were measured."""
+    speed = dataclasses.asdict(done.speed)
+    speed["rates"] = {name: done.speed.rates[name] for name in done.measured}
+    values = {"target": found.name, "speed": speed, "torch": torch.__version__}
     path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 

@@ -192,10 +192,9 @@ def _bench(options: argparse.Namespace) -> int:
     device = bench.fp8_gpu()
     found = hardware.of_device(device)
     if options.calibrate is not None:
-        speed = bench.calibrate(device, found)
-        bench.write(options.calibrate, found, speed)
-        print(f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, ", end="")
-        print(f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s")
+        for done in bench.calibrate(device, found):
+            bench.write(options.calibrate, found, done)  # at once: what comes after may end this process
+            print(bench.describe(done, found), flush=True)
         print(f'wrote {options.calibrate}: Backend(target="{options.calibrate}")')
         return 0
     table = Table(title="one linear, forward and backward, FP8 beside bf16 + torch.compile")

@@ -56,10 +56,15 @@ class Speed:
 
     @staticmethod
     def load(path: str | Path) -> tuple[str, Speed]:
-        """The target ("sm_90") and its measured speed, as ``fp8graph bench --calibrate`` wrote them."""
+        """The target ("sm_90") and its measured speed, as ``fp8graph bench --calibrate`` wrote them.
+
+        A scaling that the file does not have (its GEMM failed) keeps its rate of ``RATES``.
+        """
         try:
             values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-            return values["target"], Speed(**values["speed"])
+            speed: dict[str, Any] = dict(values["speed"])
+            rates = {**RATES, **speed.pop("rates", {})}
+            return values["target"], Speed(**speed, rates=rates)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PolicyError(f"{path}: not a calibration of fp8graph bench --calibrate: {error}") from None
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import fp8graph
 from fp8graph import bench, compat, hardware
@@ -16,15 +20,52 @@ from fp8graph.roofline import RATES, Speed
 CPU = torch.device("cpu")
 
 
-def test_a_calibration_is_a_target(tmp_path: Path) -> None:
+@pytest.fixture
+def calibrated() -> list[bench.Calibration]:
+    return list(bench.calibrate(CPU, hardware.of_device(CPU), size=64, copy=4096))
+
+
+def test_a_calibration_is_a_target(calibrated: list[bench.Calibration], tmp_path: Path) -> None:
+    """At each step: what comes later may end the process."""
     found = hardware.of_device(CPU)
-    speed = bench.calibrate(CPU, found, size=64, copy=4096)
-    assert speed.rates["mxfp8"] == RATES["mxfp8"]  # not measured: a CPU has no such GEMM
-    assert ("row" in compat.CPU_SCALINGS) == (speed.rates["row"] != RATES["row"])
-    bench.write(tmp_path / "here.json", found, speed)
-    target, loaded = Speed.load(tmp_path / "here.json")
-    assert (target, loaded) == ("cpu", speed)
-    assert fp8graph.Backend(target=str(tmp_path / "here.json")).hardware.speed == speed  # pyright: ignore
+    assert [done.measured[-1] for done in calibrated] == ["tensor", *(["row"] if "row" in compat.CPU_SCALINGS else [])]
+    for done in calibrated:
+        assert done.speed.rates["mxfp8"] == RATES["mxfp8"]  # not measured: a CPU has no such GEMM
+        assert ("row" in done.measured) == (done.speed.rates["row"] != RATES["row"])
+        bench.write(tmp_path / "here.json", found, done)
+        assert set(json.loads((tmp_path / "here.json").read_text())["speed"]["rates"]) == set(done.measured)
+        target, loaded = Speed.load(tmp_path / "here.json")
+        assert (target, loaded) == ("cpu", done.speed)
+        assert fp8graph.Backend(target=str(tmp_path / "here.json")).hardware.speed == done.speed  # pyright: ignore
+        assert bench.describe(done, found).startswith(("cpu (cpu): bf16 ", "rowwise: "))
+
+
+def test_a_scaling_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its reason is told, the others are kept; and each GEMM accumulates as its recipe says."""
+    accumulated: dict[str, bool] = {}
+
+    def scaled_mm(*args: Any, scaling: str, **_settings: Any) -> Tensor:
+        accumulated[scaling] = args[6]
+        if scaling == "block":
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic\nmore")
+        return args[0]
+
+    monkeypatch.setattr(bench.numerics, "scaled_mm", scaled_mm)
+    found = dataclasses.replace(hardware.of_device(CPU), scalings=frozenset({"tensor", "row", "block", "nvfp4"}))
+    steps = list(bench.calibrate(CPU, found, size=128, copy=4096))
+    assert [done.measured for done in steps] == [
+        ("tensor",),
+        ("tensor", "row"),
+        ("tensor", "row"),
+        ("tensor", "row", "nvfp4"),
+    ]
+    assert [bench.describe(done, found) for done in steps if done.failed] == [
+        "left out: blockwise: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic"
+    ]
+    assert steps[-1].speed.rates["block"] == RATES["block"]
+    bench.write(tmp_path / "here.json", found, steps[-1])
+    assert Speed.load(tmp_path / "here.json")[1] == steps[-1].speed
+    assert accumulated == {"tensor": True, "row": True, "block": False, "nvfp4": False}
 
 
 def test_linears() -> None:
@@ -67,6 +108,8 @@ def test_speeds_are_checked(change: dict[str, object]) -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_calibrated() -> None:
     device = bench.fp8_gpu()
-    speed = bench.calibrate(device, hardware.of_device(device))
+    *_, done = bench.calibrate(device, found := hardware.of_device(device))
+    speed = done.speed
+    assert set(done.measured) == found.scalings - {"delayed"}
     assert speed.fp8_flops > speed.bf16_flops > speed.fp32_flops
     assert 1e11 < speed.bandwidth < 2e13
