@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
+from fp8graph import numerics
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -104,6 +105,16 @@ def dialect_counts(text: str) -> Counter[str]:
     counts["casts"] = len(re.findall(r" = fp8graph\.quantize\(.*\browwise=\[\d", text))
     counts["casts"] += len(re.findall(r" = fp8graph\.quantize\(.*\bcolumnwise=\[\d", text))
     return counts
+
+
+def multiplied(recipe: Any, *operands: tuple[Tensor, Any, bool]) -> Tensor:
+    """``a @ b.T`` of two dequantized operands, in float64. Each: tensor, operand, whether its columnwise layout."""
+    values: list[Tensor] = []
+    for tensor, operand, columnwise in operands:
+        q = numerics.quantize(tensor, recipe, operand, "columnwise" if columnwise else "rowwise")
+        decoded = numerics.dequantize(q).double()
+        values.append(decoded.transpose(-2, -1) if columnwise else decoded)
+    return values[0] @ values[1].T
 
 
 def bits(x: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 
@@ -161,3 +163,10 @@ def test_recomputation_is_noticed() -> None:
     torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()  # pyright: ignore
     assert [backward for backward, _ in seen] == [False, False, True]
     assert [hooks for _, hooks in seen][:2] == [False, True]
+
+
+def test_inductor_warns_about_tf32_as_the_filter_expects() -> None:
+    """pyproject.toml ignores this warning: tests on a GPU would fail by it. Only Inductor for a GPU gives it."""
+    source = inspect.getsource(compile_fx._warn_tf32_disabled)
+    assert "warnings.warn" in source
+    assert '"TensorFloat32 tensor cores' in source

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy, hardware, numerics
 from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
-from helpers import compiled_step
+from helpers import compiled_step, multiplied
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -25,16 +25,6 @@ def on_gpu(recipe: str, dtype: torch.dtype, shape: Any, outputs: int, bias: bool
     x = torch.randn(shape).to("cuda", dtype).requires_grad_()
     backend = fp8graph.Backend(Policy(default=recipe, min_speedup=0), compiler=compiler)
     return module, x, compiled_step(module, x, backend, fullgraph=True), backend.report.gemms
-
-
-def multiplied(recipe: Any, *operands: tuple[Tensor, Any, bool]) -> Tensor:
-    """``a @ b.T`` of two dequantized operands, in float64."""
-    values: list[Tensor] = []
-    for tensor, operand, columnwise in operands:
-        q = numerics.quantize(tensor, recipe, operand, "columnwise" if columnwise else "rowwise")
-        decoded = numerics.dequantize(q).double()
-        values.append(decoded.transpose(-2, -1) if columnwise else decoded)
-    return values[0] @ values[1].T
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
@@ -59,9 +49,15 @@ def test_linear(recipe: str, dtype: torch.dtype, shape: Any, outputs: int, bias:
     for name, value in got.items():
         assert numerics.sqnr_db(exact[name], value) >= EXACT_DB, name
     device = hardware.of_device(torch.device("cuda"))
+    operands: dict[str, Any] = {
+        "fprop": ("input", "weight"),
+        "dgrad": ("grad_output", "weight"),
+        "wgrad": ("grad_output", "input"),
+    }
     for gemm in gemms:
-        if gemm.recipe is not None and dtype == torch.bfloat16:
-            expected = "native" if resolve_recipe(recipe).quantizer("input").scaling in device.scalings else "emulated"  # pyright: ignore
+        if gemm.recipe is not None:
+            a, b = (found.quantizer(operand) for operand in operands.get(gemm.gemm, ("grad_output", "input")))  # pyright: ignore
+            expected = "native" if device.obstacle(a, b, dtype) is None else "emulated"
             assert gemm.execution == expected, gemm.reason
 
 
