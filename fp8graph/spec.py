@@ -169,6 +169,10 @@ def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
     for size, stride, right in zip(scale.shape, scale.stride(), wanted, strict=True):
         if not known_equal(size, 1) and not known_equal(stride, right):
             return f"{found}: torch reads them with {wanted}"
+    if (static_size(scale.storage_offset()) or 0) % 4:
+        return (
+            f"{found} from element {scale.storage_offset()} on: cuBLASLt reads from 16-byte addresses (pytorch#159957)"
+        )
     if not of_rows and not known_equal(outer, 1) and (static_size(tiles) or 0) % 4:
         return f"{found}: cuBLASLt reads rows that are a multiple of 4 apart"
     return None

@@ -70,6 +70,8 @@ BLOCKS = [
     pytest.param(ROWS, ROWS, None, id="rows"),
     pytest.param(torch.ones(256, 4), SQUARE, r"operand a has .* reads them with \(1, 256\)", id="k-major"),
     pytest.param(SQUARE, strided(2, 4, stride=(8, 1)), r"operand b has .* reads them with \(4, 1\)", id="far apart"),
+    pytest.param(torch.ones(260, 1)[4:], ROWS, None, id="part of the rows"),
+    pytest.param(torch.ones(258, 1)[2:], ROWS, "operand a has .* from element 2 on", id="8-byte address"),
     pytest.param(SQUARE, torch.ones(3, 4), r"operand b has scales \(3, 4\) .* for \(256, 512\)", id="shape"),
 ]  # fmt: skip
 
