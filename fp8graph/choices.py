@@ -17,7 +17,13 @@ _Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs th
 
 
 def choices(compilation: Compilation) -> Iterator[Choice]:
-    """Every GEMM of ``compilation.plan`` that has a recipe, siblings (``siblings.py``) in one choice."""
+    """Every GEMM of ``compilation.plan`` that has a recipe, siblings (``siblings.py``) in one choice.
+
+    None where no device has a known speed: there is nothing to choose.
+    """
+    gemms = [gemm for site in compilation.sites for gemm in site.gemms if _recipe(gemm, compilation) is not None]
+    if all(_speed(gemm, compilation) is None for gemm in gemms):
+        return
     families: dict[object, list[_Planned]] = {}
     owners: dict[object, set[int]] = {}  # of weights and gradients, by site
     for position, site in enumerate(compilation.sites):
