@@ -35,6 +35,7 @@ from fp8graph.policy import INHERIT, Policy
 from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.renaming import Decided
 from fp8graph.report import GraphView
+from fp8graph.roofline import launches_are_replayed
 from fp8graph.sites import TAKEN_KEY, Compilation, Findings, PageLayout, SpareInputs
 from fp8graph.state import Recomputations
 from fp8graph.stored import Stored, read
@@ -191,6 +192,7 @@ class Program:
         return Compilation(
             policy=self._policy[0],
             hardware=self._backend.hardware,
+            cuda_graphs=launches_are_replayed(self._backend.inductor_options),
             region=situation.region,
             sources=self._sources,
             records_amaxes=self._gradients,
@@ -345,7 +347,8 @@ class Program:
         digest = hashlib.sha256(source_hash().encode())
         backend = self._backend
         settings = backend.strict, backend.cache_weights, backend.save, backend.save_activations_in_fp8, backend.group
-        digest.update(repr((situation, names, backend.hardware, settings)).encode())
+        replayed = launches_are_replayed(backend.inductor_options)
+        digest.update(repr((situation, names, backend.hardware, settings, replayed)).encode())
         regions = sorted(str(region) for region in self._regions() if region is not None)
         digest.update(repr([(r, _region_text(r)) for r in regions]).encode())
         digest.update(repr((self._parameters, sorted(self._gathered))).encode())

@@ -3,7 +3,7 @@
     step = GEMMs + attention + what moves memory + the optimizer + communication that nothing hides
 
 GEMMs, with what quantizes their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8 where
-the policy allows it and the speed model finds it faster, as the compiler decides; collectives (``traffic.py``) what
+the policy allows it and it pays (``profit.py``), as the compiler decides; collectives (``traffic.py``) what
 ``mesh.Network`` says. The rest is in ``Plan.assumptions``; docs/scale.md has results beside published figures.
 
 Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8graph.errors import PolicyError
 from fp8graph.hardware import Hardware
 from fp8graph.mesh import Mesh, Network
-from fp8graph.recipes import GEMMS, GemmName, Recipe, RecipeLike, resolve_recipe
+from fp8graph.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report import aligned
-from fp8graph.roofline import Operand, Speed, gemm_seconds
-from fp8graph.traffic import Collective, Workload, collectives, fsdp_units
+from fp8graph.roofline import Speed, gemm_seconds
+from fp8graph.traffic import Collective, Linear, Workload, collectives, fsdp_units
 from fp8graph.wire import bytes_sent
 
 RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
@@ -82,8 +82,8 @@ class Plan:
             "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once, "
             "in the parameters' dtype: its hooks are outside of the graphs. Delayed "
             "scaling reduces all amaxes of a step at once, over all GPUs.",
-            "Linears of one module that read one tensor share its collectives; logits stay sharded over tp (the loss "
-            "is computed on the shards).",
+            "Linears of one module that read one tensor share its collectives and are multiplied as one; logits stay "
+            "sharded over tp (the loss is computed on the shards).",
             "Under sp what is gathered for GEMMs in FP8 travels in FP8 if it has one scale (tensorwise, delayed).",
         )
 
@@ -143,31 +143,59 @@ def decide(
     work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None
 ) -> tuple[dict[str, set[str]], dict[str, float]]:
     """By linear the GEMMs that run in FP8; by direction the seconds that all GEMMs take, quantization included."""
-    fp8, seconds = dict[str, set[str]](), {"forward": 0.0, "backward": 0.0}
-    sharing = Counter(map(work.reads, work.linears))
+    fp8, seconds = {linear.fqn: set[str]() for linear in work.linears}, {"forward": 0.0, "backward": 0.0}
+    families: dict[Any, list[Linear]] = {}
     for linear in work.linears:
-        local = work.local(linear, mesh)
-        m, n, k = local.m, local.n, local.k
-        x = Operand(elements=m * k, layouts=2, users=2 * sharing[work.reads(linear)])
-        dy = Operand(elements=m * n, layouts=2, users=2)
-        w = Operand(elements=n * k, layouts=2 if mesh.fsdp == 1 else 1, users=2 if mesh.fsdp == 1 else 1)
-        sizes: dict[GemmName, tuple[int, int, int]] = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
-        read: dict[GemmName, tuple[Operand, Operand]] = {"fprop": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}
-        chosen = fp8[linear.fqn] = set[str]()
+        families.setdefault((work.reads(linear), linear.fp8), []).append(linear)
+    for family in families.values():
+        # the compiler quantizes weights once per update and leaves that out; a step has one update. What FSDP2
+        # gathers it quantizes in forward and in backward
+        asked = list(_choices(work, mesh, speed, recipe, family, kept=mesh.fsdp == 1))
+        paid = list(_choices(work, mesh, speed, recipe, family, kept=False))
+        speedups = judge(asked, work.min_speedup)
+        pairs = zip(asked, paid, strict=True)
+        chosen = {own.gemms[0]: own for choice, own in pairs if speedups[choice] >= work.min_speedup}
+        uses = Uses(list(chosen.values()))
+        for linear in family:
+            fp8[linear.fqn].update(chosen)
+        parts = [work.local(linear, mesh) for linear in family]
         for gemm in GEMMS:
-            (rows, columns, depth), operands = sizes[gemm], read[gemm]
-            took = before = gemm_seconds(speed, rows, columns, depth, work.dtype)
-            if recipe is not None and recipe.covers(gemm) and gemm in linear.fp8:
-                scaling = recipe.quantizer("input").scaling
-                # the compiler quantizes weights once per update and leaves that out; a step has one update. What
-                # FSDP2 gathers it quantizes in forward and in backward
-                own = mesh.fsdp == 1
-                kept = tuple(dataclasses.replace(o, kept=own) if o is w else o for o in operands)
-                if before / gemm_seconds(speed, rows, columns, depth, work.dtype, scaling, kept) >= work.min_speedup:
-                    chosen.add(gemm)
-                    took = gemm_seconds(speed, rows, columns, depth, work.dtype, scaling, operands)
+            high = sum(gemm_seconds(speed, *_sizes(gemm, x.m, x.n, x.k), work.dtype) for x in parts)
+            took = chosen[gemm].fp8_seconds(uses) if gemm in chosen else high
             seconds["forward" if gemm == "fprop" else "backward"] += took
     return fp8, seconds
+
+
+def _choices(
+    work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None, family: Sequence[Linear], *, kept: bool
+) -> Iterator[Choice]:
+    """The GEMMs of linears that read one tensor, which are multiplied as one."""
+    parts = [work.local(linear, mesh) for linear in family]
+    m, n, k = parts[0].m, sum(part.n for part in parts), parts[0].k
+    x = Quantized(key="input", elements=m * k)
+    dy = Quantized(key="grad_output", elements=m * n)
+    w, again = (Quantized(key=key, elements=n * k, fused=False, kept=kept) for key in ("weight", "weight again"))
+    read: dict[GemmName, tuple[tuple[Quantized, Layout], tuple[Quantized, Layout]]] = {
+        "fprop": ((x, "rowwise"), (w, "rowwise")),
+        "dgrad": ((dy, "rowwise"), (w if mesh.fsdp == 1 else again, "columnwise")),
+        "wgrad": ((dy, "columnwise"), (x, "columnwise")),
+    }
+    for gemm in GEMMS:
+        if recipe is not None and recipe.covers(gemm) and gemm in family[0].fp8:
+            rows, columns, depth = _sizes(gemm, m, n, k)
+            yield Choice(
+                gemms=(gemm,),
+                before=tuple(_sizes(gemm, part.m, part.n, part.k) for part in parts),
+                products=(Product(m=rows, n=columns, k=depth, reads=read[gemm]),),
+                dtype=work.dtype,
+                scaling=recipe.quantizer("input").scaling,
+                speed=speed,
+            )
+
+
+def _sizes(gemm: GemmName, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """m, n and k of one GEMM of the linear [m, k] -> [m, n]."""
+    return {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
 
 
 def _step(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, cast
+from typing import Final, Literal, cast
 
 import torch
 from torch import fx
 
 from fp8graph import delayed
 from fp8graph.graph import aten, graph_inputs, value
-from fp8graph.hardware import Hardware
+from fp8graph.hardware import Hardware, of_device
 from fp8graph.naming import Parameter, Place
 from fp8graph.policy import Op, Policy, Resolution
 from fp8graph.recipes import DelayedScaling, GemmName, Layout, OperandName, Recipe
@@ -172,6 +172,7 @@ class Compilation:
 
     policy: Policy
     hardware: Hardware | None = None  # None: that of the tensors' device
+    cuda_graphs: bool = False  # launches cost the host nothing: Inductor records CUDA graphs
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
@@ -189,13 +190,16 @@ class Compilation:
     grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
-    operand_uses: dict[Any, list[Layout]] = field(default_factory=dict[Any, "list[Layout]"])  # by value_key
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
 
+    def hardware_of(self, node: fx.Node) -> Hardware:
+        """What ``node`` is decided for: the target, or the device of its result."""
+        return self.hardware or of_device(value(node).device)
+
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""
-        self.sites, self.plan, self.operand_uses, self.grouped = [], {}, {}, {}
+        self.sites, self.plan, self.grouped = [], {}, {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ import torch
 
 from fp8graph.errors import PolicyError
 from fp8graph.mesh import Mesh
+from fp8graph.policy import MIN_SPEEDUP
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
 from fp8graph.report import Report
 
@@ -47,7 +48,7 @@ class Workload:
     dtype: torch.dtype = torch.bfloat16  # of parameters, gradients and activations
     attention_flops: float = 0.0  # forward and backward
     heads: Mapping[str, int] = field(default_factory=dict[str, int])  # what tp must divide besides sizes
-    min_speedup: float = 1.0  # as in Policy
+    min_speedup: float = MIN_SPEEDUP  # as in Policy
 
     @property
     def tokens(self) -> int:

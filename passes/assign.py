@@ -6,12 +6,13 @@
 Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
 (leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
 matmuls that nobody asked for, backward matmuls without a forward one; and what would not be faster on the target
-(``fp8graph/roofline.py``, ``Policy.min_speedup``). The graph is not changed.
+(``fp8graph/profit.py``, ``Policy.min_speedup``). The graph is not changed.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,22 +20,22 @@ from torch import fx
 
 from fp8graph import hardware
 from fp8graph.autocast import DISABLED, region_recipe
+from fp8graph.choices import choices
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import GROUPED, matmul_arguments, size_hint, static_size, value, value_key
+from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
 from fp8graph.legality import is_batched, why_not
 from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
+from fp8graph.profit import judge
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
-from fp8graph.roofline import Operand, predicted_speedup
 from fp8graph.sites import Compilation, Decision, Gemm, Site
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
-    for view in (view for site in compilation.sites for gemm in site.gemms for view in (gemm.a, gemm.b)):
-        compilation.operand_uses.setdefault(value_key(view.tensor), []).append(view.layout)
+    plan = compilation.plan
     for site in compilation.sites:
         resolution = resolve(site, compilation)
         for gemm in site.gemms:
-            compilation.plan[gemm.node] = (
+            plan[gemm.node] = (
                 decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
                 else Decision(
@@ -44,6 +45,27 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                     resolution=resolution,
                 )
             )
+    bar = compilation.policy.min_speedup
+    for choice, speedup in judge(list(choices(compilation)), bar).items():
+        for gemm in choice.gemms:
+            plan[gemm.node] = _with_speedup(plan[gemm.node], speedup, bar)
+
+
+def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
+    """The decision with its prediction: in high precision if that is below ``bar``."""
+    if speedup >= bar:
+        return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
+    assert decision.recipe is not None
+    asked = f"({decision.resolution.source} asked for {decision.recipe.name})"
+    return replace(
+        decision,
+        recipe=None,
+        # rounded down: 1.049 is not 1.05
+        reason=f"not faster in FP8: predicted {math.floor(100 * speedup) / 100:.2f}x, min_speedup is {bar:g} {asked}",
+        execution="high precision",
+        by_profitability=True,
+        speedup=speedup,
+    )
 
 
 def resolve(site: Site, compilation: Compilation) -> Resolution:
@@ -90,19 +112,13 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         return left_alone(obstacle + asked, required=resolution.by_user)
     obstacle = _emulation(gemm, recipe, compilation)
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
-        if _device(gemm, compilation).speed is not None:  # a loop over experts, in place of one fast kernel
+        if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
-    speedup = None if obstacle else _speedup(gemm, recipe, compilation)
-    if speedup is not None and speedup < compilation.policy.min_speedup:
-        why = f"not faster in FP8: predicted {speedup:.2f}x, min_speedup is {compilation.policy.min_speedup:g}"
-        return left_alone(why + asked, by_profitability=True, speedup=speedup, required=resolution.by_user)
     notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe))]
-    notes += [f"predicted {speedup:.2f}x"] if speedup is not None else []
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),
         execution="emulated" if obstacle else "native",
-        speedup=speedup,
         resolution=resolution,
         required=resolution.by_user,
     )
@@ -112,36 +128,9 @@ def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | No
     """Why this GEMM is emulated, or None if the device multiplies it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
-    device = _device(gemm, compilation)
+    device = compilation.hardware_of(gemm.node)
     a, b = (recipe.quantizer(view.operand) for view in (gemm.a, gemm.b))
     return device.obstacle(a, b, value(gemm.node).dtype, grouped=gemm.node.target in GROUPED)
-
-
-def _device(gemm: Gemm, compilation: Compilation) -> hardware.Hardware:
-    return compilation.hardware or hardware.of_device(value(gemm.node).device)
-
-
-def _speedup(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> float | None:
-    """How much faster this GEMM would be in FP8 on its device, or None if its speed is not known."""
-    speed = _device(gemm, compilation).speed
-    if speed is None:
-        return None
-    operands: list[Operand] = []
-    for view in (gemm.a, gemm.b):
-        shape = [size_hint(size) for size in value(view.tensor).shape]
-        uses = compilation.operand_uses.get(value_key(view.tensor), [view.layout])
-        operands.append(
-            Operand(
-                elements=math.prod(shape),
-                layouts=len(set(uses)),
-                users=len(uses),
-                kept=view.operand == "weight" and compilation.cache_weights and not compilation.gathered,
-            )
-        )
-    *_, m, n = (size_hint(size) for size in value(gemm.node).shape)
-    k = size_hint(contraction_size(gemm))
-    scaling = recipe.quantizer(gemm.a.operand).scaling
-    return predicted_speedup(speed, m, n, k, value(gemm.node).dtype, scaling, (operands[0], operands[1]))
 
 
 def _padding(gemm: Gemm, recipe: Recipe) -> list[str]:

@@ -10,7 +10,7 @@
 The joined weight, and the joined gradient, are quantized as one tensor: they share a scale where scales span them
 (one a tensor; one a row where it is contracted), as in Transformer Engine's fused projections. The sum over the
 linears is made in the GEMM's accumulator. Where slices of fprop's result would have to be copied, or would keep more
-than they hold for backward, fprop multiplies slices of the weight one by one (``_can_be_slices``).
+than they hold for backward, fprop multiplies slices of the weight one by one (``siblings.can_be_slices``).
 
 Refuses (multiplies one by one) linears of other recipes, layouts or biases than their neighbours; output sizes that
 are no multiples of tiles; weights and gradients with further uses; gradients of the input that are not just summed.
@@ -30,18 +30,14 @@ from fp8graph.graph import (
     GEMM_KEY,
     aten,
     insert,
-    is_backward,
     nodes,
-    readers,
-    runs_without_gradients,
-    static_size,
-    strides_matter,
     update_value,
     update_views,
     value,
 )
 from fp8graph.operands import OPERAND_KEY, ROWS_KEY
 from fp8graph.recipes import GemmName
+from fp8graph.siblings import can_be_slices, kin, size_in_group
 from fp8graph.sites import Compilation, Site
 from fp8graph.sums import are_summed, take_out_of_sum
 
@@ -94,13 +90,11 @@ def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
         site = compilation.sites[position]
         own = _Linear(site=site, gemms=gemms, size=0).quantized().values()
         here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
-        if not here or site.op != "linear" or "fprop" not in gemms or site.gemms[0].a.operand != "input":
+        if not here or "fprop" not in gemms:
             continue
-        weight = cast(fx.Node, cast(fx.Node, gemms["fprop"].args[1]).args[0])
-        size = static_size(value(cast(fx.Node, weight.args[0])).shape[-2])  # N, before padding
-        tile = max(16, *(max(cast(Any, q.kwargs.get("block")) or (1,)) for q in own))
+        size = size_in_group(site, [cast(Any, q.kwargs.get("block")) or () for q in own])
         users = {user for q in own for output in q.users for user in output.users}
-        if size is not None and size % tile == 0 and users <= set(gemms.values()):
+        if size is not None and users <= set(gemms.values()):
             yield _Linear(site=site, gemms=gemms, size=size)
 
 
@@ -115,9 +109,7 @@ def _key(linear: _Linear) -> Any:
         shared = [node.args[side] for side in (0, 1, 2, 3) if side % 2 not in _OWN[gemm]]
         scalings = {name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}
         settings.append((gemm, *shared, node.args[4] is None, *map(str, (*node.args[5:], scalings))))
-    fprop = linear.gemms["fprop"]
-    same_run = runs_without_gradients(fprop), str(fprop.meta.get("recompute")), fprop.meta.get("ac_graph_id")
-    return linear.site.fqn.rpartition(".")[0], linear.site.region, *same_run, *settings
+    return *kin(linear.site), *settings
 
 
 def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
@@ -128,7 +120,7 @@ def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
             _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
     for gemm, first in linears[0].gemms.items():
         others = [linear.gemms[gemm] for linear in linears[1:]]
-        if gemm == "fprop" and not _can_be_slices([first, *others]):
+        if gemm == "fprop" and not can_be_slices([first, *others]):
             _multiply_apart(graph, [first, *others], sizes)
             continue
         if first.args[4] is not None:
@@ -185,16 +177,3 @@ def _multiply_apart(graph: fx.Graph, fprops: Sequence[fx.Node], sizes: Sequence[
         parts = _parts(graph, joined, fprops, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
         for node, part in zip(fprops, parts or [joined] * len(fprops), strict=True):
             node.args = (*node.args[:side], part, *node.args[side + 1 :])
-
-
-def _can_be_slices(fprops: Sequence[fx.Node]) -> bool:
-    """Whether no copy is needed when the results are slices of one tensor.
-
-    It is for what leaves the graph, and for an op that is not torch's own, which wants the strides that it had; and if
-    backward keeps one result and not the others, since a slice keeps all of them alive.
-    """
-    found = [list(readers(node)) for node in fprops]
-    kept = {
-        any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
-    }
-    return len(kept) == 1 and not any(map(strides_matter, fprops))

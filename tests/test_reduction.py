@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8graph import DelayedScaling, delayed
+from fp8graph.call import Epoch
 from fp8graph.reduction import Reduction, StagedPage
 from fp8graph.sites import PageLayout
 from fp8graph.state import State
@@ -100,7 +101,7 @@ def smallest(amaxes: Tensor) -> Tensor:
 
 
 def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
-    state, result = State(), torch.ones(1)
+    state, result = State(Epoch()), torch.ones(1)
     first, second = [torch.zeros(1, 3)], [torch.zeros(1, 3)]
     state.watch([result], first)
     state.watch([result], second)  # another layer of the same graph
@@ -113,7 +114,7 @@ def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
 
 
 def test_a_backward_ends_the_step_of_its_forwards() -> None:
-    state, x = State(), torch.ones(1, requires_grad=True)
+    state, x = State(Epoch()), torch.ones(1, requires_grad=True)
     y = x * 2
     state.watch([y], [])
     assert not state._step_is_over

@@ -345,14 +345,14 @@ def test_shards_take_a_part_of_the_time() -> None:
 
 
 def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
-    """128 tokens: some GEMMs are not faster in FP8."""
+    """768 tokens: gate and up are faster in FP8, the others are not."""
     config = tiny_config(1)
     config.update({"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 128})
     with torch.device("meta"):
         model = tiny_model(config)
-    ids = torch.zeros(1, 128, dtype=torch.long)
+    ids = torch.zeros(1, 768, dtype=torch.long)
     report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", policy=None, training=True)
-    work = traffic.of_model(model, report, 128)
+    work = traffic.of_model(model, report, 768)
     found, _ = scale.decide(work, Mesh(dp=8), scale_speed(), resolve_recipe("tensorwise"))
     decided = {(g.name, g.gemm): g.recipe is not None for g in report.gemms if g.op == "linear"}
     assert {(name, gemm) for name, gemms in found.items() for gemm in gemms} == {k for k, v in decided.items() if v}
@@ -387,12 +387,12 @@ def test_a_model_becomes_a_workload() -> None:
 def test_published_figures() -> None:
     """TorchTitan, Llama 3.1 8B on 8 H100, FSDP2, 8192 tokens: tensorwise 1.25 to 1.28 times bf16, rowwise 1.10 times.
 
-    The model is not tuned to them: it takes peaks of data sheets (their GPUs ran at 500 of 700 W and 2.4 of
-    3.35 TB/s), and knows nothing of recomputation. It says 1.33 and 1.30; docs/scale.md has both. This holds it there.
+    The model is not tuned to them: it takes rates of an H100 at 700 W and 3.35 TB/s (theirs ran at 500 W and 2.4 TB/s),
+    and knows nothing of recomputation. It says 1.24 and 1.22; docs/scale.md has both. This holds it there.
     """
     found = plan(llama_8b(), "fsdp=8", recipes=["tensorwise", "rowwise"])
     high, *fp8 = (step.seconds for step in found.steps)
-    assert [round(high / seconds, 2) for seconds in fp8] == [1.33, 1.3]
+    assert [round(high / seconds, 2) for seconds in fp8] == [1.24, 1.22]
     assert 1.25 - 0.1 < high / fp8[0] < 1.28 + 0.1
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
+from fp8graph.call import Epoch
 from fp8graph.sites import PageLayout, StateRow
 from fp8graph.state import State
 from helpers import MLP, eager_backend
@@ -484,7 +485,7 @@ def test_another_default_dtype_changes_no_state() -> None:
 
 
 def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
-    state, weight = State(), nn.Parameter(torch.ones(2, 2))
+    state, weight = State(Epoch()), nn.Parameter(torch.ones(2, 2))
     row = StateRow(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     layouts = [
         (PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),)),)
