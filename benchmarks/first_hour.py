@@ -41,8 +41,8 @@ def fp8_gpu() -> bool:
 
 
 def run_sections(run: Run, names: Sequence[str], sections: dict[str, Callable[[Run], None]] = SECTIONS) -> None:
-    """All of ``names``, until the budget is over."""
-    with run.limited(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
+    """All of ``names``, until the budget is over. Nothing that happens in a section ends the run."""
+    with run.attempt("run"), run.limited(), torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         for index, name in enumerate(names):
             if run.seconds >= run.budget:
                 run.write(name, stopped="the run's time is over")
