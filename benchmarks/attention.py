@@ -1,9 +1,9 @@
 """The models that are measured, with the two ways in which transformers attends under ``torch.compile``.
 
 ``STOCK`` is ``attn_implementation="sdpa"``. While Dynamo traces, transformers builds the causal mask as a whole
-[1, 1, s, s] tensor: with torch up to 2.13 always, later where there is an ``attention_mask`` (transformers issue
-#48925). Attention then takes a mask, so never the flash kernels, and does twice the work. ``CAUSAL`` is the same
-function registered with no mask: it calls ``scaled_dot_product_attention(is_causal=True)``.
+[1, 1, s, s] tensor: with torch up to 2.13 or an older transformers always, later where there is an ``attention_mask``
+(transformers issue #48925). Attention then takes a mask, so never the flash kernels, and does twice the work.
+``CAUSAL`` is the same function registered with no mask: it calls ``scaled_dot_product_attention(is_causal=True)``.
 """
 
 from __future__ import annotations

@@ -158,6 +158,8 @@ def in_turns(run: Run, section: str, steps: Mapping[tuple[str, str], Callable[[]
         if done >= 3 and run.late():
             break
         for (name, weights), step in steps.items():
+            if len(times[name, weights]) < done:  # it failed, and has its line
+                continue
             with run.attempt(section, contender=name, weights=weights, measure="rounds"):
                 times[name, weights].append(measure.wall_ms(step, 2 if run.tiny else 5))
     baseline = times.get(("bf16", "kept"), [])

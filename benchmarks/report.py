@@ -66,7 +66,8 @@ def newest(lines: Iterable[Line]) -> list[Line]:
 
 
 def on_gpu(lines: Iterable[Line]) -> list[Line]:
-    return newest(line for line in lines if "gpu" in line["machine"])
+    """What was measured on a GPU, each section by its last run."""
+    return newest(line for line in lines if "gpu" in line["machine"] and line["section"] != "host")
 
 
 def gpu_page(lines: list[Line], pictures: Sequence[Path] = ()) -> str:
@@ -82,10 +83,16 @@ def gpu_page(lines: list[Line], pictures: Sequence[Path] = ()) -> str:
     for section, (title, make) in OTHERS.items():
         if section in measured:
             parts += ["", f"### {title}", "", make(lines)]
-    parts += ["", *(f"![{path.stem}](../{path.relative_to(ROOT)})" for path in pictures if path.is_relative_to(ROOT))]
+    parts += _shown(pictures)
     if notes := list(tables.left_out(lines)):
         parts += ["", "### What failed or was left out", "", *notes]
     return "\n".join(parts).strip()
+
+
+def _shown(pictures: Iterable[Path]) -> list[str]:
+    """Lines of docs/performance.md; nothing for pictures outside of the repository."""
+    inside = [path.relative_to(ROOT) for path in pictures if path.is_relative_to(ROOT)]
+    return ["", *(f"![{path.stem}](../{path})" for path in inside)] if inside else []
 
 
 def short(lines: list[Line]) -> str:
@@ -93,7 +100,7 @@ def short(lines: list[Line]) -> str:
     columns = [speedups(lines, section) for section in COMPARED]
     names = [name for name in columns[0] | columns[1] if "," not in name]  # no ablations
     if not names:
-        return NO_GPU
+        return "Not compared with bf16 on a GPU yet." if lines else NO_GPU
     where = next(line["machine"] for line in lines if line["section"] in COMPARED)
     head = f"Times as fast as bf16 with `torch.compile`, forward and backward, {where['gpu']}, torch {where['torch']}:"
     rows = [(name, *(column.get(name) for column in columns)) for name in names]
@@ -107,11 +114,15 @@ def blocks(folder: Path) -> dict[str, str]:
     host = [line for line in newest(lines) if line["section"] in ("run", "host")]
     hosted = {line["file"] for line in host if line["section"] == "host"}
     host = [line for line in host if line["file"] in hosted]
+    pictures = sorted(folder.glob("*.png"))
     found = {
-        "gpu": gpu_page(gpu, [path for path in sorted(folder.glob("*.png")) if path.stem != "host"]),
+        "gpu": gpu_page(gpu, [path for path in pictures if path.stem != "host"]),
         "speed": short(gpu),
-        "host": "\n".join([*tables.machines(host), "", tables.host(host)]) if host else "Not measured yet.",
+        "host": "Not measured yet.",
     }
+    if host:
+        shown = _shown(path for path in pictures if path.stem == "host")
+        found["host"] = "\n".join([*tables.machines(host), "", tables.host(host), *shown])
     path = RESULTS / "compile_time.json"
     if path.exists():
         written = json.loads(path.read_text(encoding="utf-8"))

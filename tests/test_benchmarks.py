@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
 import made_up
 from benchmarks import attention, compile_time, contenders, first_hour, goals, measure, plots, report, tables
 from benchmarks.records import RESULTS, Run
-from benchmarks.sections import host
+from benchmarks.sections import host, limits
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,6 +75,24 @@ def test_what_fails_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert rounds == [("bf16", "kept"), ("tensorwise", "kept"), ("tensorwise", "updated")]
 
 
+def test_a_step_that_fails_in_its_turn_is_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run.jsonl")  # seven rounds
+    run.begin_section(left=1)
+
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    contenders.in_turns(run, "linears", {("bf16", "kept"): lambda: None, ("tensorwise", "kept"): broken})
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert [line.get("failed") for line in lines] == ["RuntimeError: broken", None]
+
+
+def test_every_ablation_is_a_backend() -> None:
+    made = contenders.ablations(Run(), "tensorwise")
+    backends = [compile(nn.Linear(4, 4))[1] for compile in made.values()]
+    assert len({str((b.policy, b.group, b.inductor_options)) for b in backends if b is not None}) == len(made) == 7
+
+
 def test_an_update_quantizes_the_weights_again() -> None:
     backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager")
     linear = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
@@ -90,11 +109,14 @@ def test_a_section_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     def broken(_run: Run) -> None:
         raise ValueError("broken")
 
-    sections = {"broken": broken, "whole": lambda run: run.write("whole", number=1)}
+    def whole(run: Run) -> None:
+        run.write("whole", limit=torch._dynamo.config.recompile_limit)
+
+    sections = {"broken": broken, "whole": whole}
     first_hour.run_sections(tiny(tmp_path / "run.jsonl"), list(sections), sections)
     lines = lines_of(tmp_path / "run.jsonl")
     assert [line["failed"] for line in lines if "failed" in line] == ["ValueError: broken"]
-    assert any(line.get("number") == 1 for line in lines)
+    assert [line["limit"] for line in lines if "limit" in line] == [256]  # contenders share one forward
 
 
 def test_the_budget_stops_a_run(tmp_path: Path) -> None:
@@ -169,6 +191,18 @@ def test_kernels_of_a_profile() -> None:
     assert found["by_kind_ms"] == {"gemm": 2.0, "attention": 1.5, "triton": 0.5, "copy": 0.1, "optimizer": 0.05}
     assert [name for name, *_ in found["kernels"]] == [events[0].key, events[2].key]
     assert set(plots.COLORS) == {*measure.KINDS, "other"}
+
+
+def test_the_gemms_have_layouts_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own checks for CUDA, on fake tensors: operands and scales of every scaling."""
+    monkeypatch.setattr(limits, "DEVICE", torch.device("cuda"))
+    made: list[str] = []
+    with FakeTensorMode():
+        for name, make in limits.variants(512, 768, 1024):
+            if "aligned" not in name:  # a slice of a fake CUDA tensor needs a build with CUDA
+                assert [tuple(out.shape) for out in make()()] == [(512, 768)] * 2, name
+                made.append(name)
+    assert {name.split()[0] for name in made} == {"bf16", "tensor", "row", "block"}
 
 
 def test_code_generations_and_traces_are_counted() -> None:
