@@ -126,7 +126,7 @@ def sweep(lines: list[Line]) -> str:
 
 def host(lines: Iterable[Line]) -> str:
     """A row per contender, a column per number of layers and kind of call."""
-    found = of_section(lines, "host", "us")
+    found = of_section(lines, "host", "more_us")
     cases = list(dict.fromkeys((line["mode"], line["layers"]) for line in found))
     cell = {
         (line["contender"], line["mode"], line["layers"]): f"{line['us']:.0f} ({line['more_us']:+.0f})"
