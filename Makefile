@@ -41,10 +41,11 @@ test-torch: .venv-torch-$(TORCH)/ready
 train-recipes: .venv/ready
 	.venv/bin/python -m benchmarks.train_recipes
 
-# compile time everywhere, speed and memory on a GPU with FP8; what is skipped is named
+# compile and host time everywhere, speed and memory on a GPU with FP8; what is skipped is named
 bench: .venv/ready
 	.venv/bin/python -m benchmarks.compile_time
-	.venv/bin/python -m benchmarks.speed
+	.venv/bin/python -m benchmarks.first_hour --budget 3600
+	.venv/bin/python -m benchmarks.report --write
 
 # every model family, run on the CPU: docs/coverage.md
 coverage: .venv/ready

@@ -1,7 +1,11 @@
 """What fp8graph adds to compile time: ``make bench``. Runs on any machine.
 
-compile    cold and warm compile of a training step, plain Inductor and fp8graph, each in a fresh process
+compile    cold and warm compile of a training step in fresh processes, plain Inductor beside fp8graph: the whole
+           model, its layers one by one (the way of FSDP2, with names bound), and repeated regions; with how often
+           each traced and generated code
 passes     time in fp8graph's own passes against the number of layers, on meta tensors, with a linear fit
+
+The file of results is written after each process: a run that is stopped loses nothing.
 """
 
 from __future__ import annotations
@@ -14,66 +18,104 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, Final
 
-import matplotlib
 import torch
+from torch._dynamo.utils import counters
 
 import fp8graph
-from benchmarks.common import RESULTS, console, write
+from benchmarks.records import console, write_json
 
-PASS_LAYERS = (8, 16, 32, 80, 126)
+PASS_LAYERS: Final = (8, 16, 32, 80, 126)
+PLAIN, WHOLE = "inductor", "tensorwise"
+PLAIN_LAYERS, LAYERS = "inductor, layer by layer", "tensorwise, layer by layer, names bound"
+REGIONS: Final = "tensorwise, regions"
+CONTENDERS: Final = (PLAIN, WHOLE, PLAIN_LAYERS, LAYERS, REGIONS)
 
 
-def compile_once(backend: str, layers: int) -> None:
-    """One training step of a fresh process; prints its seconds as JSON."""
+def compiled(name: str, model: Any) -> tuple[Any, fp8graph.Backend | None]:
+    """The model to call, and its backend, as the contender ``name`` compiles it."""
+    if name == PLAIN:
+        return torch.compile(model), None
+    if name == PLAIN_LAYERS:
+        for layer in model.model.layers:
+            layer.compile()
+        return model, None
+    if name == REGIONS:
+        settings: dict[str, Any] = {"regions": "auto"}
+        model = fp8graph.compile(model, recipe="tensorwise", **settings)
+        return model, None
+    backend = fp8graph.Backend(recipe="tensorwise")
+    if name == WHOLE:
+        return torch.compile(model, backend=backend), backend
+    backend.bind(model)
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+    return model, backend
+
+
+def compile_once(name: str, layers: int) -> dict[str, Any]:
+    """One training step of this process: seconds, and what was done how often."""
     from fp8graph.demo import build_model
 
     model = build_model(0, layers)
     ids = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(0))
     small = torch.compile(torch.nn.Linear(8, 8))  # what torch does once per process is nobody's compile time
     small(torch.randn(2, 8)).sum().backward()
-    chosen: Any = "inductor" if backend == "inductor" else fp8graph.Backend(recipe=backend)
+    counters.clear()
     start = time.perf_counter()
-    torch.compile(model, backend=chosen)(input_ids=ids, labels=ids).loss.backward()
-    print(json.dumps({"seconds": time.perf_counter() - start, "passes": passes_of(chosen)}))
+    run, backend = compiled(name, model)
+    run(input_ids=ids, labels=ids).loss.backward()
+    return {
+        "seconds": time.perf_counter() - start,
+        "passes": 0.0 if backend is None else backend.pass_seconds,
+        "counts": counts(),
+    }
 
 
-def passes_of(backend: Any) -> float:
-    return backend.pass_seconds if isinstance(backend, fp8graph.Backend) else 0.0
+def counts() -> dict[str, int]:
+    """How often Dynamo made a graph, AOTAutograd traced one and Inductor generated code since ``counters.clear()``."""
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "traces": aot["total"] - aot["autograd_cache_hit"],
+        "code_generations": inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"],
+    }
 
 
-def compile_times(layers: int, rounds: int) -> dict[str, Any]:
-    """Plain and FP8 in turns, so that both see the same machine."""
-    times: dict[str, list[float]] = {}
-    passes: list[float] = []
+def in_fresh_process(name: str, layers: int, cache: str) -> dict[str, Any]:
+    """:func:`compile_once` with Inductor's caches in the folder ``cache``; its last line of errors where it fails."""
+    command = [sys.executable, "-m", "benchmarks.compile_time", "--once", name, str(layers)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure_compile(layers: int, rounds: int, names: list[str], results: dict[str, Any], passes: Any) -> None:
+    """All contenders in turns, so that all see the same machine; ``results`` and the file grow with each process."""
+    found: dict[str, Any] = {"seconds": {}, "counts": {}, "passes": [], "failed": {}}
+    results[str(layers)] = found
     for _ in range(rounds):
-        for backend in ("inductor", "tensorwise"):
+        for name in names:
             with tempfile.TemporaryDirectory() as cache:
                 for temperature in ("cold", "warm"):
-                    command = [sys.executable, "-m", "benchmarks.compile_time", "--once", backend, str(layers)]
-                    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-                    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                    found = json.loads(done.stdout.splitlines()[-1])
-                    times.setdefault(f"{backend} {temperature}", []).append(found["seconds"])
-                    if backend != "inductor" and temperature == "cold":
-                        passes.append(found["passes"])
-    cold = list(zip(times["inductor cold"], times["tensorwise cold"], passes, strict=True))
-    warm = list(zip(times["inductor warm"], times["tensorwise warm"], strict=True))
-    result: dict[str, Any] = {
-        "seconds": times,
-        "cold_ratio": statistics.median(fp8 / plain for plain, fp8, _ in cold),
-        "warm_ratio": statistics.median(fp8 / plain for plain, fp8 in warm),
-        "passes_share": statistics.median(p / plain for plain, _, p in cold),
-    }
-    console.print(
-        f"{layers} layers: cold {result['cold_ratio']:.2f} x plain Inductor, warm {result['warm_ratio']:.2f} x, "
-        f"own passes {100 * result['passes_share']:.1f} % of the plain compile"
-    )
-    return result
+                    case = f"{name} {temperature}"
+                    one = in_fresh_process(name, layers, cache)
+                    if "failed" in one:
+                        found["failed"][case] = one["failed"]
+                        console.print(f"{layers} layers, {case}: {one['failed']}", markup=False)
+                        break
+                    found["seconds"].setdefault(case, []).append(one["seconds"])
+                    found["counts"][case] = one["counts"]
+                    if case == f"{WHOLE} cold":
+                        found["passes"].append(one["passes"])
+                    console.print(f"{layers} layers, {case}: {one['seconds']:.1f} s, {one['counts']}", markup=False)
+                    write_json("compile_time", {"passes": passes, "compile": results})
 
 
-def pass_times(layer_counts: tuple[int, ...]) -> dict[str, Any]:
+def pass_times(layer_counts: list[int]) -> dict[str, Any]:
     """Seconds in the passes for a Llama of each depth, and the line through them."""
     from transformers import LlamaForCausalLM
 
@@ -88,39 +130,29 @@ def pass_times(layer_counts: tuple[int, ...]) -> dict[str, Any]:
         report = fp8graph.explain(model, input_ids=ids, labels=ids)
         seconds[layers] = report.pass_seconds
         console.print(f"{layers} layers: {seconds[layers]:.2f} s in the passes")
+    if len(seconds) < 2:
+        return {"seconds": seconds}
     slope, intercept = statistics.linear_regression(list(seconds), list(seconds.values()))
     worst = max(abs(intercept + slope * n - s) / s for n, s in seconds.items())
     return {"seconds": seconds, "per_layer": slope, "fixed": intercept, "worst_deviation_from_line": worst}
 
 
-def plot(passes: dict[str, Any]) -> None:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
-    counts = list(passes["seconds"])
-    axes.plot(counts, list(passes["seconds"].values()), "o", label="measured")
-    line = [passes["fixed"] + passes["per_layer"] * n for n in counts]
-    axes.plot(counts, line, "-", label=f"{1e3 * passes['per_layer']:.0f} ms a layer")
-    axes.set(xlabel="layers", ylabel="seconds in fp8graph's passes", title="Pass time of a Llama training graph")
-    axes.legend()
-    figure.savefig(RESULTS / "compile_time.png", dpi=120, bbox_inches="tight")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--once", nargs=2, metavar=("BACKEND", "LAYERS"), help=argparse.SUPPRESS)
+    parser.add_argument("--once", nargs=2, metavar=("CONTENDER", "LAYERS"), help=argparse.SUPPRESS)
     parser.add_argument("--layers", nargs="+", type=int, default=[2, 32])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pass-layers", nargs="+", type=int, default=list(PASS_LAYERS))
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--pass-layers", nargs="*", type=int, default=list(PASS_LAYERS))
     arguments = parser.parse_args()
     if arguments.once:
-        compile_once(arguments.once[0], int(arguments.once[1]))
+        print(json.dumps(compile_once(arguments.once[0], int(arguments.once[1]))))
         return 0
-    passes = pass_times(tuple(arguments.pass_layers))
-    compiles = {n: compile_times(n, arguments.rounds if n <= 8 else 1) for n in arguments.layers}  # minutes each
-    write("compile_time", {"passes": passes, "compile": compiles})
-    plot(passes)
+    passes, compiles = pass_times(arguments.pass_layers), dict[str, Any]()
+    write_json("compile_time", {"passes": passes, "compile": compiles})
+    for layers in arguments.layers:  # 32: minutes each, so once
+        measure_compile(layers, arguments.rounds if layers <= 8 else 1, arguments.contenders, compiles, passes)
+    console.print("python -m benchmarks.report --write makes the tables and pictures of it")
     return 0
 
 

@@ -1,0 +1,87 @@
+"""The models that are measured, with the two ways in which transformers attends under ``torch.compile``.
+
+``STOCK`` is ``attn_implementation="sdpa"``. While Dynamo traces, transformers builds the causal mask as a whole
+[1, 1, s, s] tensor: with torch up to 2.13 or an older transformers always, later where there is an ``attention_mask``
+(transformers issue #48925). Attention then takes a mask, so never the flash kernels, and does twice the work.
+``CAUSAL`` is the same function registered with no mask: it calls ``scaled_dot_product_attention(is_causal=True)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+STOCK: Final = "sdpa"
+CAUSAL: Final = "causal_sdpa"
+
+
+def register_causal_attention() -> str:
+    """Make ``attn_implementation="causal_sdpa"`` known to transformers, as README tells users to."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+    AttentionMaskInterface.register(CAUSAL, _no_mask)
+    return CAUSAL
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    return None
+
+
+class Embedded(nn.Module):
+    """A Llama that takes its inputs as embeddings and returns its hidden states, both [batch, tokens, hidden]."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x).last_hidden_state
+
+
+def llama(layers: int, hidden: int, attention: str, device: torch.device) -> nn.Module:
+    """Decoder layers with the proportions of Llama-3-8B (``hidden`` 4096) in bf16."""
+    from transformers import LlamaConfig, LlamaModel
+
+    if attention == CAUSAL:
+        register_causal_attention()
+    head = min(128, hidden // 4)
+    settings: dict[str, Any] = {"attn_implementation": attention}  # not among the arguments that it declares
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=hidden * 7 // 2,
+        num_attention_heads=hidden // head,
+        num_key_value_heads=hidden // head // 4,
+        vocab_size=256,
+        max_position_embeddings=8192,
+        use_cache=False,
+        **settings,
+    )
+    with device:
+        model: Any = LlamaModel(config)
+    return Embedded(model.to(torch.bfloat16))
+
+
+class Linears(nn.Module):
+    """The four linears of a layer, one after the other: what Transformer Engine's benchmark multiplies."""
+
+    def __init__(self, hidden: int, inner: int, device: torch.device) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias=False, device=device, dtype=torch.bfloat16) for a, b in self.sizes(hidden, inner)
+        )
+
+    @staticmethod
+    def sizes(hidden: int, inner: int) -> list[tuple[int, int]]:
+        """(inputs, outputs) of each."""
+        return [(hidden, 3 * hidden), (hidden, hidden), (hidden, inner), (inner, hidden)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv, out, up, down = self.layers
+        q, k, v = qkv(x).split(self.hidden, dim=-1)
+        return down(up(out(q + k + v)))  # all three: zeros in a gradient would make its GEMMs faster

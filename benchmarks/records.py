@@ -1,0 +1,161 @@
+"""One run of a benchmark: its lines, each written the moment it is made, and its budget.
+
+A run is one file of JSON lines. The first says where and with what it ran; each further line is one measurement, or
+one failure, or something that was left out and why. ``benchmarks.report`` reads folders of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import time
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+
+RESULTS: Final = Path(__file__).parent / "results"
+TRACEBACK: Final = 6  # last lines of it that a failure keeps
+console: Final = Console(soft_wrap=True)
+
+
+class OutOfTime(RuntimeError):
+    """The budget ended inside of a measurement."""
+
+
+def version_of(package: str) -> str:
+    """The installed version, or "missing"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def machine() -> dict[str, Any]:
+    """Where and when: versions, the GPU and its clocks."""
+    facts: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{package: version_of(package) for package in ("triton", "transformers", "torchao")},
+        "commit": _commit(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        facts |= {"cudnn": torch.backends.cudnn.version(), "clocks": clocks()}
+    return facts
+
+
+def clocks() -> str:
+    """Clocks, power and temperature of the GPU now; "" without nvidia-smi."""
+    if (tool := shutil.which("nvidia-smi")) is None:
+        return ""
+    query = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_version"
+    command = [tool, f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):  # no git
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
+
+
+class Run:
+    """The lines and the time of one run.
+
+    Args:
+        path: of the file of lines, None to print them only.
+        budget: seconds for everything.
+        tiny: small sizes, to try the scripts on any machine; such a run is no result.
+        compiler: "inductor", or "eager" to generate no code.
+    """
+
+    def __init__(
+        self, path: Path | None = None, *, budget: float = 560, tiny: bool = False, compiler: Any = "inductor"
+    ) -> None:
+        self.path = path
+        self.budget = budget
+        self.tiny = tiny
+        self.compiler = compiler
+        self._started = time.monotonic()
+        self._section = (0.0, budget)  # seconds after the start: when the section began, when it is to end
+
+    def write(self, section: str, **values: Any) -> None:
+        """One line, in the file before this returns."""
+        line = json.dumps({"section": section, "at_s": round(self.seconds, 1), **values}, default=str)
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        print(line if len(line) <= 300 else line[:297] + "...", flush=True)
+
+    @contextlib.contextmanager
+    def attempt(self, section: str, **what: Any) -> Generator[None]:
+        """What fails in here becomes a line, with the last lines of its traceback, and the run goes on."""
+        try:
+            yield
+        except Exception as error:
+            last = "".join(traceback.format_exception(error)).strip().splitlines()[-TRACEBACK:]
+            self.write(section, **what, failed=f"{type(error).__name__}: {str(error)[:600]}", traceback=last)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def begin_section(self, left: int) -> None:
+        """Give the next section an equal part of the time that is left for it and the others; ``left`` counts all."""
+        now = self.seconds
+        self._section = (now, now + max(0.0, self.budget - now) / left)
+
+    def late(self, share: float = 1.0) -> bool:
+        """Whether ``share`` of the section's time is over."""
+        begin, end = self._section
+        return self.seconds >= begin + share * (end - begin)
+
+    @contextlib.contextmanager
+    def limited(self) -> Generator[None]:
+        """Raise :class:`OutOfTime` inside of whatever still runs when the budget is over.
+
+        By the alarm signal, which reaches Python code only: a library call that hangs is beyond it.
+        """
+
+        def stop(*_: Any) -> None:
+            raise OutOfTime(f"the budget of {self.budget:g} s is over")
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, max(0.001, self.budget - self.seconds))
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+def write_json(name: str, results: Any) -> Path:
+    """``benchmarks/results/<name>.json`` with the machine beside the numbers."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def importable(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,117 @@
+"""``host``: what a call costs the host around the compiled code, against the number of layers, plain torch beside.
+
+The compiled code is left out: in its place stands a function that returns tensors made before. What remains is what
+Dynamo's guards, AOTAutograd's wrappers and fp8graph do for every call, on any machine, with or without a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+import fp8graph
+from benchmarks.attention import CAUSAL, llama
+from benchmarks.contenders import fresh
+from benchmarks.records import Run
+
+CPU: Final = torch.device("cpu")
+NO_CACHES: Final = {"force_disable_caches": True}
+
+
+def answer_only(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """In place of Inductor: results of the right shapes that nothing computes."""
+    output = module.graph.find_nodes(op="output")[0].args[0]
+    values = [node.meta.get("val") if isinstance(node, fx.Node) else node for node in output]
+    shapes = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in values]
+    made: list[Any] = []
+
+    def run(args: list[Any]) -> list[Any]:
+        args.clear()  # boxed calling convention: the caller's references go
+        if not made:  # not while compiling: they would be fake tensors
+            made.extend(torch.zeros(v[0], dtype=v[1]) if isinstance(v, tuple) else v for v in shapes)
+        # autograd takes each as a new tensor
+        return [x.detach() if isinstance(x, Tensor) else x for x in made]
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def thread_us(call: Callable[[], Any], calls: int = 20) -> float:
+    """Microseconds of CPU time of one call, in this thread: other processes on the machine do not count."""
+    start = time.thread_time()
+    for _ in range(calls):
+        call()
+    return 1e6 * (time.thread_time() - start) / calls
+
+
+class CallsOnly(fp8graph.Backend):
+    """fp8graph with :func:`answer_only` in place of a compiler."""
+
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        return answer_only
+
+
+def plain(model: nn.Module) -> Any:
+    def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return compile_fx(module, inputs, inner_compile=cast(Any, answer_only), config_patches=NO_CACHES)
+
+    return torch.compile(model, backend=backend)
+
+
+def rewritten(recipe: str | None, *, bind: bool = False, **settings: Any) -> Callable[[nn.Module], Any]:
+    def compile(model: nn.Module) -> Any:
+        policy = fp8graph.Policy(default=recipe, min_speedup=0)
+        backend = CallsOnly(policy, compiler="eager", target="cpu", **settings)
+        if bind:
+            backend.bind(model)
+        return torch.compile(model, backend=backend)
+
+    return compile
+
+
+def host(run: Run) -> None:
+    """CPU microseconds of a call, and how many more than plain torch's, round by round in one process."""
+    contenders = {
+        "plain": plain,
+        "nothing in FP8": rewritten(None),
+        "tensorwise": rewritten("tensorwise"),
+        "tensorwise, names bound": rewritten("tensorwise", bind=True),
+        "tensorwise, weights not cached": rewritten("tensorwise", cache_weights=False),
+        "delayed, names bound": rewritten("delayed", bind=True),
+    }
+    if run.tiny:
+        contenders = {name: contenders[name] for name in ("plain", "tensorwise, names bound")}
+    for count in (1, 2) if run.tiny else (2, 8, 32):
+        for training in (False, True):
+            case = {"layers": count, "mode": "training forward" if training else "no_grad"}
+            with fresh():
+                rounds(run, case, contenders, training)
+
+
+def rounds(run: Run, case: dict[str, Any], contenders: dict[str, Any], training: bool) -> None:
+    x = torch.randn(1, 8, 128, dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {}
+    times: dict[str, list[float]] = {}
+    for name, compile in contenders.items():
+        if run.late():
+            run.write("host", **case, contender=name, stopped="the section's time is over")
+            continue
+        with run.attempt("host", **case, contender=name), torch.set_grad_enabled(training):
+            compiled = compile(llama(case["layers"], 128, CAUSAL, CPU))
+            for _ in range(3):
+                compiled(x)
+            calls[name], times[name] = (lambda compiled=compiled: compiled(x)), []
+    with torch.set_grad_enabled(training):
+        for _ in range(3 if run.tiny else 25):
+            for name, call in calls.items():
+                times[name].append(thread_us(call))
+    least = {name: min(found) for name, found in times.items()}  # what disturbs a machine only makes it slower
+    for name, us in least.items():
+        more = {"more_us": us - least["plain"], "times_plain": us / least["plain"]} if "plain" in least else {}
+        run.write("host", **case, contender=name, us=us, **more)

@@ -1,0 +1,164 @@
+"""The tables of ``benchmarks.report``, as Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.goals import Line, bounds, by_gpu_time, is_profile, judge
+from benchmarks.measure import kind_of
+
+
+def table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [[_cell(value) for value in row] for row in (titles, ["---"] * len(titles), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)
+
+
+def of_section(lines: Iterable[Line], section: str, key: str) -> list[Line]:
+    """The lines of ``section`` that have ``key``."""
+    return [line for line in lines if line["section"] == section and line.get(key) is not None]
+
+
+def machines(lines: Iterable[Line]) -> Iterator[str]:
+    """One line per run."""
+    for line in lines:
+        if line["section"] == "run":
+            m = line["machine"]
+            where = m.get("gpu") or f"CPU ({m['cpu']})"
+            versions = ", ".join(f"{k} {m[k]}" for k in ("torch", "triton", "transformers", "torchao") if k in m)
+            yield f"* `{line['file']}`: {where}, {versions}, {m['date'][:10]}, commit {m['commit']}"
+
+
+def goals(lines: list[Line]) -> str:
+    rows = [(goal.name, goal.bar, goal.wanted, goal.found, goal.detail, goal.verdict) for goal in judge(lines)]
+    return table(("goal", "bar", "times as fast", "found", "", "verdict"), rows)
+
+
+def limits(lines: list[Line], section: str) -> str:
+    found = bounds(lines, section)
+    return "R: " + ", ".join(f"{scaling} {value:.3f}" for scaling, value in found.items()) if found else ""
+
+
+def contenders(lines: list[Line], section: str) -> str:
+    """Wall time kept and updated, host and GPU time, launches and memory per contender."""
+    alone = of_section(lines, section, "host_ms")
+    wall = {(line["contender"], line.get("weights")): line for line in of_section(lines, section, "wall_ms")}
+    rows: list[Sequence[Any]] = []
+    for line in alone:
+        name, profile = line["contender"], line.get("profile") or {}
+        kept, updated = wall.get((name, "kept"), line), wall.get((name, "updated"), {})
+        rows.append((
+            name, kept.get("wall_ms"), kept.get("speedup"), updated.get("speedup"), line["host_ms"],
+            profile.get("gpu_ms"), profile.get("launches"), line.get("resident_mib"), line.get("peak_mib"),
+        ))  # fmt: skip
+    times = ("wall ms", "times bf16", "after an update", "host ms", "GPU ms")
+    return table(("", *times, "launches", "resident MiB", "peak MiB"), rows)
+
+
+def holding_back(lines: list[Line], section: str, count: int = 5) -> Iterator[str]:
+    """Per contender: the shares of GPU time by kind, and the longest kernels that are no GEMMs."""
+    for line in (line for line in lines if is_profile(line, section)):
+        profile = line["profile"]
+        total = profile["gpu_ms"]
+        kinds = sorted(profile["by_kind_ms"].items(), key=lambda item: -item[1])
+        shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds)
+        longest = [kernel for kernel in profile["kernels"] if kind_of(kernel[0]) != "gemm"][:count]
+        kernels = "; ".join(f"`{kernel[:60]}` {ms / total:.1%} ({launches:g}x)" for kernel, launches, ms in longest)
+        yield f"* **{line['contender']}**, {total:.2f} ms: {shares}. Longest beside GEMMs: {kernels}"
+
+
+def gemms(lines: list[Line]) -> str:
+    """TFLOP/s: a row per shape, a column per variant."""
+    found = of_section(lines, "gemm", "tflops")
+    variants = list(dict.fromkeys(line["variant"] for line in found))
+    shapes = list(dict.fromkeys((line["m"], line["n"], line["k"]) for line in found))
+    rates = {(line["m"], line["n"], line["k"], line["variant"]): f"{line['tflops']:.0f}" for line in found}
+    rows = [(" x ".join(map(str, shape)), *(rates.get((*shape, v)) for v in variants)) for shape in shapes]
+    return table(("m x n x k", *variants), rows)
+
+
+def quantization(lines: list[Line]) -> str:
+    """TB/s of what must be read and written once: a row per tensor and recipe, a column per option."""
+    found = of_section(lines, "quant", "tb_s")
+    options = list(dict.fromkeys(line["options"] for line in found))
+    keys = list(dict.fromkeys((line["producer"], line["recipe"]) for line in found))
+    rates = {(line["producer"], line["recipe"], line["options"]): f"{line['tb_s']:.2f}" for line in found}
+    return table(("", "recipe", *options), [(*key, *(rates.get((*key, o)) for o in options)) for key in keys])
+
+
+def decode(lines: list[Line]) -> str:
+    rows = [
+        (line["batch"], "yes" if line["cuda_graphs"] else "no", line["contender"], line["wall_ms"], line["host_ms"],
+         (line.get("profile") or {}).get("gpu_ms"), line["skips"], line["copied_inputs"], line["checksum"])
+        for line in of_section(lines, "decode", "wall_ms")
+    ]  # fmt: skip
+    titles = ("sequences", "CUDA graphs", "", "wall ms", "host ms", "GPU ms", "skipped", "copied inputs", "checksum")
+    return table(titles, rows)
+
+
+def train(lines: list[Line]) -> str:
+    rows = [
+        (line["contender"], line["wall_ms"], line["host_ms"], (line.get("profile") or {}).get("gpu_ms"),
+         line["losses"][-1], *line["resident_mib"])
+        for line in of_section(lines, "train", "losses")
+    ]  # fmt: skip
+    titles = ("", "wall ms", "host ms", "GPU ms", "last loss", "MiB after 4 steps", "MiB at the end")
+    checks = [
+        f"* {line['check']}, {line['recipe']}: {'yes' if line['holds'] else 'NO'}, largest difference {line['worst']:g}"
+        for line in of_section(lines, "train", "check")
+    ]
+    return "\n".join([table(titles, rows), "", *checks])
+
+
+def sweep(lines: list[Line]) -> str:
+    """By GPU time, the worst first."""
+    found = sorted(by_gpu_time(lines).items(), key=lambda item: item[1])
+    rows = [(f"{t} x {i} -> {o}", name, ratio) for (t, i, o, name), ratio in found[:12]]
+    return table(("tokens x inputs -> outputs, the 12 worst", "", "times bf16 by GPU time"), rows)
+
+
+def host(lines: Iterable[Line]) -> str:
+    """A row per contender, a column per number of layers and kind of call."""
+    found = of_section(lines, "host", "more_us")
+    cases = list(dict.fromkeys((line["mode"], line["layers"]) for line in found))
+    cell = {
+        (line["contender"], line["mode"], line["layers"]): f"{line['us']:.0f} ({line['more_us']:+.0f})"
+        for line in found
+    }
+    titles = ("us per call (more than plain)", *(f"{mode}, {layers} layers" for mode, layers in cases))
+    names = dict.fromkeys(line["contender"] for line in found)
+    return table(titles, [(name, *(cell.get((name, *case)) for case in cases)) for name in names])
+
+
+def compile_time(results: dict[str, Any]) -> str:
+    """Seconds of a training step's compile, and how often each contender traced and generated."""
+    rows: list[Sequence[Any]] = []
+    for layers, found in results["compile"].items():
+        for case, seconds in found["seconds"].items():
+            name, _, cache = case.rpartition(" ")
+            plain = found["seconds"].get(f"inductor {cache}")
+            ratio = statistics.median(seconds) / statistics.median(plain) if plain else None
+            counts = found.get("counts", {}).get(case, {})
+            rows.append((
+                layers, name, cache, f"{statistics.median(seconds):.1f}", f"{ratio:.2f}" if ratio else "",
+                counts.get("traces"), counts.get("code_generations"),
+            ))  # fmt: skip
+        rows += [(layers, case, "", f"failed: {reason}") for case, reason in found.get("failed", {}).items()]
+    return table(("layers", "", "cache", "seconds", "times plain", "traces", "code generations"), rows)
+
+
+def left_out(lines: Iterable[Line]) -> Iterator[str]:
+    """What failed, was stopped or was skipped."""
+    told = ("contender", "variant", "scaling", "producer", "recipe", "options", "m", "n", "k", "tokens", "inputs")
+    for line in lines:
+        for word in ("failed", "stopped", "skipped"):
+            if word in line:
+                what = ", ".join(str(line[key]) for key in told if key in line)
+                yield f"* {line['section']} {what}: {word}: {str(line[word]).splitlines()[0][:200]}"

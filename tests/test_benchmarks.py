@@ -1,0 +1,368 @@
+"""benchmarks/: runs that lose nothing, the two attentions, and the report, on MADE-UP results (``made_up.py``)."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import fp8graph
+import made_up
+from benchmarks import attention, compile_time, contenders, first_hour, goals, measure, plots, report, tables
+from benchmarks.records import RESULTS, Run
+from benchmarks.sections import host, limits
+
+ROOT = Path(__file__).parent.parent
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def tiny(path: Path, **settings: Any) -> Run:
+    return Run(path, tiny=True, compiler="eager", **settings)
+
+
+# --- a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_cheap_sections_run(tmp_path: Path) -> None:
+    assert first_hour.main(["facts", "sweep", "--tiny", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.jsonl")
+    first, *lines = lines_of(path)
+    assert first["section"] == "run"
+    assert first["tiny"]
+    assert first["machine"]["torch"] == torch.__version__
+    assert [line for line in lines if "failed" in line] == []
+    swept = [line for line in lines if "contender" in line]
+    assert [line["contender"] for line in swept] == ["bf16", "tensorwise", "delayed"]
+    assert all(line["wall_ms"] > 0 and line["host_ms"] > 0 for line in swept)
+    assert [set(line["in_fp8"]) for line in swept] == [set(), {"fprop", "dgrad", "wgrad"}, {"fprop", "dgrad", "wgrad"}]
+    assert [line["section"] for line in lines if "section_s" in line] == ["facts", "sweep"]
+    assert report.load(tmp_path) == []  # a tiny run is no result
+
+
+def test_what_fails_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+    """One contender that does not compile, one option that Inductor lacks; the others are measured."""
+    run = tiny(tmp_path / "run.jsonl")
+
+    def broken(_model: nn.Module) -> Any:
+        raise RuntimeError("no such compiler")
+
+    chosen = {
+        "bf16": contenders.bf16(run),
+        "broken": broken,
+        "unknown option": contenders.fp8(run, "tensorwise", inductor_options={"no_such_option": 1}),
+        "tensorwise": contenders.fp8(run, "tensorwise"),
+    }
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    contenders.compare(run, "linears", lambda: nn.Linear(32, 32, bias=False, dtype=torch.bfloat16), x, chosen)
+    lines = lines_of(tmp_path / "run.jsonl")
+    failed = {line["contender"]: line for line in lines if "failed" in line}
+    assert failed.keys() == {"broken", "unknown option"}
+    assert failed["broken"]["failed"] == "RuntimeError: no such compiler"
+    assert "raise RuntimeError" in "\n".join(failed["broken"]["traceback"])
+    assert "Inductor has no option 'no_such_option'" in failed["unknown option"]["failed"]
+    rounds = [(line["contender"], line["weights"]) for line in lines if line.get("measure") == "rounds"]
+    assert rounds == [("bf16", "kept"), ("tensorwise", "kept"), ("tensorwise", "updated")]
+
+
+def test_a_step_that_fails_in_its_turn_is_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run.jsonl")  # seven rounds
+    run.begin_section(left=1)
+
+    def broken() -> None:
+        raise RuntimeError("broken")
+
+    contenders.in_turns(run, "linears", {("bf16", "kept"): lambda: None, ("tensorwise", "kept"): broken})
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert [line.get("failed") for line in lines] == ["RuntimeError: broken", None]
+
+
+def test_every_ablation_is_a_backend() -> None:
+    made = contenders.ablations(Run(), "tensorwise")
+    backends = [compile(nn.Linear(4, 4))[1] for compile in made.values()]
+    assert len({str((b.policy, b.group, b.inductor_options)) for b in backends if b is not None}) == len(made) == 7
+
+
+def test_an_update_quantizes_the_weights_again() -> None:
+    backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager")
+    linear = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+    step = contenders.training_step(torch.compile(linear, backend=backend), x)
+    step()
+    step()
+    assert backend.weights.quantized == 1
+    contenders.after_update(step, backend)()
+    assert backend.weights.quantized == 2
+
+
+def test_a_section_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
+    def broken(_run: Run) -> None:
+        raise ValueError("broken")
+
+    def whole(run: Run) -> None:
+        run.write("whole", limit=torch._dynamo.config.recompile_limit)
+
+    sections = {"broken": broken, "whole": whole}
+    first_hour.run_sections(tiny(tmp_path / "run.jsonl"), list(sections), sections)
+    lines = lines_of(tmp_path / "run.jsonl")
+    assert [line["failed"] for line in lines if "failed" in line] == ["ValueError: broken"]
+    assert [line["limit"] for line in lines if "limit" in line] == [256]  # contenders share one forward
+
+
+def test_the_budget_stops_a_run(tmp_path: Path) -> None:
+    """In the middle of a measurement that does not end, and before every section after it."""
+
+    def endless(run: Run) -> None:
+        run.write("endless", number=1)
+        while True:
+            time.sleep(0.01)
+
+    sections = {"endless": endless, "after": lambda run: run.write("after", number=2)}
+    start = time.monotonic()
+    first_hour.run_sections(tiny(tmp_path / "run.jsonl", budget=0.3), list(sections), sections)
+    assert time.monotonic() - start < 5
+    found = [
+        {k: v for k, v in line.items() if k in ("number", "failed", "stopped")}
+        for line in lines_of(tmp_path / "run.jsonl")
+    ]
+    assert found == [
+        {"number": 1}, {"failed": "OutOfTime: the budget of 0.3 s is over"}, {}, {"stopped": "the run's time is over"},
+    ]  # fmt: skip
+
+
+def test_sections_share_the_budget() -> None:
+    run = Run(budget=100)
+    run.begin_section(left=4)
+    assert not run.late()
+    assert not run.late(0.5)
+    assert run._section[1] == pytest.approx(25, abs=1)
+    run = Run(budget=0)
+    run.begin_section(left=1)
+    assert run.late()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_what_needs_one_is_named(tmp_path: Path) -> None:
+    first_hour.run_sections(Run(tmp_path / "run.jsonl"), ["gemm", "train"])
+    assert [(x["section"], x["skipped"]) for x in lines_of(tmp_path / "run.jsonl")] == [
+        ("gemm", "no GPU with FP8 here"), ("train", "no GPU with FP8 here"),
+    ]  # fmt: skip
+
+
+def test_an_unknown_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        first_hour.main(["gem"])
+    assert "there is no section 'gem'" in capsys.readouterr().err
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_of_a_profile() -> None:
+    """Per call, by kind, the longest first; ranges that span kernels are not counted."""
+
+    def event(name: str, count: int, us: float, device: str = "DeviceType.CUDA", annotation: bool = False) -> Any:
+        return SimpleNamespace(
+            key=name, count=count, self_device_time_total=us, device_type=device, is_user_annotation=annotation
+        )
+
+    events = [
+        event("nvjet_qqtst_128x256", 4, 4000.0),
+        event("triton_red_fused_abs_amax_0", 2, 1000.0),
+        event("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 2, 3000.0),
+        event("Memcpy DtoD (Device -> Device)", 2, 200.0),
+        event("void multi_tensor_apply_kernel", 2, 100.0),
+        event("## Call CompiledFxGraph ##", 2, 8000.0, annotation=True),
+        event("aten::mm", 4, 0.0, device="DeviceType.CPU"),
+    ]
+    found = measure.kernels_of(events, calls=2, longest=2)
+    assert found["gpu_ms"] == pytest.approx(4.15)
+    assert found["launches"] == 6
+    assert found["by_kind_ms"] == {"gemm": 2.0, "attention": 1.5, "triton": 0.5, "copy": 0.1, "optimizer": 0.05}
+    assert [name for name, *_ in found["kernels"]] == [events[0].key, events[2].key]
+    assert set(plots.COLORS) == {*measure.KINDS, "other"}
+
+
+def test_the_gemms_have_layouts_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own checks for CUDA, on fake tensors: operands and scales of every scaling."""
+    monkeypatch.setattr(limits, "DEVICE", torch.device("cuda"))
+    made: list[str] = []
+    with FakeTensorMode():
+        for name, make in limits.variants(512, 768, 1024):
+            if "aligned" not in name:  # a slice of a fake CUDA tensor needs a build with CUDA
+                assert [tuple(out.shape) for out in make()()] == [(512, 768)] * 2, name
+                made.append(name)
+    assert {name.split()[0] for name in made} == {"bf16", "tensor", "row", "block"}
+
+
+def test_code_generations_and_traces_are_counted() -> None:
+    compile_time.counters.clear()
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        return compile_fx(module, inputs, inner_compile=host.answer_only, config_patches={"force_disable_caches": True})  # pyright: ignore
+
+    torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4))
+    assert compile_time.counts() == {"graphs": 1, "traces": 1, "code_generations": 0}
+
+
+def test_a_compile_that_fails_is_in_the_file_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is written after each process."""
+    written: list[Any] = []
+
+    def once(name: str, layers: int, cache: str) -> dict[str, Any]:
+        if name == compile_time.REGIONS:
+            return {"failed": "TypeError: made up"}
+        return {"seconds": 2.0 if name == compile_time.PLAIN else 3.0, "passes": 0.5, "counts": {"traces": 1}}
+
+    monkeypatch.setattr(compile_time, "in_fresh_process", once)
+    monkeypatch.setattr(compile_time, "write_json", lambda _, results: written.append(json.dumps(results)))
+    names = [compile_time.PLAIN, compile_time.REGIONS, compile_time.WHOLE]
+    compile_time.measure_compile(2, 1, names, {}, None)
+    assert len(written) == 4
+    table = tables.compile_time(json.loads(written[-1]))
+    assert "| 2 | tensorwise | cold | 3.0 | 1.50 | 1 |  |" in table
+    assert "| 2 | tensorwise, regions cold |  | failed: TypeError: made up |" in table
+
+
+def test_host_time_leaves_the_compiled_code_out() -> None:
+    """Results have the right shapes, and nothing computed them."""
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False)).bfloat16()
+    x = torch.randn(4, 32, dtype=torch.bfloat16)
+    for compile in (host.plain, host.rewritten("tensorwise", bind=True), host.rewritten("delayed")):
+        compiled = compile(model)
+        compiled(x)
+        out = compiled(x)
+        assert (out.shape, out.dtype) == ((4, 16), torch.bfloat16)
+        assert out.count_nonzero() == 0
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def attention_of(model: Any, **inputs: Any) -> list[dict[str, Any]]:
+    """The keyword arguments of each call of attention in Dynamo's graph."""
+    found: list[dict[str, Any]] = []
+
+    def backend(module: fx.GraphModule, _inputs: Any) -> Any:
+        target = torch.nn.functional.scaled_dot_product_attention
+        found.extend(dict(n.kwargs) for n in module.graph.find_nodes(op="call_function", target=target))
+        return module
+
+    torch.compile(model, backend=backend)(**inputs)
+    return found
+
+
+def test_readme_gets_flash_attention() -> None:
+    """README's lines, run as they stand: no mask, is_causal; and that transformers' own way is another."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    snippet = next(part for part in readme.split("```python\n") if "AttentionMaskInterface" in part).split("```")[0]
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=1,
+        vocab_size=32, use_cache=False,
+    )  # fmt: skip
+    ids = torch.arange(8).reshape(1, 8)
+    mask = torch.ones(1, 8, dtype=torch.long)
+    model = LlamaModel(config).eval()
+    expected = model(input_ids=ids).last_hidden_state
+    (stock,) = attention_of(model, input_ids=ids, attention_mask=mask)
+    assert isinstance(stock["attn_mask"], fx.Node)  # when it is not, README can be shorter
+    exec(snippet, {"model": model})
+    torch._dynamo.reset()
+    (call,) = attention_of(model, input_ids=ids, attention_mask=mask)
+    assert (call["attn_mask"], call["is_causal"]) == (None, True)
+    assert torch.equal(model(input_ids=ids).last_hidden_state, expected)
+
+
+def test_the_benchmarks_attention_is_causal() -> None:
+    model = attention.llama(1, 64, attention.CAUSAL, torch.device("cpu"))
+    (call,) = attention_of(model, x=torch.randn(1, 8, 64, dtype=torch.bfloat16))
+    assert (call["attn_mask"], call["is_causal"]) == (None, True)
+
+
+# --- the report, on made-up results ---------------------------------------------------------------------------------
+
+
+def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
+    found = {goal.name: goal for goal in goals.judge(report.on_gpu(report.load(made_up.write(tmp_path))))}
+    verdicts = {name: goal.verdict for name, goal in found.items()}
+    assert verdicts == {
+        "linears, delayed": "holds",  # 1.60 of 0.93 * 1.7
+        "linears, tensorwise": "holds",
+        "linears, rowwise": "missed",  # 1.42 of 0.87 * 1.7
+        "linears, blockwise": "holds",
+        "stack, tensorwise over bf16": "holds",
+        "stack, tensorwise over torchao tensorwise": "missed",  # 1.36 / 1.31
+        "decode, sequences: 1, CUDA graphs, the best recipe": "holds",
+        "decode, sequences: 64, CUDA graphs, the best recipe": "holds",
+        "one linear by GPU time, the worst case": "missed",
+    }
+    assert found["one linear by GPU time, the worst case"].detail == "256 x 4096 -> 2048, tensorwise"
+    assert found["linears, delayed"].wanted == pytest.approx(0.93 * 1.7)
+    assert {goal.verdict for goal in goals.judge([])} == {"not measured"}
+
+
+def test_the_report_of_made_up_results(tmp_path: Path) -> None:
+    folder = made_up.write(tmp_path)
+    found = report.blocks(folder)
+    assert "| linears, rowwise | 0.87 R | 1.479 | 1.420 | 0.84 R | missed |" in found["gpu"]
+    assert "| tensorwise | 17.419 | 1.550 | 1.490 | 1.000 | 17.419 | 40 | 100.000 | 200.000 |" in found["gpu"]
+    assert "* **tensorwise**, 17.42 ms: gemm 62%, triton 28%, attention 8%, copy 1%, other 0%." in found["gpu"]
+    assert "Longest beside GEMMs: `triton_red_fused_made_up_0` 6.0% (2x); `flash_made_up` 5.0% (1x)" in found["gpu"]
+    assert "* layers torchao rowwise: failed: RuntimeError: made up" in found["gpu"]
+    assert "| rowwise | 1.420 | 1.270 |" in found["speed"]
+    assert "no groups" not in found["speed"]
+    assert "| tensorwise | 38 (+2) |" in found["host"]
+    pictures = plots.draw(report.on_gpu(report.load(folder)), report.newest(report.load(folder)), folder)
+    assert [path.name for path in pictures] == [
+        "linears_speedup.png", "layers_speedup.png", "linears_kinds.png", "layers_kinds.png", "sweep.png", "host.png",
+    ]  # fmt: skip
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    assert report.main([str(folder)]) == 0
+
+
+def test_sections_come_from_one_run_each(tmp_path: Path) -> None:
+    """A later run of one section replaces that section only; a cut-off line and a failed run replace nothing."""
+    folder = made_up.write(tmp_path)
+    later = [
+        {"section": "run", "tiny": False, "machine": made_up.MACHINE},
+        {"section": "linears", "measure": "gemms", "scaling": "tensor", "R": 2.0},
+        {"section": "layers", "failed": "RuntimeError: made up"},
+    ]
+    text = "\n".join(map(json.dumps, later)) + '\n{"section": "decode", "contender'
+    (folder / "20000102-000000.jsonl").write_text(text, encoding="utf-8")
+    lines = report.on_gpu(report.load(folder))
+    assert goals.bounds(lines, "linears") == {"tensor": 2.0}
+    assert goals.speedups(lines, "linears") == {}
+    assert goals.speedups(lines, "layers")["tensorwise"] == 1.36
+    assert len(list(tables.machines(lines))) == 2
+
+
+def test_blocks_are_replaced_in_place() -> None:
+    text = "a\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nb\n"
+    assert report.filled(text, {"speed": "new \\1"}) == text.replace("old", "new \\1")
+
+
+def test_the_documents_say_what_the_results_say() -> None:
+    """``python -m benchmarks.report --write`` was run after the last result; nothing made up is among them."""
+    found = report.blocks(report.FOLDER)
+    for page in report.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert report.filled(text, found) == text, f"{page.name}: run python -m benchmarks.report --write"
+    performance = report.PAGES[0].read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in performance for name in ("gpu", "host", "compile"))
+    assert "<!-- speed: begin -->" in report.PAGES[1].read_text(encoding="utf-8")
+    assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
+    if not report.on_gpu(report.load(report.FOLDER)):
+        assert report.NO_GPU in performance
