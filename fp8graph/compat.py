@@ -23,8 +23,10 @@ from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import ops
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _triton
@@ -169,20 +171,26 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def gpu_codegen_patches() -> dict[str, Any]:
-    """Inductor options for GPU code: exact scales, and the fusions that are off by default.
+    """Inductor options for GPU code: the fusions that are off by default.
 
-    Triton's ``a / b`` is approximate; a scale is an IEEE division. ``nested_reduction`` (torch 2.13) makes a norm and
-    the amax of its tiles one kernel; ``combo_kernels`` puts independent small kernels into one launch. A cast with a
-    scale per tile is more than the 30 operations after which Inductor writes a value to memory in FP32.
+    ``nested_reduction`` (torch 2.13) makes a norm and the amax of its tiles one kernel; ``combo_kernels`` puts
+    independent small kernels into one launch. A cast with a scale per tile is more than the 30 operations after which
+    Inductor writes a value to memory in FP32.
     """
     patches = {
-        "eager_numerics.division_rounding": True,
         "triton.nested_reduction": True,
         "combo_kernels": True,
         "realize_opcount_threshold": 200,
     }
     known = inductor_config.get_config_copy()
     return {name: value for name, value in patches.items() if name in known}
+
+
+def exact_quotient(a: Any, b: Any) -> Any:
+    """``a / b`` in Inductor's GPU code, FP32, rounded to nearest. Torch 2.11 has no operation for it."""
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn(a, b)
+    return ops.inline_asm_elementwise(a, b, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32)
 
 
 def without_cuda(device: torch.device) -> torch.device:

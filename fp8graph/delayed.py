@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.formats import inverse
+from fp8graph.hints import divide
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
 
 HEADER = 2  # columns of a page before the history: scale, scale_inv
@@ -70,7 +71,7 @@ def read_scales(page: Tensor, copy: bool) -> Tensor:
 
 def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
     """``fp8_max * 2^-margin / amax``, one IEEE division; the old scale where amax is 0, inf or nan."""
-    scale = torch.div(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
+    scale = divide(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
     return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8graph.hints import divide
 from fp8graph.recipes import FLT_MAX, FP8_MAX
 
 
@@ -48,7 +49,7 @@ def scale_from_amax(
     if amax_epsilon > 0.0:
         amax = amax.clamp_min(amax_epsilon)  # NaN passes through
     # Tensor / tensor: one IEEE division. (python float) / tensor would be reciprocal * float: two roundings.
-    scale = torch.div(torch.full_like(amax, fp8_max), amax)
+    scale = divide(torch.full_like(amax, fp8_max), amax)
     scale = torch.where(scale > FLT_MAX, torch.full_like(scale, largest), scale)
     usable = (amax > 0.0) & (amax <= FLT_MAX)  # False for 0, inf and nan
     scale = torch.where(usable, scale, torch.ones_like(scale))
@@ -60,8 +61,8 @@ def scale_from_amax(
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """``1 / scale``, one IEEE division on a GPU too: torch 2.11 generates an approximate one for ``reciprocal``."""
-    return torch.div(torch.ones_like(scale), scale)
+    """``1 / scale``, one IEEE division."""
+    return divide(torch.ones_like(scale), scale)
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:

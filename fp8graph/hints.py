@@ -1,4 +1,7 @@
-"""What the numerics tell Inductor about memory. It changes no number."""
+"""What the numerics tell Inductor beyond the arithmetic: what to write to memory, and which division to generate.
+
+On a CPU, and run eagerly, neither changes a number.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch._inductor.lowering import register_lowering
+from torch._inductor.lowering import make_pointwise, register_lowering
+from torch._inductor.virtualized import ops
+
+from fp8graph import compat
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("stored", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::stored", torch.empty_like, lib=_library)
+_library.define("divide(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
+_library.impl("divide", torch.div, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
 
 
 def stored(x: Tensor) -> Tensor:
@@ -25,9 +34,24 @@ def stored(x: Tensor) -> Tensor:
     return torch.ops.fp8graph_hints.stored(x)
 
 
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """``a / b`` in FP32, one IEEE division on every device.
+
+    Triton's ``/`` is approximate (PTX ``div.full.f32``). Inductor's option ``eager_numerics.division_rounding``
+    makes every division of a graph exact, also those of a model's own functions: SwiGLU's sigmoid has one for each
+    element. Scales need few.
+    """
+    return torch.ops.fp8graph_hints.divide(a, b)
+
+
 def _store(x: Any) -> Any:
     x.realize()
     return x
 
 
+def _divide(a: Any, b: Any) -> Any:
+    return make_pointwise(compat.exact_quotient if a.get_device().type == "cuda" else ops.truediv)(a, b)
+
+
 register_lowering(torch.ops.fp8graph_hints.stored.default, type_promotion_kind=None)(_store)
+register_lowering(torch.ops.fp8graph_hints.divide.default, type_promotion_kind=None, broadcast=True)(_divide)

@@ -49,6 +49,7 @@ from fp8graph.tiles import (
     pad_to_multiple,
     quantize_rows,
     quantize_tiles,
+    scales_from_amaxes,
     tiles_of,
     untile,
     with_overflow,
@@ -136,10 +137,8 @@ def quantize_layouts(
     if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
         amax = largest_of([amax_of(part) for part in parts])
     if scaling == "tensor" and scales is None:
-        scale = scale_from_amax(
-            cast(Tensor, amax), FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon
-        )
-        scale_inv = inverse(scale)
+        settings = (power_2_scale, amax_epsilon, False, None, x.dtype)
+        scale, scale_inv = scales_from_amaxes(cast(Tensor, amax), dtype, "tensor", *settings)
     elif scaling in ("tensor", "delayed"):
         if scaling == "delayed":
             amaxes = [amax_of(part, -1) for part in parts]

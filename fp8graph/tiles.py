@@ -175,6 +175,7 @@ def scales_from_amaxes(
         scale = scale_from_amax(
             amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon, largest=largest
         )
+        scale = stored(scale)  # else every thread that casts with it divides for itself
         scale_inv = with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
     return scale, scale_inv
 

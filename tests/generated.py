@@ -71,9 +71,7 @@ def quantize_after(
 def swiglu_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
     """The gradients of gate and up, for dh = weight * x."""
     gate, up, dh = x, y, x * weight
-    sigmoid = torch.sigmoid(gate.float())
-    dgate = (dh * up).float() * sigmoid * (1 + gate.float() * (1 - sigmoid))
-    return [dgate.to(x.dtype), dh * (gate.float() * sigmoid).to(x.dtype)]
+    return [torch.ops.aten.silu_backward(dh * up, gate), dh * nn.functional.silu(gate)]
 
 
 def norm_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:

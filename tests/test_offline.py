@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import device_interface
 from torch._inductor.graph import GraphLowering
 
 import fp8graph
-from fp8graph import offline
+from fp8graph import delayed, offline
 from fp8graph.explain import Generating
 from fp8graph.offline import KernelRecord
+from generated import generate, quantize_after, quantize_after_backward, quantize_inputs, triton_kernels
 from helpers import ALL, MLP, NONE
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -113,11 +114,38 @@ def test_registers_and_spills_of_a_kernel() -> None:
     assert gemm.spills is None
 
 
-def test_scales_are_divided_exactly() -> None:
+EXACT = re.compile(r"triton\.language\.div_rn\(|'div\.rn\.f32 ")
+
+
+def triton_text(function: Any, *sizes: tuple[int, ...]) -> list[str]:
+    inputs = [torch.empty(size, device="meta") for size in sizes] or quantize_inputs(256, 512)
+    return [kernel.source for kernel in triton_kernels(generate(function, inputs).kernels)]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"])
+def test_scales_are_divided_exactly(recipe: str) -> None:
     """Triton's ``a / b`` is approximate; CPU and interpreter cannot see it, the text can."""
-    sources = [k.source for k in kernels() if "448.0" in k.source and " / " in k.source]
-    assert not sources, "an approximate division"
-    assert any("div_rn" in k.source for k in kernels())
+    text = "".join(triton_text(quantize_after("nothing", recipe, "grad_output", True, True)))
+    assert EXACT.search(text)
+    assert " / " not in text
+
+
+def test_delayed_scales_are_divided_exactly() -> None:
+    def update(page: Tensor, amax: Tensor) -> Tensor:
+        return delayed.updated_page(page, [amax], 448.0, 0.0, "max")
+
+    text = "".join(triton_text(update, (1, 18), (256,)))
+    assert EXACT.search(text)
+    assert " / " not in text
+
+
+def test_only_scales_are_divided_exactly() -> None:
+    """Under one scale per tensor none is left in the kernels that write the whole tensor, SwiGLU's sigmoid included."""
+    sources = triton_text(quantize_after_backward("swiglu", "tensorwise"))
+    dividing = [source for source in sources if EXACT.search(source)]
+    assert len(dividing) == 1
+    assert " / " not in dividing[0]
+    assert sum(" / " in source for source in sources) == 2  # the amax and the cast
 
 
 def test_nothing_stays_replaced() -> None:
