@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8graph.hints import divide
+from fp8graph.hints import divide, largest
 from fp8graph.recipes import FLT_MAX, FP8_MAX
 
 
@@ -19,9 +19,14 @@ def amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -
     Widened last: an amax that two loops read is stored in between, and generated code rounds it there as eager code
     does. But for columns on a CPU, see :func:`widened_columns`.
     """
+    return narrow_amax_of(x, dim, keepdim).to(torch.float32)
+
+
+def narrow_amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
+    """:func:`amax_of` before it is widened: what several parts join with no work behind the loop that made them."""
     if isinstance(dim, int):
         x = widened_columns(x, dim)
-    return x.abs().amax(dim, keepdim).to(torch.float32)
+    return x.abs().amax(dim, keepdim) if dim != () else largest(x.abs())
 
 
 def widened_columns(x: Tensor, dim: int) -> Tensor:

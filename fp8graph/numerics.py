@@ -35,6 +35,7 @@ from fp8graph.formats import (
     amax_of,
     exp2_biased,
     inverse,
+    narrow_amax_of,
     nvfp4_global_scale,
     saturating_cast,
     scale_from_amax,
@@ -141,9 +142,9 @@ def quantize_layouts(
         scale, scale_inv = scales_from_amaxes(cast(Tensor, amax), dtype, "tensor", *settings)
     elif scaling in ("tensor", "delayed"):
         if scaling == "delayed":
-            amaxes = [amax_of(part, -1) for part in parts]
+            amaxes = [narrow_amax_of(part, -1) for part in parts]
             # [..., rows]: one kernel with the cast; the update reduces it
-            amax = largest_of(amaxes) if dim == -1 else join(amaxes, -1)
+            amax = (largest_of(amaxes) if dim == -1 else join(amaxes, -1)).to(torch.float32)
         if scales is None:  # the first step's
             scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
         # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)

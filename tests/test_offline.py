@@ -118,7 +118,7 @@ EXACT = re.compile(r"triton\.language\.div_rn\(|'div\.rn\.f32 ")
 
 
 def triton_text(function: Any, *sizes: tuple[int, ...]) -> list[str]:
-    inputs = [torch.empty(size, device="meta") for size in sizes] or quantize_inputs(256, 512)
+    inputs = [torch.empty(size, device="meta") for size in sizes] or quantize_inputs(1024, 512)
     return [kernel.source for kernel in triton_kernels(generate(function, inputs).kernels)]
 
 
@@ -146,6 +146,13 @@ def test_only_scales_are_divided_exactly() -> None:
     assert len(dividing) == 1
     assert " / " not in dividing[0]
     assert sum(" / " in source for source in sources) == 2  # the amax and the cast
+
+
+@pytest.mark.parametrize(("rows", "kernels"), [(16, 1), (64, 1), (128, 3)])
+def test_few_rows_are_quantized_by_one_kernel(rows: int, kernels: int) -> None:
+    """Their amax, the scale and the cast, behind a decoding step's SwiGLU. More rows want more than one program."""
+    function = quantize_after("silu_mul", "tensorwise", "input", True, False)
+    assert len(triton_kernels(generate(function, quantize_inputs(rows, 4096)).kernels)) == kernels
 
 
 def test_nothing_stays_replaced() -> None:
