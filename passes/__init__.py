@@ -23,6 +23,7 @@ from fp8graph.passes.save import save
 from fp8graph.passes.share import share
 from fp8graph.passes.state import state
 from fp8graph.passes.unpack import unpack
+from fp8graph.passes.write import write
 from fp8graph.sites import Compilation
 
 Pass = Callable[[fx.Graph, Compilation], None]
@@ -32,6 +33,6 @@ JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, gath
 
 # On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.
-LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
+LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower, write)
 
 __all__ = ["JOINT_PIPELINE", "LOWERING", "Pass"]

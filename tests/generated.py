@@ -108,6 +108,26 @@ def quantize_joined(recipe: str) -> Any:
     return _quantize_gradients(recipe, lambda x, weight, y: [nn.functional.silu(x) * y, x * y])
 
 
+def joined_weights(recipe: str, a: Tensor, b: Tensor) -> list[Tensor]:
+    """The FP8 copies of two weights that are quantized as one, both layouts, and their scales."""
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    quantizer = resolved.quantizer("weight")
+    settings = numerics.quantizer_kwargs(quantizer) | {"more": [b], "dim": -2}
+    results = ops.quantize(a, *numerics.quantizer_args(quantizer), [16, 16], [16, 16], **settings)
+    return results[:-1] if quantizer.scaling == "delayed" else results  # an amax is not kept
+
+
+def write_weights(recipe: str) -> Any:
+    """A function of (a, b, *buffers) that writes :func:`joined_weights` into the buffers."""
+
+    def function(a: Tensor, b: Tensor, *buffers: Tensor) -> None:
+        for buffer, result in zip(buffers, joined_weights(recipe, a, b), strict=True):
+            torch.ops.aten.copy_(buffer, result)
+
+    return function
+
+
 def quantize_inputs(rows: int, columns: int) -> list[Tensor]:
     like = torch.empty(rows, columns, dtype=torch.bfloat16, device="meta")
     return [like, like[0], like, torch.empty(4, 2, device="meta")]

@@ -27,7 +27,14 @@ import triton.runtime.interpreter as interpreter  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
 
-from generated import generate, quantize_after, quantize_inputs, quantize_joined  # noqa: E402
+from generated import (  # noqa: E402
+    generate,
+    joined_weights,
+    quantize_after,
+    quantize_inputs,
+    quantize_joined,
+    write_weights,
+)
 
 _FLOATS = {
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
@@ -165,6 +172,15 @@ def main() -> None:
             "outputs": len(got),
             "different": different,
         }
+        print(json.dumps(case), flush=True)
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):  # gate and up, written in place
+        weights = inputs(rows, columns)[::2][:2]
+        expected = joined_weights(recipe, *weights)
+        buffers = [torch.zeros_like(x) for x in expected]
+        ((_, code),) = generate(write_weights(recipe), [*weights, *buffers]).code
+        load(code)([*weights, *buffers])
+        different = sum(different_bytes(a, b) for a, b in zip(buffers, expected, strict=True))
+        case = {"case": ["weights", recipe], "outputs": len(buffers), "different": different}
         print(json.dumps(case), flush=True)
 
 

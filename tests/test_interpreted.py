@@ -37,6 +37,6 @@ def test_generated_kernels_compute_the_reference() -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     cases = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(cases) == 45 + 24
+    assert len(cases) == 45 + 24 + 4
     assert all(case["outputs"] >= 2 for case in cases)
     assert [case["case"] for case in cases if case["different"]] == []

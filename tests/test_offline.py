@@ -16,7 +16,15 @@ import fp8graph
 from fp8graph import delayed, offline
 from fp8graph.explain import Generating
 from fp8graph.offline import KernelRecord
-from generated import generate, quantize_after, quantize_after_backward, quantize_inputs, triton_kernels
+from generated import (
+    generate,
+    joined_weights,
+    quantize_after,
+    quantize_after_backward,
+    quantize_inputs,
+    triton_kernels,
+    write_weights,
+)
 from helpers import ALL, MLP, NONE
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -153,6 +161,17 @@ def test_few_rows_are_quantized_by_one_kernel(rows: int, kernels: int) -> None:
     """Their amax, the scale and the cast, behind a decoding step's SwiGLU. More rows want more than one program."""
     function = quantize_after("silu_mul", "tensorwise", "input", True, False)
     assert len(triton_kernels(generate(function, quantize_inputs(rows, 4096)).kernels)) == kernels
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_joined_weights_are_written_where_they_are_kept(recipe: str) -> None:
+    weights = [torch.empty(256, 4096, dtype=torch.bfloat16) for _ in range(2)]  # loops, not one block per row
+    buffers = joined_weights(recipe, *weights)
+    generated = generate(write_weights(recipe), [*weights, *buffers])
+    ((_, code),) = generated.code
+    allocated = re.findall(r"= empty_strided_cuda\(.*", code)
+    assert not [line for line in allocated if "float8" in line]
+    assert not [kernel for kernel in generated.kernels if kernel.kind == "extern"]
 
 
 def test_nothing_stays_replaced() -> None:

@@ -1,0 +1,70 @@
+"""Write what is copied into a graph input where it belongs, with no temporary.
+
+    t = cat([a, b]);  copy_(w, t)               ->      copy_(slice(w, 0, 0, m), a);  copy_(slice(w, 0, m, n), b)
+    t = view(x, [m, n]);  copy_(w, t)           ->      copy_(view(w, x.shape), x)
+
+The FP8 copies of weights are such inputs. Inductor makes one kernel of a cast and the copy of its result, but none of a
+copy and what is joined, and up to torch 2.11 none of a copy and a view: both were written to a temporary and copied.
+Runs after ``lower``. Refuses (keeps) a copy into what is not contiguous, and of what has other readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import fx
+
+from fp8graph.graph import aten, insert, known_equal, nodes, static_size, value
+
+_NAME = "write"
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def write(graph: fx.Graph) -> None:
+    for node in list(nodes(graph, (aten.copy_.default,))):
+        buffer, source = cast("tuple[fx.Node, fx.Node]", node.args[:2])
+        only_written = buffer.op == "placeholder" and [*buffer.users] == [node]
+        if only_written and not node.users and value(buffer).is_contiguous() and _same_kind(buffer, source):
+            if _write(graph, buffer, source, node):
+                graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _same_kind(a: fx.Node, b: fx.Node) -> bool:
+    return value(a).dtype == value(b).dtype and all(map(known_equal, value(a).shape, value(b).shape))
+
+
+def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> bool:
+    """Copy ``source`` into ``target``, a view of the input, in parts; False: there is nothing to take apart."""
+    if source.op != "call_function" or len(source.users) != 1:
+        return False
+    if source.target in _VIEWS and value(target).is_contiguous():
+        inner = cast(fx.Node, source.args[0])
+        _copy(graph, _view(graph, target, aten.view.default, list(value(inner).shape), like=like), inner, like)
+        return True
+    if source.target is aten.cat.default:
+        parts = cast(Sequence[fx.Node], source.args[0])
+        dim = cast(int, source.args[1] if len(source.args) > 1 else 0)
+        if any(static_size(value(part).shape[dim]) is None for part in parts):
+            return False
+        start = 0
+        for part in parts:
+            end = start + value(part).shape[dim]
+            _copy(graph, _view(graph, target, aten.slice.Tensor, dim, start, end, like=like), part, like)
+            start = end
+        return True
+    return False
+
+
+def _view(graph: fx.Graph, target: fx.Node, operation: Any, *args: Any, like: fx.Node) -> fx.Node:
+    last = target if target.op == "call_function" else graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        return insert(graph, operation, (target, *args), like=like, made_by=_NAME)
+
+
+def _copy(graph: fx.Graph, target: fx.Node, part: fx.Node, like: fx.Node) -> None:
+    """Right behind the part, so that Inductor puts both into one loop."""
+    if not _write(graph, target, part, like):
+        with graph.inserting_after(part):
+            insert(graph, aten.copy_.default, (target, part), like=like, made_by=_NAME)

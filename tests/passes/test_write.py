@@ -1,0 +1,70 @@
+"""write: what is copied into a graph input is written there, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fp8graph.graph import aten, nodes
+from fp8graph.passes.write import write
+
+
+def joined(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_(torch.cat([a + 1, b * 2], 1))
+
+
+def viewed(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_(torch.cat([(a + 1).reshape(2, 2, 4), (b * 2).reshape(2, 2, 4)], 0).reshape(4, 8))
+
+
+def padded(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    inner = torch.cat([a[:1] + 1, b[:2] * 2])
+    buffer.copy_(torch.cat([torch.cat([inner, torch.zeros(1, 4)]), b * 3], 1))
+
+
+def single(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_((a + 1).repeat(1, 2))
+
+
+def shared(buffer: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    both = torch.cat([a + 1, b * 2], 1)
+    buffer.copy_(both)
+    return both
+
+
+def graph_of(function: Callable[..., object], arguments: list[Tensor]) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*arguments)
+
+
+def arguments(columns_first: bool = False) -> list[Tensor]:
+    buffer = torch.zeros(8, 4).t() if columns_first else torch.zeros(4, 8)
+    return [buffer, torch.arange(16.0).reshape(4, 4), -torch.arange(16.0).reshape(4, 4)]
+
+
+@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4)])
+def test_parts_are_written_where_they_belong(function: Callable[..., None], copies: int) -> None:
+    expected, got = arguments(), arguments()
+    function(*expected)
+    module = graph_of(function, got)
+    write(module.graph)
+    assert not list(nodes(module.graph, (aten.cat.default,)))
+    assert len(list(nodes(module.graph, (aten.copy_.default,)))) == copies
+    module.recompile()
+    module(*got)
+    assert torch.equal(got[0], expected[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "columns_first"),
+    [(single, False), (shared, False), (joined, True)],
+    ids=["nothing to take apart", "read by others", "a strided input"],
+)
+def test_other_copies_stay(function: Callable[..., object], columns_first: bool) -> None:
+    module = graph_of(function, arguments(columns_first))
+    before = str(module.graph)
+    write(module.graph)
+    assert str(module.graph) == before
