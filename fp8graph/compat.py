@@ -173,13 +173,18 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
 def gpu_codegen_patches() -> dict[str, Any]:
     """Inductor options for GPU code: the fusions that are off by default.
 
-    ``nested_reduction`` (torch 2.13) makes a norm and the amax of its tiles one kernel; ``combo_kernels`` puts
-    independent small kernels into one launch. A cast with a scale per tile is more than the 30 operations after which
-    Inductor writes a value to memory in FP32.
+    ``nested_reduction`` (torch 2.13) makes a norm and the amax of its tiles one kernel. A cast with a scale per tile is
+    more than the 30 operations after which Inductor writes a value to memory in FP32.
+
+    ``combo_kernels`` puts independent small kernels into one launch, those of scales. Reductions are left out: torch
+    2.11 and 2.13 would join the amaxes of the rows and of the columns of a whole activation into one looped kernel
+    with the blocks and the registers of the larger one (pytorch#171671 gives each its own blocks, off by default;
+    pytorch#186668, after 2.13, leaves very large reductions out).
     """
     patches = {
         "triton.nested_reduction": True,
         "combo_kernels": True,
+        "combo_kernels_pointwise_only": True,
         "realize_opcount_threshold": 200,
     }
     known = inductor_config.get_config_copy()

@@ -1,6 +1,10 @@
 """How many kernels Inductor generates for a quantization, and how many bytes they move: sm_90, no GPU.
 
 A count that grows is a fusion that was lost. Sizes: 8192 x 4096 in bf16 are 64 MiB, an FP8 copy is 32.
+
+Two reductions of one tensor are two kernels: as a combo kernel they would count as one that reads it once, but share
+their blocks and registers (compat.gpu_codegen_patches). Scales that a second kernel casts with are stored, not divided
+again by each of its threads: 1 MiB per 32 MiB of 1x128 tiles.
 """
 
 from __future__ import annotations
@@ -41,12 +45,12 @@ COUNTS = [
     ("tensorwise", "input", "nothing", BOTH, 3, 192),
     ("tensorwise", "input", "rms_norm", ROW, 3, 160),
     ("tensorwise", "input", "rms_norm", BOTH, 3, 192),
-    ("blockwise", "input", "nothing", BOTH, 1, 131),
+    ("blockwise", "input", "nothing", BOTH, 2, 194),
     ("blockwise", "input", "rms_norm", ROW, 1, 97),
     ("blockwise", "input", "rms_norm", BOTH, 2, 194),
     ("blockwise", "weight", "nothing", ROW, 2, 160),
     ("blockwise", "weight", "nothing", BOTH, 2, 192),
-    ("mxfp8", "input", "nothing", BOTH, 1, 134),
+    ("mxfp8", "input", "nothing", BOTH, 2, 194),
     ("mxfp8", "input", "rms_norm", ROW, 1, 97),
     ("mxfp8", "input", "rms_norm", BOTH, 2, 194),
     ("delayed", "input", "silu_mul", ROW, 1, 160),
@@ -56,7 +60,7 @@ COUNTS = [
     ("rowwise", "input", "silu_mul", ROW, 1, 160),
     ("rowwise", "input", "silu_mul", BOTH, 3, 321),
     ("blockwise", "input", "silu_mul", ROW, 1, 161),
-    ("blockwise", "input", "silu_mul", BOTH, 2, 323),
+    ("blockwise", "input", "silu_mul", BOTH, 2, 324),
     ("mxfp8", "input", "silu_mul", ROW, 1, 161),
     ("mxfp8", "input", "silu_mul", BOTH, 2, 326),
     ("delayed", "input", "add", ROW, 1, 160),
@@ -66,7 +70,7 @@ COUNTS = [
     ("rowwise", "input", "add", ROW, 1, 160),
     ("rowwise", "input", "add", BOTH, 3, 321),
     ("blockwise", "input", "add", ROW, 1, 161),
-    ("blockwise", "input", "add", BOTH, 2, 323),
+    ("blockwise", "input", "add", BOTH, 2, 324),
     ("mxfp8", "input", "add", ROW, 1, 161),
     ("mxfp8", "input", "add", BOTH, 2, 326),
     ("delayed", "input", "gelu", ROW, 1, 96),
@@ -76,7 +80,7 @@ COUNTS = [
     ("rowwise", "input", "gelu", ROW, 1, 96),
     ("rowwise", "input", "gelu", BOTH, 3, 193),
     ("blockwise", "input", "gelu", ROW, 1, 97),
-    ("blockwise", "input", "gelu", BOTH, 2, 195),
+    ("blockwise", "input", "gelu", BOTH, 2, 196),
     ("mxfp8", "input", "gelu", ROW, 1, 97),
     ("mxfp8", "input", "gelu", BOTH, 2, 198),
 ]
@@ -97,12 +101,15 @@ def test_kernels_and_bytes_of_one_tensor(
 @pytest.mark.parametrize("layouts", [ROW, BOTH])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_padding_costs_no_pass(recipe: str, layouts: tuple[bool, bool], size: tuple[int, int]) -> None:
-    """4090 columns become 4096 while they are quantized, 8190 rows 8192: one more kernel, which writes the zeros."""
+    """4090 columns become 4096 while they are quantized, 8190 rows 8192: one more kernel, which writes the zeros.
+
+    Scales of rows are padded as well, by a second one.
+    """
     aligned, padded = (
         triton_kernels(generate(quantize_after("rms_norm", recipe, "input", *layouts), quantize_inputs(*s)).kernels)
         for s in ((8192, 4096), size)
     )
-    assert len(padded) <= len(aligned) + 1
+    assert len(padded) <= len(aligned) + (2 if recipe == "rowwise" else 1)
     assert sum(k.bytes for k in padded) <= 1.001 * sum(k.bytes for k in aligned)
 
 
@@ -148,8 +155,8 @@ def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
 BACKWARD = [
     ("delayed", "swiglu", 1, 256),
     ("tensorwise", "swiglu", 4, 384),
-    ("rowwise", "swiglu", 3, 386),
-    ("blockwise", "swiglu", 2, 390),
+    ("rowwise", "swiglu", 4, 386),
+    ("blockwise", "swiglu", 2, 392),
     ("mxfp8", "swiglu", 2, 396),
     ("delayed", "norm", 1, 192),
     ("tensorwise", "norm", 3, 320),
@@ -171,8 +178,8 @@ LAYERS = {
     None: (7, 3394),
     "delayed": (17, 3586),
     "tensorwise": (27, 5186),
-    "rowwise": (23, 4873),
-    "blockwise": (20, 5259),
+    "rowwise": (24, 4873),
+    "blockwise": (24, 5968),
 }
 
 
@@ -202,8 +209,8 @@ def test_kernels_and_bytes_of_a_layer(recipe: Any) -> None:
 @pytest.mark.slow
 def test_kernels_and_bytes_of_a_layer_on_blackwell() -> None:
     found = layer_kernels(Policy(default="mxfp8"), "sm_100")
-    assert len(found) <= 25
-    assert sum(k.bytes for k in found) / MIB <= 5365
+    assert len(found) <= 29
+    assert sum(k.bytes for k in found) / MIB <= 6035
 
 
 @pytest.mark.slow
