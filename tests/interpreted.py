@@ -174,7 +174,7 @@ def main() -> None:
         }
         print(json.dumps(case), flush=True)
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):  # gate and up, written in place
-        weights = inputs(rows, columns)[::2][:2]
+        weights = inputs(*WHOLE)[::2][:2]
         expected = joined_weights(recipe, *weights)
         buffers = [torch.zeros_like(x) for x in expected]
         ((_, code),) = generate(write_weights(recipe), [*weights, *buffers]).code
