@@ -123,9 +123,13 @@ def insert(
 
 def update_value(node: fx.Node) -> None:
     """Compute the fake value of ``node`` from those of its arguments."""
-    args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"]))
     if node.target is operator.getitem:
-        node.meta["val"] = args[0][args[1]]
+        source, position = cast("tuple[fx.Node, int]", node.args)
+        node.meta["val"] = source.meta["val"][position]
+        return
+    args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"]))
+    if node.target in ops.SHAPES and (made := ops.fake_results(node.target, args, kwargs)) is not None:
+        node.meta["val"] = made
         return
     with fake_mode_of(node.all_input_nodes[0]):
         node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
@@ -388,30 +392,51 @@ def _argument_names(node: fx.Node) -> list[str]:
     return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema]
 
 
+class GraphText:
+    """The text of one graph, again and again while passes change it: only what has changed is written anew."""
+
+    def __init__(self) -> None:
+        self._lines: dict[fx.Node, tuple[Any, ...]] = {}  # node -> what its line was made of, the line
+
+    def __call__(self, graph: fx.Graph) -> str:
+        """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
+        lines: list[str] = []
+        in_backward = False
+        for node in graph.nodes:
+            if node.op == "output":
+                results = [_argument_text(a) for a in cast(Sequence[Any], node.args[0])]
+                lines.append(f"return {', '.join(results)}")
+                continue
+            if is_backward(node) and not in_backward and node.op != "placeholder":
+                in_backward = True
+                lines.append("# backward")
+            lines.append(self._line(node))
+        return "\n".join(lines)
+
+    def _line(self, node: fx.Node) -> str:
+        made_of = node.args, node.kwargs, node.meta.get("val")
+        *known, line = self._lines.get(node, (None, None, None, ""))
+        if not line or any(old is not new for old, new in zip(known, made_of, strict=True)):
+            line = _line(node)
+            self._lines[node] = (*made_of, line)
+        return line
+
+
 def graph_text(graph: fx.Graph) -> str:
     """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
-    lines: list[str] = []
-    in_backward = False
-    for node in graph.nodes:
-        if node.op == "output":
-            results = [_argument_text(a) for a in cast(Sequence[Any], node.args[0])]
-            lines.append(f"return {', '.join(results)}")
-            continue
-        if is_backward(node) and not in_backward and node.op != "placeholder":
-            in_backward = True
-            lines.append("# backward")
-        left = f"{node.name}: {_type_text(node.meta.get('val'))}"
-        if node.op == "placeholder":
-            lines.append(left)
-            continue
-        target = str(node.target) if node.op == "call_function" else f"{node.op} {node.target}"
-        if node.target is operator.getitem:
-            lines.append(f"{left} = {node.args[0]}[{node.args[1]}]")
-            continue
-        target = target.removeprefix("torch.ops.").removesuffix(".default")
-        names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
-        arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
-        arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
-        path = split_source(module_path(node))[1] if target.endswith("mm") else ""
-        lines.append(f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else ""))
-    return "\n".join(lines)
+    return GraphText()(graph)
+
+
+def _line(node: fx.Node) -> str:
+    left = f"{node.name}: {_type_text(node.meta.get('val'))}"
+    if node.op == "placeholder":
+        return left
+    target = str(node.target) if node.op == "call_function" else f"{node.op} {node.target}"
+    if node.target is operator.getitem:
+        return f"{left} = {node.args[0]}[{node.args[1]}]"
+    target = target.removeprefix("torch.ops.").removesuffix(".default")
+    names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
+    arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
+    arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
+    path = split_source(module_path(node))[1] if target.endswith("mm") else ""
+    return f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else "")

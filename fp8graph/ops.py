@@ -17,13 +17,15 @@ tests/test_ops.py holds them against the references.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from fp8graph import delayed, groups, numerics, tiles
+from fp8graph import compat, delayed, groups, numerics, tiles
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
@@ -139,7 +141,7 @@ def _fake_dequantize(
 ) -> Tensor:
     if scaling == "nvfp4":
         return data.new_empty([*data.shape[:-1], data.shape[-1] * 2], dtype=dtype)
-    return torch.empty_like(data, dtype=dtype)
+    return data.new_empty(data.shape, dtype=dtype)
 
 
 def _fake_amax(x: Tensor) -> Tensor:
@@ -164,10 +166,10 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
 
 
 def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
-    return torch.empty_like(page)
+    return page.new_empty(page.shape)
 
 
-for _name, _reference, _fake in (
+_OPS: Final = (
     ("quantize", numerics.quantize_layouts, _fake_quantize),
     ("scaled_mm", numerics.scaled_mm, _fake_scaled_mm),
     ("scaled_grouped_mm", numerics.scaled_grouped_mm, _fake_scaled_grouped_mm),
@@ -179,10 +181,38 @@ for _name, _reference, _fake in (
     ("read_scales", _read_scales, _fake_read_scales),
     ("stage_amaxes", delayed.staged_page, _fake_update_page),
     ("update_page", delayed.updated_page, _fake_update_page),
-):
+)
+for _name, _reference, _fake in _OPS:
     _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8graph::{_name}", _fake, lib=_library)
+
+
+class _Described:
+    """A tensor as far as a fake looks at it; ``new_empty`` describes another one."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.shape, self.dtype, self.ndim = tuple(shape), dtype, len(shape)
+
+    def new_empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> _Described:
+        return _Described(shape, dtype or self.dtype)
+
+
+def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
+    """What the fake of a dialect op gives for fake tensors of fixed sizes; None if some size is dynamic.
+
+    The same as calling the op on them, which takes torch a millisecond: a graph of a hundred layers has thousands.
+    """
+    first = args[0]
+    described = pytree.tree_map_only(torch.Tensor, lambda x: _Described(x.shape, x.dtype), (args, kwargs))
+    if any(not isinstance(size, int) for x in pytree.tree_leaves(described) for size in getattr(x, "shape", ())):
+        return None
+    results = SHAPES[target](*described[0], **described[1])
+    make = functools.partial(compat.contiguous_fake, first.fake_mode, first.device)
+    return (
+        [make(x.shape, x.dtype) for x in results] if isinstance(results, list) else make(results.shape, results.dtype)
+    )
+
 
 quantize = torch.ops.fp8graph.quantize.default
 scaled_mm = torch.ops.fp8graph.scaled_mm.default
@@ -196,6 +226,9 @@ read_scales = torch.ops.fp8graph.read_scales.default
 stage_amaxes = torch.ops.fp8graph.stage_amaxes.default
 update_page = torch.ops.fp8graph.update_page.default
 
+SHAPES: Final[dict[Any, Callable[..., Any]]] = {
+    getattr(torch.ops.fp8graph, name).default: fake for name, _, fake in _OPS
+}
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     quantize: numerics.quantize_layouts,
     scaled_mm: numerics.scaled_mm,

@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fp8graph import spec
 from fp8graph.collectives import CollectiveRecord, collective_records
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import graph_inputs, graph_text
+from fp8graph.graph import GraphText, graph_inputs
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.report import GemmRecord, gemm_records, with_groups
 from fp8graph.sites import Compilation, Findings
@@ -135,7 +135,8 @@ class JointPass(_Pass):
 
     def _rewrite(self, graph: fx.Graph) -> None:
         compilation = self._compilation
-        self.before = _append(self.before, graph_text(graph))
+        text = GraphText()
+        self.before = _append(self.before, text(graph))
         inputs = list(graph_inputs(graph))
         compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
@@ -150,7 +151,7 @@ class JointPass(_Pass):
                 self.records = (*earlier, *records)
                 if self._check is not None:
                     self._check(records)
-            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), graph_text(graph))
+            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
         self.records = (*earlier, *with_groups(records, compilation))
         self.collectives = (*self.collectives, *collective_records(graph))
         self.findings = self.findings.and_those_of(compilation)
