@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8graph import compat
 from fp8graph.errors import Fp8GraphError
+from fp8graph.launches import launches
 
 Direction = Literal["forward", "backward", "weights"]
 _DEVICE: Final = torch.device("cuda:0")
@@ -111,7 +112,8 @@ class OfflineInductor:
         def keep(lowering: GraphLowering) -> Any:
             code = cast(Any, lowering.codegen()[0]).value
             self.code.append((direction, code))
-            self.kernels += _kernels(code, lowering, direction, self.target)
+            for launch in launches(code, lowering.scheduler):
+                self.kernels.append(KernelRecord(graph=direction, target=self.target, **vars(launch)))
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 
         moved, cuda_inputs = _on_cuda(module, inputs)
@@ -242,41 +244,6 @@ def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMod
 
 def _to_cuda(argument: Any) -> Any:
     return _DEVICE if isinstance(argument, torch.device) else argument
-
-
-_LAUNCH: Final = re.compile(
-    r"^\s+(?:(?P<triton>\w+)\.run\((?P<args>.*)\)|.*?(?P<extern>extern_kernels\.\w+|torch\.ops\.[\w.]+)\()"
-)
-_ORIGIN: Final = re.compile(r"Original ATen: \[([^\]]*)\]")
-_DEFINITION: Final = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.DOTALL)
-
-
-def _kernels(code: str, lowering: GraphLowering, direction: Direction, target: str) -> list[KernelRecord]:
-    """The launches of one generated graph in order."""
-    sources = dict(_DEFINITION.findall(code))
-    traffic: list[tuple[set[str], int]] = []  # per scheduled node: its buffers, its bytes
-    for node in lowering.scheduler.nodes:
-        if type(node).__name__ not in ("ExternKernelSchedulerNode", "NopKernelSchedulerNode"):
-            traffic.append((set(node.get_buffer_names()), int(node.get_read_write_buffers_sizes())))
-    found: list[KernelRecord] = []
-    ops: tuple[str, ...] = ()
-    for line in code[code.index("def call(") :].splitlines():
-        if origin := _ORIGIN.search(line):
-            ops = tuple(op for op in origin[1].split(", ") if op)
-        elif launch := _LAUNCH.match(line):
-            name = launch["triton"] or launch["extern"]
-            moved = 0
-            if launch["triton"]:
-                arguments = set(re.findall(r"\w+", launch["args"]))
-                moved = sum(size for buffers, size in traffic if buffers & arguments)
-                traffic = [(buffers, size) for buffers, size in traffic if not buffers & arguments]
-            source = sources.get(name, "")
-            kind = "triton" if launch["triton"] else "extern"
-            found.append(
-                KernelRecord(name=name, graph=direction, kind=kind, ops=ops, bytes=moved, source=source, target=target)
-            )
-            ops = ()
-    return found
 
 
 @functools.cache

@@ -172,7 +172,7 @@ LAYERS = {
     "delayed": (17, 3586),
     "tensorwise": (27, 5186),
     "rowwise": (23, 4873),
-    "blockwise": (20, 5259),
+    "blockwise": (20, 5263),
 }
 
 
@@ -203,7 +203,7 @@ def test_kernels_and_bytes_of_a_layer(recipe: Any) -> None:
 def test_kernels_and_bytes_of_a_layer_on_blackwell() -> None:
     found = layer_kernels(Policy(default="mxfp8"), "sm_100")
     assert len(found) <= 25
-    assert sum(k.bytes for k in found) / MIB <= 5365
+    assert sum(k.bytes for k in found) / MIB <= 5382
 
 
 @pytest.mark.slow

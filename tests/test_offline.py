@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import device_interface
+from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 import fp8graph
 from fp8graph import offline
 from fp8graph.explain import Generating
 from fp8graph.offline import KernelRecord
+from generated import generate, triton_kernels
 from helpers import ALL, MLP, NONE
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -118,6 +120,33 @@ def test_scales_are_divided_exactly() -> None:
     sources = [k.source for k in kernels() if "448.0" in k.source and " / " in k.source]
     assert not sources, "an approximate division"
     assert any("div_rn" in k.source for k in kernels())
+
+
+def test_each_launch_has_its_own_bytes() -> None:
+    """A combo node that becomes two launches: the first had the bytes of both."""
+
+    def function(x: Tensor, y: Tensor, amaxes: Tensor) -> list[Tensor]:
+        return [x + y, amaxes.amax(-1)]
+
+    like = torch.empty(1024, 1024, device="meta")
+    with inductor_config.patch({"combo_kernels": True}):
+        found = triton_kernels(generate(function, [like, like, torch.empty(4, 4096, device="meta")]).kernels)
+    assert [(kernel.name.split("_")[1], kernel.bytes) for kernel in sorted(found, key=lambda k: k.name)] == [
+        ("poi", 3 * 2**22),
+        ("red", 4 * 4096 * 4 + 4 * 4),
+    ]
+
+
+def test_bytes_of_what_is_written_in_place() -> None:
+    """What is overwritten is not read, though the scheduler says that it depends on it."""
+
+    def function(x: Tensor, cache: Tensor) -> list[Tensor]:
+        cache.copy_(x.to(cache.dtype))
+        return []
+
+    inputs = [torch.empty(1024, 512, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bfloat16)]
+    [kernel] = triton_kernels(generate(function, inputs).kernels)
+    assert kernel.bytes == 1024 * 512 * (4 + 2)
 
 
 def test_nothing_stays_replaced() -> None:
