@@ -212,10 +212,10 @@ def test_the_kernels_of_a_layer_compile_without_spills(recipe: str) -> None:
     """Every configuration that Inductor would try, for sm_90a; scales are divided exactly."""
     sources = {k.source for k in layer_kernels(Policy(default=recipe))}
     used = [offline.compile_kernel(source, "sm_90") for source in sources]
-    assert max(result["registers"] for results in used for result in results) <= 255
+    assert max(result.registers for results in used for result in results) <= 255
     # a configuration that spills is one that the autotuner will not choose: each kernel has one that does not
-    assert all(min(result["spills"] for result in results) == 0 for results in used)
-    assert all(".target sm_90a" in result["ptx"] for results in used for result in results)
+    assert all(min(result.spills for result in results) == 0 for results in used)
+    assert all(".target sm_90a" in result.ptx for results in used for result in results)
     divides = [source for source in sources if "div_rn" in source]
     assert divides
     assert not [source for source in sources if " / " in source]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from typing import Any
 
@@ -17,7 +18,7 @@ import fp8graph
 from fp8graph import offline
 from fp8graph.explain import Generating
 from fp8graph.offline import KernelRecord
-from generated import generate, triton_kernels
+from generated import generate, quantize_after, quantize_inputs, triton_kernels
 from helpers import ALL, MLP, NONE
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -120,6 +121,24 @@ def test_scales_are_divided_exactly() -> None:
     sources = [k.source for k in kernels() if "448.0" in k.source and " / " in k.source]
     assert not sources, "an approximate division"
     assert any("div_rn" in k.source for k in kernels())
+
+
+def test_what_a_kernel_compiles_to() -> None:
+    """A cast is stored as it is read along rows, 8 numbers per thread; no load or store is narrower than its tensor."""
+    [kernel] = triton_kernels(
+        generate(quantize_after("nothing", "delayed", "input", True, False), quantize_inputs(256, 1024)).kernels
+    )
+    assert kernel.compiled is not None
+    assert kernel.compiled.fp8_store in kernel.compiled.stores
+    assert kernel.compiled.fp8_store >= 4
+    assert max(kernel.compiled.loads) >= 2 * kernel.compiled.fp8_store
+    assert kernel.compiled.instructions > 50
+    assert kernel.compiled.configuration.startswith("XBLOCK=")
+    again = offline.compile_kernel(kernel.source, "sm_90", configuration=kernel.compiled.configuration)
+    assert again == [kernel.compiled]
+    assert offline.compile_kernel(kernel.source, "sm_90", configuration="XBLOCK=3 num_warps=1 num_stages=1") == []
+    assert kernel.to_dict()["instructions"] == kernel.compiled.instructions
+    json.dumps(kernel.to_dict())
 
 
 def test_each_launch_has_its_own_bytes() -> None:
