@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -92,22 +92,22 @@ def _widths(instructions: Sequence[str], names: Sequence[str]) -> dict[int, int]
     return dict(sorted(counted.items()))
 
 
-_PARAMETER: Final = re.compile(r"ld\.param\.\w+\s+(%rd\d+), \[\w+_param_(\d+)\];")
-# a 64-bit register that is computed, from what: nothing that is loaded
-_ADDRESS: Final = re.compile(r"^\s*(?:@%\w+ )?(?!ld|atom)[a-z][\w.:]*\s+(%rd\d+), (.*);", re.MULTILINE)
+# a register that is computed, and from what: parameters and other registers, nothing that lies in memory
+_COMPUTED: Final = re.compile(
+    r"^\s*(?:@!?%\w+ )?(?:ld\.param|(?!ld|st|atom|red)[a-z])[\w.:]*\s+(%rd?\d+), (.*);", re.MULTILINE
+)
 _STORE: Final = re.compile(r"\bst\.global(?:\.[A-Za-z_]+\w*(?:::\w+)*)*?(?:\.v(\d))?\.[bfsu](\d+)\s+\[\s*(%rd\d+)")
 
 
 def _stores_to(ptx: str, wanted: Sequence[bool]) -> list[int]:
     """The bytes of each store through one of the ``wanted`` parameters.
 
-    SASS does not say which tensor a store belongs to; in PTX its address is a sum in which one term is a parameter.
-    ptxas keeps the width of each store.
+    SASS does not say which tensor a store belongs to; in PTX its address is a sum in which one term is a parameter, or
+    one of several that a block of threads selects. ptxas keeps the width of each store.
     """
-    parameter: Mapping[str, int] = {register: int(index) for register, index in _PARAMETER.findall(ptx)}
     sources: defaultdict[str, set[str]] = defaultdict(set)
-    for register, operands in _ADDRESS.findall(ptx):
-        sources[register] |= set(re.findall(r"%rd\d+", operands))
+    for register, operands in _COMPUTED.findall(ptx):
+        sources[register] |= set(re.findall(r"%rd?\d+|_param_\d+", operands))
     found: list[int] = []
     for vector, bits, address in _STORE.findall(ptx):
         seen, todo = {address}, [address]
@@ -115,9 +115,7 @@ def _stores_to(ptx: str, wanted: Sequence[bool]) -> list[int]:
             new = sources[todo.pop()] - seen
             seen |= new
             todo += new
-        if any(
-            wanted[parameter[register]] for register in seen & parameter.keys() if parameter[register] < len(wanted)
-        ):
+        if any(f"_param_{index}" in seen for index, is_wanted in enumerate(wanted) if is_wanted):
             found.append(int(vector or 1) * int(bits) // 8)
     return found
 

@@ -30,6 +30,20 @@ def test_stores_through_a_parameter() -> None:
     assert cubin._stores_to(PTX, [True, False, False, False]) == []
 
 
+def test_stores_through_one_of_several_parameters() -> None:
+    """Two kernels in one launch that store by the same instruction, as triton 3.9 compiles them."""
+    ptx = """
+	mov.b32 	%r19, kernel_param_0;
+	mov.b32 	%r20, kernel_param_2;
+	selp.b32 	%r21, %r19, %r20, %p3;
+	ld.param.b64 	%rd6, [%r21];
+	mad.wide.s32 	%rd4, %r5, 2, %rd6;
+	st.global.v2.b32 [ %rd4 + 0 ], { %r13, %r14 };
+"""
+    assert cubin._stores_to(ptx, [True, False, True]) == [8]
+    assert cubin._stores_to(ptx, [False, True, False]) == []
+
+
 def test_widths_of_instructions() -> None:
     code = ["STG.E", "STG.E.U8", "STG.E.EF.64", "STG.E.ENL2.256", "STS.128", "LDG.E.LTC128B.128.CONSTANT", "LDG.E.S16"]
     assert cubin._widths(code, ["STG"]) == {1: 1, 4: 1, 8: 1, 32: 1}
