@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint clean test-torch train-recipes bench coverage
+.PHONY: demo test lint clean test-torch record-kernels train-recipes bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -36,6 +36,10 @@ lint: .venv/ready
 
 test-torch: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
+# what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
+record-kernels: .venv-torch-$(TORCH)/ready
+	.venv-torch-$(TORCH)/bin/python tests/recorded.py
 
 # one small Llama per recipe and seed beside bf16; writes benchmarks/results/train_recipes_cpu.*
 train-recipes: .venv/ready

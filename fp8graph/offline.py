@@ -2,7 +2,7 @@
 
 AOTAutograd and the passes run on fake CPU tensors; each graph is then moved to a fake CUDA device and given to
 Inductor, which generates its Triton text as for that GPU. Nothing is executed. A kernel is compiled to a cubin only
-when its registers are asked for (``ptxas`` comes with triton).
+when what it compiles to is asked for (``ptxas`` comes with triton).
 
 Torch has no switch for code generation without a device. Two of its hooks are official (the device interface, and
 triton's active driver); two functions are replaced while a graph is generated, and put back after:
@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import subprocess
 import tempfile
 import types
 from collections.abc import Callable, Generator, Sequence
@@ -37,8 +36,10 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8graph import compat
+from fp8graph import compat, cubin
+from fp8graph.cubin import Compiled
 from fp8graph.errors import Fp8GraphError
+from fp8graph.launches import launches
 
 Direction = Literal["forward", "backward", "weights"]
 _DEVICE: Final = torch.device("cuda:0")
@@ -59,25 +60,31 @@ class KernelRecord:
     target: str = ""
 
     @property
+    def compiled(self) -> Compiled | None:
+        """What the first configuration that Inductor would try compiles to; None for a library call."""
+        return _first(self.source, self.target) if self.source else None
+
+    @property
     def registers(self) -> int | None:
         """Registers per thread of the first configuration; None for a library call."""
-        return _usage(self.source, self.target)["registers"] if self.source else None
+        return self.compiled.registers if self.compiled else None
 
     @property
     def spills(self) -> int | None:
         """Bytes of stack per thread, which is where ptxas spills registers to; None for a library call."""
-        return _usage(self.source, self.target)["spills"] if self.source else None
+        return self.compiled.spills if self.compiled else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, registers and spills included: this compiles the kernel."""
+        """Plain values, those of :attr:`compiled` included: this compiles the kernel."""
+        compiled = self.compiled
+        costs = ("registers", "spills", "shared", "instructions", "loads", "stores", "fp8_store")
         return {
             "name": self.name,
             "graph": self.graph,
             "kind": self.kind,
             "ops": list(self.ops),
             "bytes": self.bytes,
-            "registers": self.registers,
-            "spills": self.spills,
+            **{cost: getattr(compiled, cost, None) for cost in costs},
         }
 
 
@@ -111,7 +118,8 @@ class OfflineInductor:
         def keep(lowering: GraphLowering) -> Any:
             code = cast(Any, lowering.codegen()[0]).value
             self.code.append((direction, code))
-            self.kernels += _kernels(code, lowering, direction, self.target)
+            for launch in launches(code, lowering.scheduler):
+                self.kernels.append(KernelRecord(graph=direction, target=self.target, **vars(launch)))
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 
         moved, cuda_inputs = _on_cuda(module, inputs)
@@ -244,51 +252,22 @@ def _to_cuda(argument: Any) -> Any:
     return _DEVICE if isinstance(argument, torch.device) else argument
 
 
-_LAUNCH: Final = re.compile(
-    r"^\s+(?:(?P<triton>\w+)\.run\((?P<args>.*)\)|.*?(?P<extern>extern_kernels\.\w+|torch\.ops\.[\w.]+)\()"
-)
-_ORIGIN: Final = re.compile(r"Original ATen: \[([^\]]*)\]")
-_DEFINITION: Final = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.DOTALL)
-
-
-def _kernels(code: str, lowering: GraphLowering, direction: Direction, target: str) -> list[KernelRecord]:
-    """The launches of one generated graph in order."""
-    sources = dict(_DEFINITION.findall(code))
-    traffic: list[tuple[set[str], int]] = []  # per scheduled node: its buffers, its bytes
-    for node in lowering.scheduler.nodes:
-        if type(node).__name__ not in ("ExternKernelSchedulerNode", "NopKernelSchedulerNode"):
-            traffic.append((set(node.get_buffer_names()), int(node.get_read_write_buffers_sizes())))
-    found: list[KernelRecord] = []
-    ops: tuple[str, ...] = ()
-    for line in code[code.index("def call(") :].splitlines():
-        if origin := _ORIGIN.search(line):
-            ops = tuple(op for op in origin[1].split(", ") if op)
-        elif launch := _LAUNCH.match(line):
-            name = launch["triton"] or launch["extern"]
-            moved = 0
-            if launch["triton"]:
-                arguments = set(re.findall(r"\w+", launch["args"]))
-                moved = sum(size for buffers, size in traffic if buffers & arguments)
-                traffic = [(buffers, size) for buffers, size in traffic if not buffers & arguments]
-            source = sources.get(name, "")
-            kind = "triton" if launch["triton"] else "extern"
-            found.append(
-                KernelRecord(name=name, graph=direction, kind=kind, ops=ops, bytes=moved, source=source, target=target)
-            )
-            ops = ()
-    return found
-
-
 @functools.cache
-def _usage(source: str, target: str) -> dict[str, int]:
-    return compile_kernel(source, target, every_configuration=False)[0]
+def _first(source: str, target: str) -> Compiled:
+    return compile_kernel(source, target, configuration="first")[0]
 
 
-def compile_kernel(source: str, target: str, *, every_configuration: bool = True) -> list[dict[str, Any]]:
-    """Compile a generated kernel for ``target``, one entry a configuration that Inductor would try.
+def compile_kernel(source: str, target: str, *, configuration: str = "all") -> list[Compiled]:
+    """Compile a generated kernel for ``target``.
+
+    Args:
+        source: the module that Inductor generated.
+        target: like "sm_90".
+        configuration: "all" that Inductor's autotuner would try on the GPU, the "first" of them, or one of them,
+            as :attr:`Compiled.configuration` names it.
 
     Returns:
-        ``registers`` per thread, ``spills`` (bytes of stack), ``shared`` bytes, ``ptx``.
+        In the order of the autotuner; nothing if it does not try that configuration.
     """
     with pretend(target), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
@@ -297,28 +276,22 @@ def compile_kernel(source: str, target: str, *, every_configuration: bool = True
         namespace: dict[str, Any] = {"__file__": str(path), "__name__": f"fp8graph_offline_{name}"}
         exec(compile(source, str(path), "exec"), namespace)
         tuner = namespace[name]
-        if not every_configuration:
+        if configuration == "first":
             tuner.configs = tuner.configs[:1]
+        elif configuration != "all":
+            tuner.configs = [c for c in tuner.configs if cubin.text_of(c) == configuration]
+        if not tuner.configs:
+            return []
         with inductor_config.patch(use_static_cuda_launcher=False):  # keep triton's object: it has the code
             tuner.precompile(warm_cache_only=True)
-        return [_resources(result.kernel) for result in tuner.compile_results]
-
-
-def _resources(kernel: Any) -> dict[str, Any]:
-    """Registers and stack of a cubin: triton's own count needs a loaded module."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        done = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    if usage is None:
-        raise Fp8GraphError(f"cuobjdump says nothing about registers: {done.stdout}")
-    return {
-        "registers": int(usage[1]),
-        "spills": int(usage[2]),
-        "shared": int(kernel.metadata.shared),
-        "ptx": kernel.asm["ptx"],
-    }
+        signature = [kind for kind in tuner.triton_meta["signature"].values() if kind != "constexpr"]
+        return [
+            cubin.read(
+                result.kernel.asm["cubin"],
+                result.kernel.asm["ptx"],
+                signature,
+                shared=int(result.kernel.metadata.shared),
+                configuration=cubin.text_of(result.config),
+            )
+            for result in tuner.compile_results
+        ]

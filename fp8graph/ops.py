@@ -141,7 +141,7 @@ def _fake_dequantize(
 ) -> Tensor:
     if scaling == "nvfp4":
         return data.new_empty([*data.shape[:-1], data.shape[-1] * 2], dtype=dtype)
-    return data.new_empty(data.shape, dtype=dtype)
+    return torch.empty_like(data, dtype=dtype)
 
 
 def _fake_amax(x: Tensor) -> Tensor:
@@ -227,7 +227,9 @@ stage_amaxes = torch.ops.fp8graph.stage_amaxes.default
 update_page = torch.ops.fp8graph.update_page.default
 
 SHAPES: Final[dict[Any, Callable[..., Any]]] = {
-    getattr(torch.ops.fp8graph, name).default: fake for name, _, fake in _OPS
+    getattr(torch.ops.fp8graph, name).default: fake
+    for name, _, fake in _OPS
+    if name != "dequantize"  # keeps the strides of what it reads: the others are contiguous
 }
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     quantize: numerics.quantize_layouts,

@@ -189,10 +189,9 @@ class DecoderLayer(nn.Module):
         return x + self.down_proj(nn.functional.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
-def layer_kernels(policy: Any, target: str = "sm_90", tokens: int = 8192) -> list[KernelRecord]:
-    """The generated kernels of one Llama-3-8B layer, forward and backward; weights aside."""
+def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> list[KernelRecord]:
+    """What is launched for one Llama-3-8B layer: forward, backward and its weights."""
     torch._dynamo.reset()
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
-    report = fp8graph.explain(layer, x, policy=policy, target=target)
-    return triton_kernels(report.kernels, "forward", "backward")
+    return fp8graph.explain(layer, x, policy=policy, target=target).kernels

@@ -1,6 +1,6 @@
-"""How many kernels Inductor generates for a quantization, and how many bytes they move: sm_90, no GPU.
+"""How many kernels Inductor generates for a quantization, the bytes they move, what the largest compile to: no GPU.
 
-A count that grows is a fusion that was lost. Sizes: 8192 x 4096 in bf16 are 64 MiB, an FP8 copy is 32.
+tests/data holds what each torch generates, recorded by tests/recorded.py. A count that grows is a fusion that was lost.
 
 Two reductions of one tensor are two kernels: as a combo kernel they would count as one that reads it once, but share
 their blocks and registers (compat.gpu_codegen_patches). Scales that a second kernel casts with are stored, not divided
@@ -9,132 +9,72 @@ again by each of its threads: 1 MiB per 32 MiB of 1x128 tiles.
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import recorded
 from fp8graph import offline, ops
 from fp8graph.explain import Generating
 from fp8graph.policy import Policy
-from generated import (
-    MIB,
-    generate,
-    layer_kernels,
-    quantize_after,
-    quantize_after_backward,
-    quantize_inputs,
-    triton_kernels,
-)
+from generated import generate, quantize_after, quantize_inputs, triton_kernels
+from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
 
-pytestmark = [
-    pytest.mark.skipif(not offline.available(), reason="triton is not installed"),
-    pytest.mark.skipif(torch.__version__ < "2.13", reason="recorded for torch 2.13: earlier ones fuse less"),
-]
-
-# recipe, operand, producer, (rowwise, columnwise) -> kernels, MiB
-ROW, COLUMN, BOTH = (True, False), (False, True), (True, True)
-COUNTS = [
-    ("rowwise", "input", "nothing", ROW, 1, 96),
-    ("rowwise", "input", "rms_norm", ROW, 1, 96),
-    ("rowwise", "input", "nothing", COLUMN, 3, 161),  # the largest of a column takes a pass of its own
-    ("delayed", "input", "nothing", BOTH, 1, 128),
-    ("delayed", "input", "rms_norm", ROW, 1, 96),
-    ("delayed", "input", "rms_norm", BOTH, 1, 128),
-    ("tensorwise", "input", "nothing", BOTH, 3, 192),
-    ("tensorwise", "input", "rms_norm", ROW, 3, 160),
-    ("tensorwise", "input", "rms_norm", BOTH, 3, 192),
-    ("blockwise", "input", "nothing", BOTH, 2, 194),
-    ("blockwise", "input", "rms_norm", ROW, 1, 97),
-    ("blockwise", "input", "rms_norm", BOTH, 2, 194),
-    ("blockwise", "weight", "nothing", ROW, 2, 160),
-    ("blockwise", "weight", "nothing", BOTH, 2, 192),
-    ("mxfp8", "input", "nothing", BOTH, 2, 194),
-    ("mxfp8", "input", "rms_norm", ROW, 1, 97),
-    ("mxfp8", "input", "rms_norm", BOTH, 2, 194),
-    ("delayed", "input", "silu_mul", ROW, 1, 160),
-    ("delayed", "input", "silu_mul", BOTH, 1, 192),
-    ("tensorwise", "input", "silu_mul", ROW, 3, 288),
-    ("tensorwise", "input", "silu_mul", BOTH, 3, 320),
-    ("rowwise", "input", "silu_mul", ROW, 1, 160),
-    ("rowwise", "input", "silu_mul", BOTH, 3, 321),
-    ("blockwise", "input", "silu_mul", ROW, 1, 161),
-    ("blockwise", "input", "silu_mul", BOTH, 2, 324),
-    ("mxfp8", "input", "silu_mul", ROW, 1, 161),
-    ("mxfp8", "input", "silu_mul", BOTH, 2, 326),
-    ("delayed", "input", "add", ROW, 1, 160),
-    ("delayed", "input", "add", BOTH, 1, 192),
-    ("tensorwise", "input", "add", ROW, 3, 288),
-    ("tensorwise", "input", "add", BOTH, 3, 320),
-    ("rowwise", "input", "add", ROW, 1, 160),
-    ("rowwise", "input", "add", BOTH, 3, 321),
-    ("blockwise", "input", "add", ROW, 1, 161),
-    ("blockwise", "input", "add", BOTH, 2, 324),
-    ("mxfp8", "input", "add", ROW, 1, 161),
-    ("mxfp8", "input", "add", BOTH, 2, 326),
-    ("delayed", "input", "gelu", ROW, 1, 96),
-    ("delayed", "input", "gelu", BOTH, 1, 128),
-    ("tensorwise", "input", "gelu", ROW, 3, 160),
-    ("tensorwise", "input", "gelu", BOTH, 3, 192),
-    ("rowwise", "input", "gelu", ROW, 1, 96),
-    ("rowwise", "input", "gelu", BOTH, 3, 193),
-    ("blockwise", "input", "gelu", ROW, 1, 97),
-    ("blockwise", "input", "gelu", BOTH, 2, 196),
-    ("mxfp8", "input", "gelu", ROW, 1, 97),
-    ("mxfp8", "input", "gelu", BOTH, 2, 198),
-]
+pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
 
-@pytest.mark.parametrize(("recipe", "operand", "producer", "layouts", "kernels", "mib"), COUNTS)
-def test_kernels_and_bytes_of_one_tensor(
-    recipe: str, operand: Any, producer: str, layouts: tuple[bool, bool], kernels: int, mib: int
-) -> None:
-    found = triton_kernels(
-        generate(quantize_after(producer, recipe, operand, *layouts), quantize_inputs(8192, 4096)).kernels
-    )
-    assert len(found) <= kernels
-    assert round(sum(k.bytes for k in found) / MIB) <= mib
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    """What is recorded for the torch that runs the tests."""
+    if not recorded.FILE.exists():
+        pytest.skip(f"nothing is recorded for torch {recorded.TORCH}: make record-kernels TORCH={recorded.TORCH}")
+    return json.loads(recorded.FILE.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_and_bytes_of_one_tensor(case: Case, data: dict[str, Any]) -> None:
+    kernels, mib = recorded.of_case(case)
+    assert kernels <= data["tensors"][str(case)][0]
+    assert mib <= data["tensors"][str(case)][1]
 
 
 @pytest.mark.parametrize("size", [(8192, 4090), (8190, 4096)])
-@pytest.mark.parametrize("layouts", [ROW, BOTH])
+@pytest.mark.parametrize("layouts", ["row", "both"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
-def test_padding_costs_no_pass(recipe: str, layouts: tuple[bool, bool], size: tuple[int, int]) -> None:
+def test_padding_costs_no_pass(recipe: str, layouts: str, size: tuple[int, int]) -> None:
     """4090 columns become 4096 while they are quantized, 8190 rows 8192: one more kernel, which writes the zeros.
 
     Scales of rows are padded as well, by a second one.
     """
     aligned, padded = (
-        triton_kernels(generate(quantize_after("rms_norm", recipe, "input", *layouts), quantize_inputs(*s)).kernels)
+        triton_kernels(
+            generate(quantize_after("rms_norm", recipe, "input", *LAYOUTS[layouts]), quantize_inputs(*s)).kernels
+        )
         for s in ((8192, 4096), size)
     )
     assert len(padded) <= len(aligned) + (2 if recipe == "rowwise" else 1)
     assert sum(k.bytes for k in padded) <= 1.001 * sum(k.bytes for k in aligned)
 
 
-@pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", BOTH), ("silu_mul", BOTH), ("nothing", ROW)])
-def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", "both"), ("silu_mul", "both"), ("nothing", "row")])
+def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     """70 tiles become 72, for torch and cuBLASLt to agree on the scales' strides: one more kernel writes zeros."""
     unpadded, padded = (
         triton_kernels(
             generate(
-                quantize_after(producer, "blockwise", "input", *layouts, multiple=multiple), quantize_inputs(8192, 8960)
+                quantize_after(producer, "blockwise", "input", *LAYOUTS[layouts], multiple=multiple),
+                quantize_inputs(8192, 8960),
             ).kernels
         )
         for multiple in (128, 512)
     )
     assert len(padded) <= len(unpadded) + 1
     assert sum(k.bytes for k in padded) <= 1.02 * sum(k.bytes for k in unpadded)
-
-
-@pytest.mark.parametrize(("recipe", "kernels", "mib"), [("blockwise", 2, 161), ("mxfp8", 2, 161)])
-def test_tiles_at_a_ragged_edge_cost_a_second_read(recipe: str, kernels: int, mib: int) -> None:
-    """The norm's loop has 4090 columns, the tiles' 4096: Inductor does not fuse loops of two sizes."""
-    function = quantize_after("rms_norm", recipe, "input", *ROW)
-    found = triton_kernels(generate(function, quantize_inputs(8192, 4090)).kernels)
-    assert len(found) <= kernels
-    assert round(sum(k.bytes for k in found) / MIB) <= mib
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
@@ -149,38 +89,6 @@ def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
         model(x).sum().backward()
         counts.append(len(triton_kernels(backend.generator.kernels, "forward", "backward")))
     assert counts[1] <= counts[0] + 2  # the zeros of x and of dy
-
-
-# (recipe, producer in backward) -> kernels, MiB: what quantizes the gradient that SwiGLU's or a norm's backward makes
-BACKWARD = [
-    ("delayed", "swiglu", 1, 256),
-    ("tensorwise", "swiglu", 4, 384),
-    ("rowwise", "swiglu", 4, 386),
-    ("blockwise", "swiglu", 2, 392),
-    ("mxfp8", "swiglu", 2, 396),
-    ("delayed", "norm", 1, 192),
-    ("tensorwise", "norm", 3, 320),
-    ("rowwise", "norm", 4, 385),
-    ("blockwise", "norm", 2, 322),
-    ("mxfp8", "norm", 2, 322),
-]
-
-
-@pytest.mark.parametrize(("recipe", "producer", "kernels", "mib"), BACKWARD)
-def test_kernels_and_bytes_behind_a_backward(recipe: str, producer: str, kernels: int, mib: int) -> None:
-    found = triton_kernels(generate(quantize_after_backward(producer, recipe), quantize_inputs(8192, 4096)).kernels)
-    assert len(found) <= kernels
-    assert round(sum(k.bytes for k in found) / MIB) <= mib
-
-
-# recipe -> kernels, MiB of a Llama-3-8B layer with 8192 tokens, forward and backward, all but GEMMs and attention
-LAYERS = {
-    None: (7, 3394),
-    "delayed": (17, 3586),
-    "tensorwise": (27, 5186),
-    "rowwise": (24, 4873),
-    "blockwise": (24, 5968),
-}
 
 
 @pytest.mark.parametrize(("a", "b"), [((), (1,)), ((1,), ()), ((1,), (1,)), ((), ())])
@@ -198,31 +106,72 @@ def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", LAYERS)
-def test_kernels_and_bytes_of_a_layer(recipe: Any) -> None:
-    found = layer_kernels(Policy(default=recipe))
-    kernels, mib = LAYERS[recipe]
-    assert len(found) <= kernels
-    assert sum(k.bytes for k in found) / MIB <= mib
+@pytest.mark.parametrize("layer", LAYERS)
+def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
+    found = recorded.of_layer(layer)
+    for direction in DIRECTIONS:
+        kernels, mib = data["layers"][layer][direction]
+        assert found[direction][0] <= kernels, direction
+        assert found[direction][1] <= mib, direction
+
+
+MEASURED = [layer for layer, (recipe, target) in LAYERS.items() if recipe is not None and target == "sm_90"]
 
 
 @pytest.mark.slow
-def test_kernels_and_bytes_of_a_layer_on_blackwell() -> None:
-    found = layer_kernels(Policy(default="mxfp8"), "sm_100")
-    assert len(found) <= 29
-    assert sum(k.bytes for k in found) / MIB <= 6035
+@pytest.mark.parametrize("layer", MEASURED)
+def test_the_largest_kernels_of_a_layer(layer: str, data: dict[str, Any]) -> None:
+    """No more registers, spills and instructions, no narrower stores, in the configuration that was best.
+
+    One torch with one triton generates and compiles the same each time: there is no tolerance.
+    """
+    if data["triton"] != importlib.metadata.version("triton"):
+        pytest.skip(f"recorded with triton {data['triton']}, which compiles otherwise")
+    rows = data["layers"][layer]["largest"]
+    worse: list[tuple[dict[str, Any], dict[str, Any]]] = []  # as recorded, as generated
+    for row, (identity, kernel) in zip(rows, recorded.largest(layer), strict=True):
+        compiled = offline.compile_kernel(kernel.source, kernel.target, configuration=row["configuration"])
+        now = identity | (recorded.costs(compiled[0]) if compiled else dict.fromkeys(row.keys() - identity))
+        if recorded.is_worse(row, now):
+            worse.append((row, now))
+    lines = recorded.table([row for pair in worse for row in pair]) if worse else ""
+    assert not worse, f"better, or meant: make record-kernels. Recorded, and below each what is generated:\n{lines}"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"registers": 65}, {"spills": 8}, {"instructions": 401}, {"store": 4}, {"fp8_store": None}, {"mib": 127}]
+    + [{"configuration": None}, {"ops": "silu"}, {"launches": 2}],
+    ids=str,
+)
+def test_what_is_worse(change: dict[str, Any]) -> None:
+    identity = {"graph": "forward", "loop": "poi", "ops": "mul", "launches": 1, "mib": 128}
+    cost = {"configuration": "XBLOCK=1024 num_warps=4 num_stages=1", "registers": 64, "spills": 0, "instructions": 400}
+    row = identity | cost | {"fp8_store": 8, "store": 8}
+    assert not recorded.is_worse(row, row | {"registers": 63, "instructions": 399, "fp8_store": 16, "store": 16})
+    assert recorded.is_worse(row, row | change)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "rowwise", "blockwise"])
-def test_the_kernels_of_a_layer_compile_without_spills(recipe: str) -> None:
+@pytest.mark.parametrize("layer", MEASURED)
+def test_the_kernels_of_a_layer_compile_without_spills(layer: str) -> None:
     """Every configuration that Inductor would try, for sm_90a."""
-    found = layer_kernels(Policy(default=recipe))
-    sources = list(dict.fromkeys(k.source for k in sorted(found, key=lambda k: -k.bytes)))
+    sources = {k.source for k in recorded.layer_kernels(layer) if k.graph != "weights"}
     used = [offline.compile_kernel(source, "sm_90") for source in sources]
-    if recipe == "tensorwise":  # SwiGLU's backward: with exact divisions in each thread more than 100
-        assert max(result["registers"] for result in used[0]) <= 64
-    assert max(result["registers"] for results in used for result in results) <= 255
+    assert max(result.registers for results in used for result in results) <= 255
     # a configuration that spills is one that the autotuner will not choose: each kernel has one that does not
-    assert all(min(result["spills"] for result in results) == 0 for results in used)
-    assert all(".target sm_90a" in result["ptx"] for results in used for result in results)
+    assert all(min(result.spills for result in results) == 0 for results in used)
+    assert all(".target sm_90a" in result.ptx for results in used for result in results)
+    if layer == "tensorwise":  # SwiGLU's backward: with exact divisions in each thread more than 100
+        largest = max(recorded.layer_kernels(layer), key=lambda kernel: kernel.bytes)
+        results = offline.compile_kernel(largest.source, "sm_90")
+        assert max(result.registers for result in results) <= 64
+
+
+def test_the_table_of_the_readme() -> None:
+    layers = json.loads((recorded.FILE.parent / "kernels-2.13.0.json").read_text(encoding="utf-8"))["layers"]
+    names = {"bf16": "bf16, plain Inductor", "mxfp8": "`mxfp8` (sm_100)"}
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    for layer, counts in layers.items():
+        kernels, mib = (sum(pair) for pair in zip(counts["forward"], counts["backward"], strict=True))
+        assert f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n" in readme

@@ -1,0 +1,120 @@
+"""The launches of a generated graph: Inductor's text and its scheduler -> the name, ops and bytes of each.
+
+The scheduler knows bytes, the text knows launches. They meet in the buffers that a launch writes. A combo node of the
+scheduler (``ForeachKernelSchedulerNode``) may become several launches: each has the bytes of the parts that it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast
+
+from torch._inductor.dependencies import StarDep, WeakDep
+
+_CALL: Final = re.compile(
+    r"^\s+(?:(?P<triton>\w+\.run\(.*\))$|.*?(?P<extern>extern_kernels\.\w+|torch\.ops\.[\w.]+)\()"
+)
+_ORIGIN: Final = re.compile(r"Original ATen: \[([^\]]*)\]")
+_DEFINITION: Final = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.DOTALL)
+_LIBRARY: Final = ("ExternKernelSchedulerNode", "NopKernelSchedulerNode")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One call of a kernel in a generated graph."""
+
+    name: str
+    kind: Literal["triton", "extern"]
+    ops: tuple[str, ...]  # the ATen ops that it fuses
+    bytes: int = 0  # read and written, as Inductor counts buffers; 0 for library calls
+    source: str = ""  # the generated module of a Triton kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """What is in one kernel as a whole: a node of the scheduler, or one of the nodes that a combo node joins."""
+
+    node: int  # where in the scheduler's list
+    makes: frozenset[str]  # new buffers
+    overwrites: frozenset[str]  # tensors that were there before
+    reads: frozenset[str]
+    moved: dict[str, int]  # buffer -> bytes
+
+
+def launches(code: str, scheduler: Any) -> Iterator[Launch]:
+    """The launches in ``code``, the text of one graph, in order; ``scheduler`` is that of its ``GraphLowering``."""
+    sources: dict[str, str] = dict(_DEFINITION.findall(code))
+    waiting = list(_parts(scheduler))
+    ops: tuple[str, ...] = ()
+    for line in code[code.index("def call(") :].splitlines():
+        if origin := _ORIGIN.search(line):
+            ops = tuple(op for op in origin[1].split(", ") if op)
+        elif call := _CALL.match(line):
+            if call["extern"]:
+                yield Launch(name=call["extern"], kind="extern", ops=ops)
+            else:
+                name, arguments = _read_call(call["triton"])
+                source = sources.get(name, "")
+                parts = _parts_of(arguments, _written(name, source, arguments), waiting)
+                waiting = [part for part in waiting if part not in parts]
+                moved = {buffer: size for part in parts for buffer, size in part.moved.items()}
+                yield Launch(name=name, kind="triton", ops=ops, bytes=sum(moved.values()), source=source)
+            ops = ()
+
+
+def _parts(scheduler: Any) -> Iterator[_Part]:
+    """In the order of their code. Bytes are those of the whole node: what two parts of one launch read counts once."""
+    was: dict[str, str] = scheduler.mutation_real_name  # a buffer that overwrites a tensor -> that tensor
+    for index, node in enumerate(scheduler.nodes):
+        if type(node).__name__ in _LIBRARY:
+            continue
+        sizes: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+        for part in node.snodes if node.is_foreach() else [node]:
+            buffers = frozenset(part.get_buffer_names())
+            overwrites = frozenset(was[buffer] for buffer in buffers if buffer in was)
+            reads: set[str] = set()
+            for dependency in part.read_writes.reads:
+                # these two say what must run before, and Inductor counts them: no memory is read to overwrite it
+                is_order = isinstance(dependency, StarDep) and was.get(dependency.name, dependency.name) in overwrites
+                if not is_order and not isinstance(dependency, WeakDep):
+                    reads.add(dependency.name)
+            yield _Part(
+                node=index,
+                makes=buffers - was.keys(),
+                overwrites=overwrites,
+                reads=frozenset(was.get(name, name) for name in reads),
+                moved={name: size for name, size in sizes.items() if name in reads | buffers},
+            )
+
+
+def _read_call(call: str) -> tuple[str, list[str]]:
+    """``kernel.run(buf0, reinterpret_tensor(buf1, ...), 8, stream=...)`` -> "kernel", ["buf0", "buf1", ""]."""
+    parsed = cast(ast.Call, ast.parse(call, mode="eval").body)
+    name = cast(ast.Name, cast(ast.Attribute, parsed.func).value).id
+    arguments: list[str] = []
+    for argument in parsed.args:
+        while isinstance(argument, ast.Call):
+            argument = argument.args[0]
+        arguments.append(argument.id if isinstance(argument, ast.Name) else "")
+    return name, arguments
+
+
+def _written(name: str, source: str, arguments: Sequence[str]) -> set[str]:
+    """Those of the arguments that the kernel writes: Inductor calls their parameters out_ptr0, in_out_ptr0."""
+    definition = re.search(rf"^def {name}\(([^)]*)\)", source, re.MULTILINE)
+    parameters = definition[1].split(", ") if definition else []
+    return {a for a, parameter in zip(arguments, parameters, strict=False) if "out_ptr" in parameter}
+
+
+def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Part]) -> list[_Part]:
+    """The parts, all of one node, that a launch with these arguments runs.
+
+    A new buffer is made once. A tensor may be overwritten by several launches, each from what it reads.
+    """
+    found = [
+        part for part in waiting if part.makes & written or (part.overwrites & written and part.reads <= set(arguments))
+    ]
+    return [part for part in found if part.node == found[0].node]

@@ -1,0 +1,209 @@
+"""The generated GPU code of each torch as data: how it is measured, written and read. Needs triton, no GPU.
+
+    python tests/recorded.py  # writes tests/data/kernels-<version>.json for the torch that runs it
+
+``make record-kernels TORCH=2.11.0`` does it in a venv of that torch. tests/test_kernels.py holds what is recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fp8graph import offline
+from fp8graph.cubin import Compiled
+from fp8graph.offline import KernelRecord
+from fp8graph.policy import Policy
+from generated import (
+    MIB,
+    decoder_layer,
+    generate,
+    quantize_after,
+    quantize_after_backward,
+    quantize_inputs,
+    triton_kernels,
+)
+
+TORCH = torch.__version__.partition("+")[0]
+FILE = Path(__file__).parent / "data" / f"kernels-{TORCH}.json"
+
+# One tensor of 8192 rows in bf16, quantized: 8192 x 4096 are 64 MiB, an FP8 copy is 32.
+
+
+class Case(NamedTuple):
+    recipe: str
+    operand: Any  # "grad_output": quantized both ways, behind a producer in backward
+    producer: str
+    layouts: str
+    columns: int = 4096
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self))
+
+
+LAYOUTS = {"row": (True, False), "column": (False, True), "both": (True, True)}
+RECIPES = ("delayed", "tensorwise", "rowwise", "blockwise", "mxfp8")
+PRODUCERS = ("rms_norm", "silu_mul", "add", "gelu")
+CASES = [
+    Case("rowwise", "input", "nothing", "row"),
+    Case("rowwise", "input", "nothing", "column"),
+    *(Case(recipe, "input", "nothing", "both") for recipe in RECIPES if recipe != "rowwise"),
+    Case("blockwise", "weight", "nothing", "row"),
+    Case("blockwise", "weight", "nothing", "both"),
+    *(Case(r, "input", p, layouts) for p, r, layouts in itertools.product(PRODUCERS, RECIPES, ("row", "both"))),
+    *(Case(r, "grad_output", p, "both") for p, r in itertools.product(("swiglu", "norm"), RECIPES)),
+    # the norm's loop has 4090 columns, the tiles' 4096: Inductor does not fuse loops of two sizes
+    *(Case(recipe, "input", "rms_norm", "row", 4090) for recipe in ("blockwise", "mxfp8")),
+]
+
+
+def of_case(case: Case) -> list[float]:
+    """How many kernels, and how many MiB they move."""
+    if case.operand == "grad_output":
+        function = quantize_after_backward(case.producer, case.recipe)
+    else:
+        function = quantize_after(case.producer, case.recipe, case.operand, *LAYOUTS[case.layouts])
+    return count(triton_kernels(generate(function, quantize_inputs(8192, case.columns)).kernels))
+
+
+def count(kernels: Sequence[KernelRecord]) -> list[float]:
+    return [len(kernels), round(sum(k.bytes for k in kernels) / MIB, 1)]
+
+
+# A Llama-3-8B layer with 8192 tokens, all but GEMMs and attention. "weights": its weights are quantized, once per
+# kind of weight (q, k and v together; o; gate and up together; down).
+LAYERS = {
+    "bf16": (None, "sm_90"),
+    **{recipe: (recipe, "sm_90") for recipe in ("delayed", "tensorwise", "rowwise", "blockwise")},
+    "mxfp8": ("mxfp8", "sm_100"),
+}
+DIRECTIONS = ("forward", "backward", "weights")
+LARGEST = 10
+
+
+@functools.cache
+def layer_kernels(layer: str) -> tuple[KernelRecord, ...]:
+    """The generated kernels of ``LAYERS[layer]``. Half a minute, so several tests share it."""
+    recipe, target = LAYERS[layer]
+    return tuple(triton_kernels(decoder_layer(Policy(default=recipe), target)))
+
+
+def of_layer(layer: str) -> dict[str, list[float]]:
+    return {graph: count([k for k in layer_kernels(layer) if k.graph == graph]) for graph in DIRECTIONS}
+
+
+def largest(layer: str) -> list[tuple[dict[str, Any], KernelRecord]]:
+    """The kernels of a layer whose launches move most bytes, and what names them: no counter of Inductor's."""
+    kernels: dict[tuple[str, str], list[KernelRecord]] = {}
+    for kernel in layer_kernels(layer):
+        kernels.setdefault((kernel.graph, kernel.source), []).append(kernel)
+    found: list[tuple[dict[str, Any], KernelRecord]] = []
+    for launches in sorted(kernels.values(), key=lambda launches: -round(launches[0].bytes / MIB))[:LARGEST]:
+        kernel = launches[0]
+        _, loop, *_ = kernel.name.split("_")  # "poi": no reduction, "red": in a loop, "per": all at once
+        ops = " ".join(op.removeprefix("aten.") for op in kernel.ops)
+        identity = {"graph": kernel.graph, "loop": loop, "ops": ops, "launches": len(launches)}
+        found.append((identity | {"mib": round(kernel.bytes / MIB)}, kernel))
+    return found
+
+
+def costs(compiled: Compiled) -> dict[str, Any]:
+    """See :class:`Compiled`; ``store`` and ``load`` are the bytes of the narrowest one."""
+    return {
+        "configuration": compiled.configuration,
+        "registers": compiled.registers,
+        "spills": compiled.spills,
+        "instructions": compiled.instructions,
+        "fp8_store": compiled.fp8_store,
+        "store": min(compiled.stores),
+        "load": min(compiled.loads),
+    }
+
+
+def best(configurations: Sequence[Compiled]) -> Compiled:
+    """No spills, then the widest stores to FP8 data, then the fewest instructions per element.
+
+    Which one the autotuner takes only a GPU can say. Kernels of one loop differ in their tiles only, so that what all
+    configurations have in common (a reduction in one piece) may be left out of the number of elements.
+    """
+
+    def cost(compiled: Compiled) -> tuple[float, ...]:
+        values = {name: int(value) for name, value in (word.split("=") for word in compiled.configuration.split())}
+        elements = math.prod(value for name, value in values.items() if "BLOCK" in name) / values["num_warps"]
+        return compiled.spills, -(compiled.fp8_store or 0), compiled.instructions / elements
+
+    return min(configurations, key=cost)
+
+
+def is_worse(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Another kernel, no such configuration, or a higher cost."""
+    return (
+        any(now.get(name) != then[name] for name in ("graph", "loop", "ops", "launches", "mib", "configuration"))
+        or any(now[name] > then[name] for name in ("registers", "spills", "instructions"))
+        or any((now[name] or 0) < (then[name] or 0) for name in ("fp8_store", "store"))
+    )
+
+
+def _record() -> dict[str, Any]:
+    layers: dict[str, Any] = {}
+    for layer, (recipe, target) in LAYERS.items():
+        print(f"{layer}...", flush=True)  # minutes each
+        layers[layer] = of_layer(layer)
+        if recipe is not None and target == "sm_90":
+            layers[layer]["largest"] = [
+                identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
+                for identity, kernel in largest(layer)
+            ]
+    cases: dict[str, list[float]] = {}
+    for case in CASES:
+        torch._dynamo.reset()
+        cases[str(case)] = of_case(case)
+    return {"torch": TORCH, "triton": importlib.metadata.version("triton"), "layers": layers, "tensors": cases}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of equal keys, one line each."""
+    names = list(rows[0])
+    lines = [names, *(["-" if row[name] is None else str(row[name]) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def _text(value: Any, indent: str = "") -> Iterator[str]:
+    """JSON with a kernel or a count in each line."""
+    line = json.dumps(value)
+    if len(line) < 400 or not isinstance(value, (dict, list)):
+        yield line
+        return
+    items = (
+        [(f"{json.dumps(k)}: ", v) for k, v in value.items()] if isinstance(value, dict) else [("", v) for v in value]
+    )
+    yield "{" if isinstance(value, dict) else "["
+    for index, (key, item) in enumerate(items):
+        yield ("," if index else "") + f"\n{indent} {key}"
+        yield from _text(item, indent + " ")
+    yield f"\n{indent}" + ("}" if isinstance(value, dict) else "]")
+
+
+def main() -> None:
+    data = _record()
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text("".join(_text(data)) + "\n", encoding="utf-8")
+    print(f"{FILE}: torch {data['torch']}, triton {data['triton']}")
+    for layer, measured in data["layers"].items():
+        counts = ("{} {} kernels, {} MiB".format(graph, *measured[graph]) for graph in DIRECTIONS)
+        print(f"\n{layer}: {'; '.join(counts)}")
+        if "largest" in measured:
+            print(table(measured["largest"]))
+
+
+if __name__ == "__main__":
+    main()

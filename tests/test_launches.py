@@ -1,0 +1,41 @@
+"""Which scheduled nodes a launch runs: found by the buffers that it writes."""
+
+from __future__ import annotations
+
+from fp8graph.launches import _Part, _parts_of, _read_call, _written
+
+
+def part(node: int, makes: str = "", overwrites: str = "", reads: str = "") -> _Part:
+    made, over, read = (frozenset(names.split()) for names in (makes, overwrites, reads))
+    return _Part(node=node, makes=made, overwrites=over, reads=read, moved={})
+
+
+def test_the_arguments_of_a_call() -> None:
+    call = "triton_poi_fused_0.run(buf1, reinterpret_tensor(buf2, (4, 8), (8, 1), 16), 4096, s0, stream=stream0)"
+    assert _read_call(call) == ("triton_poi_fused_0", ["buf1", "buf2", "", "s0"])
+
+
+def test_what_a_kernel_writes() -> None:
+    source = "\ndef triton_poi_fused_0(in_out_ptr0, in_ptr0, out_ptr1, xnumel, XBLOCK : tl.constexpr):\n    pass\n"
+    assert _written("triton_poi_fused_0", source, ["buf1", "buf2", "buf3", ""]) == {"buf1", "buf3"}
+
+
+def test_a_launch_that_reads_what_waits_does_not_run_it() -> None:
+    """A node that was not launched yet may be read from by nobody; one that writes the same tensor later waits."""
+    parts = [part(0, "buf0", reads="arg0"), part(1, "buf1", reads="buf0")]
+    assert _parts_of(["buf0", "buf1"], {"buf1"}, parts) == [parts[1]]
+
+
+def test_a_combo_node_in_two_launches() -> None:
+    parts = [part(0, "buf0", reads="arg0"), part(0, "buf1", reads="arg1"), part(1, "buf2", reads="buf0 buf1")]
+    assert _parts_of(["arg1", "buf1"], {"buf1"}, parts) == [parts[1]]
+    assert _parts_of(["arg0", "arg1", "buf0", "buf1"], {"buf0", "buf1"}, parts) == parts[:2]
+
+
+def test_one_tensor_that_several_launches_overwrite() -> None:
+    """Each is found by what it reads; one that reads the same is another node's, and its turn comes later."""
+    parts = [part(0, overwrites="cache", reads="q"), part(0, overwrites="cache", reads="k")]
+    later = part(1, overwrites="cache", reads="k")
+    assert _parts_of(["k", "cache"], {"cache"}, [*parts, later]) == [parts[1]]
+    assert _parts_of(["q", "k", "cache"], {"cache"}, [*parts, later]) == parts
+    assert _parts_of(["k", "cache"], {"cache"}, [later]) == [later]
