@@ -25,6 +25,7 @@ from fp8graph.pipeline import Stopwatch, source_hash
 from fp8graph.policy import Policy
 from fp8graph.program import Program, compile_dialect, run_eagerly
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
+from fp8graph.regions import Regions, regions_of
 from fp8graph.report import GemmRecord, Report
 from fp8graph.state import State
 from fp8graph.weights import Weights
@@ -409,7 +410,8 @@ def backend_of(compiled: Any) -> Backend:
     Raises:
         PolicyError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
     """
-    backend = _behind(compat.orig_backend(compiled))
+    pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
+    backend = next(filter(None, (_behind(compat.orig_backend(piece)) for piece in pieces)), None)
     if backend is None:
         raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
     return backend
@@ -438,6 +440,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     *,
     recipe: RecipeLike = None,
     strict: bool = False,
+    regions: Regions | None = None,
     **torch_compile_kwargs: Any,
 ) -> torch.nn.Module:
     """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
@@ -447,6 +450,10 @@ def compile(  # noqa: A001  (the public name is torch's)
 
     Args:
         policy, recipe, strict: see :class:`Backend`.
+        regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block once, however many
+            layers there are; a list of class names says which. None compiles the model as a whole. What lies around
+            the blocks is compiled where it multiplies, and runs in eager in between. Layers share code as long as
+            Dynamo finds nothing that tells them apart: a key-value cache does (pass ``use_cache=False`` in training).
         torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``options`` (of this backend, as by name), ...
     """
     kwargs = {"policy": policy, "recipe": recipe, "strict": strict}
@@ -456,5 +463,6 @@ def compile(  # noqa: A001  (the public name is torch's)
         options["mode"] = mode
     backend = NamedBackend().backend({"options": options})
     backend.bind(model)
-    model.compile(backend=backend, **torch_compile_kwargs)
+    for module in [model] if regions is None else regions_of(model, regions):
+        compat.compile_in_place(module, backend=backend, **torch_compile_kwargs)
     return model

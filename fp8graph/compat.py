@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
@@ -260,6 +261,19 @@ def fix_cpu_loop_split() -> None:
 
     try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
     CppScheduling.try_loop_split = try_loop_split
+
+
+def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
+    """``module.compile(...)``, also of modules of torch.nn.
+
+    Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` runs in eager, and says
+    nothing. ``torch.compile(module)`` wraps the call for that reason; so does this.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        call = torch.compile(wrap_inline(module._call_impl), **kwargs)
+        module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        module.compile(**kwargs)
 
 
 def orig_backend(compiled: Any) -> Any:

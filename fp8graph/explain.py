@@ -81,7 +81,8 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _fake(tensor, mode)
     fake_model = copy.deepcopy(model, memo)
-    fake_model._compiled_call_impl = None  # a model that was compiled in place is traced as it was before
+    for module in fake_model.modules():
+        module._compiled_call_impl = None  # what was compiled in place is traced as it was before
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
     # A model that was called before with other shapes must not be traced with dynamic ones here.
     static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})

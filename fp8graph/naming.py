@@ -74,8 +74,8 @@ def _full_path(place: Place, parameter: Parameter | None, prefix: str | None) ->
     root, path = split_source(parameter.source)
     if parameter.bound and parameter.bound.endswith(path):
         prefix = parameter.bound.removesuffix(path).rstrip(".")
-    if not place.path:  # code at the root of the frame: the parameter's own name
-        return prefix, root, path
+    if not place.path:  # code at the root of the frame: the parameter's own name, or its layer's, compiled alone
+        return prefix, root, "" if path == "weight" and prefix else path
     if path.startswith(place.path + "."):
         return prefix, place.root, _owner(place.path, path)
     return prefix, place.root, place.path
