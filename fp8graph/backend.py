@@ -19,11 +19,12 @@ from fp8graph.agreement import agree
 from fp8graph.autocast import DISABLED, POLICY, amax_group
 from fp8graph.call import Epoch
 from fp8graph.checkpoint import ScalingState
+from fp8graph.codegen import compile_dialect, run_eagerly
 from fp8graph.errors import Fp8CoverageError, PolicyError
 from fp8graph.models import general_policy, policy_of
 from fp8graph.pipeline import Stopwatch, source_hash
 from fp8graph.policy import Policy
-from fp8graph.program import Program, compile_dialect, run_eagerly
+from fp8graph.program import Program
 from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
 from fp8graph.regions import Regions, regions_of
 from fp8graph.report import GemmRecord, Report

@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fp8graph.backend import Backend, PolicyLike
+from fp8graph.codegen import compile_dialect, run_eagerly
 from fp8graph.offline import KernelRecord, OfflineInductor
-from fp8graph.program import compile_dialect, run_eagerly
 from fp8graph.report import Report
 
 

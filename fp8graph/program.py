@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -24,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8graph import compat
 from fp8graph.autocast import REGION_KEY, amax_group, current_region, region_recipe
 from fp8graph.call import Prepared, PreparedCalls
+from fp8graph.codegen import accelerator_of, add_spare_inputs, copy_dynamo_graph, run_eagerly, with_taken_inputs
 from fp8graph.errors import Fp8GraphError
 from fp8graph.foresee import spare_inputs
-from fp8graph.graph import NO_GRAD_KEY
 from fp8graph.models.general import families_of
 from fp8graph.naming import Parameter
 from fp8graph.observe import announce
@@ -36,7 +35,7 @@ from fp8graph.recipes import DelayedScaling, Recipe, has_code
 from fp8graph.renaming import Decided
 from fp8graph.report import GraphView
 from fp8graph.roofline import launches_are_replayed
-from fp8graph.sites import TAKEN_KEY, Compilation, Findings, PageLayout, SpareInputs
+from fp8graph.sites import Compilation, Findings, PageLayout, SpareInputs
 from fp8graph.state import Recomputations
 from fp8graph.stored import Stored, read
 
@@ -275,7 +274,7 @@ class Program:
         if inner_compile is not None:
             patches["force_disable_caches"] = True
         module = copy_dynamo_graph(self._module, self._gradients)  # compile_fx takes it; Dynamo reads its graph again
-        more = _add_spare_inputs(module, spares, inputs)
+        more = add_spare_inputs(module, spares, inputs)
         inner = with_taken_inputs(inner_compile or compile_fx_inner)
         return cast(
             Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
@@ -371,12 +370,6 @@ class Program:
         return digest.hexdigest()
 
 
-def accelerator_of(args: Sequence[Any]) -> torch.device:
-    """The device that a model runs on: a number may be a tensor on the CPU beside tensors on a GPU."""
-    devices = [x.device for x in args if isinstance(x, torch.Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-
 def _module_classes(module: fx.GraphModule) -> Iterator[Any]:
     """The classes of the modules that Dynamo's graph was traced through (or their full names), the outer ones first."""
     for node in module.graph.nodes:
@@ -391,93 +384,6 @@ def _region_text(region: Any) -> str:
     except Fp8GraphError:
         return "unknown"  # `assign` says so, and where
     return "policy" if recipe is INHERIT else repr(recipe)
-
-
-def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
-    """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
-    placeholders = module.graph.find_nodes(op="placeholder")
-    copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    written = [placeholders.index(copy.args[0]) for copy in copies if copy.args[0] in placeholders]
-
-    def run(args: list[Any]) -> Any:
-        values = list(args)
-        args.clear()  # boxed calling convention: the caller's references go
-        # a page may be saved for the backward of another call, which is to read what this one writes
-        with torch.autograd._unsafe_preserve_version_counter(tuple(values[index] for index in written)):
-            return module(*values)
-
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-    return run
-
-
-def compile_dialect(
-    module: fx.GraphModule, inputs: list[Any], backend: Backend, inner_compile: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Generate code for a graph of dialect nodes that has no gradients."""
-    options = {**compat.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
-    options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
-    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first=None)
-    extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
-    return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
-
-
-def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
-    """A copy of Dynamo's graph that AOTAutograd takes for the original.
-
-    Nodes inside ``torch.no_grad`` regions are marked (``NO_GRAD_KEY``): nothing else tells them apart later.
-    """
-    graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
-    graph.output(graph.graph_copy(module.graph, copies))
-    enabled = gradients
-    for original, copy in copies.items():
-        if hasattr(original, "_dynamo_source"):
-            copy._dynamo_source = original._dynamo_source  # pyright: ignore
-        if original.target is torch._C._set_grad_enabled:
-            enabled = cast(bool, original.args[0])
-        elif gradients and not enabled:
-            copy.meta["custom"] = {**(original.meta.get("custom") or {}), NO_GRAD_KEY: True}
-    result = fx.GraphModule(module, graph)
-    result.meta = module.meta
-    compat.keep_parameter_sources(module, result)
-    return result
-
-
-def _add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """Append graph inputs for passes to take (``sites.SpareInputs``); returns the fake tensors to trace with."""
-    if not number:
-        return []
-    mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
-    assert mode is not None
-    device = accelerator_of(inputs)  # an unused tensor on the CPU would keep CUDA graphs off
-    with mode:
-        fakes = [torch.empty(0, device=device) for _ in range(number)]
-    last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
-    for index, fake in enumerate(fakes):
-        with module.graph.inserting_after(last):
-            last = module.graph.placeholder(f"fp8graph_input_{index}")
-        last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
-        # a tensor that stays where it is, like a parameter: no copy of it for a CUDA graph
-        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-        last.meta["example_value"] = fake
-    module.recompile()
-    return fakes
-
-
-def with_taken_inputs(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """``inner_compile`` of compile_fx for graphs whose passes took spare inputs: it is given what they became.
-
-    AOTAutograd hands on the empty tensors that it traced with.
-    """
-
-    @functools.wraps(inner_compile)
-    def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        placeholders = module.graph.find_nodes(op="placeholder")
-        became = [
-            node.meta["val"] if TAKEN_KEY in node.meta else x for node, x in zip(placeholders, inputs, strict=True)
-        ]
-        return inner_compile(module, became, **kwargs)
-
-    return compile
 
 
 def _stand_ins(variant: _Variant) -> list[Any]:

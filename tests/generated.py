@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
 from fp8graph import numerics, ops
+from fp8graph.codegen import compile_dialect, run_eagerly
 from fp8graph.offline import KernelRecord, OfflineInductor
-from fp8graph.program import compile_dialect, run_eagerly
 from fp8graph.recipes import OperandName, resolve_recipe
 
 MIB = 2**20

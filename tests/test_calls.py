@@ -17,8 +17,8 @@ from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule, pipeline, program
+from fp8graph.codegen import run_eagerly
 from fp8graph.models.family import causal_lm
-from fp8graph.program import run_eagerly
 from helpers import ALL, MLP, eager_backend, same_bits, step
 
 

@@ -18,7 +18,7 @@ from fp8graph.numerics import sqnr_db
 from fp8graph.regions import regions_of
 from helpers import ALL, MLP
 
-EAGER = {"options": {"compiler": "eager"}}
+EAGER: dict[str, Any] = {"options": {"compiler": "eager"}}
 
 
 def trained(layers: int, policy: Policy, **kwargs: Any) -> tuple[Any, fp8graph.Backend, list[Tensor]]:
