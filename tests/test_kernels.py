@@ -64,7 +64,7 @@ def test_padding_costs_no_pass(recipe: str, layouts: str, size: tuple[int, int])
 @pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", "both"), ("silu_mul", "both"), ("nothing", "row")])
 def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     """70 tiles become 72, for torch and cuBLASLt to agree on the scales' strides: one more kernel writes the zeros, and
-    one their scales."""
+    one their scales, which are copied (2 x 2.25 MiB of 212)."""
     unpadded, padded = (
         triton_kernels(
             generate(
@@ -75,7 +75,7 @@ def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
         for multiple in (128, 512)
     )
     assert len(padded) <= len(unpadded) + 2
-    assert sum(k.bytes for k in padded) <= 1.02 * sum(k.bytes for k in unpadded)
+    assert sum(k.bytes for k in padded) <= 1.035 * sum(k.bytes for k in unpadded)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
