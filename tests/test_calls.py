@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
-from fp8graph import Backend, Policy, Rule, pipeline, program
+from fp8graph import Backend, Policy, Rule, codegen, pipeline, program
 from fp8graph.codegen import run_eagerly
 from fp8graph.models.family import causal_lm
 from helpers import ALL, MLP, eager_backend, same_bits, step
@@ -282,3 +282,12 @@ def test_a_prepared_call_ends_with_what_it_was_prepared_for(change: str) -> None
         else:
             model.gate.weight = nn.Parameter(torch.zeros_like(model.gate.weight))
             assert not run(x).any()
+
+
+def test_what_quantizes_weights_asks_for_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes into tensors that stay: torch would skip the graph, and warn."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(codegen, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
+    backend = Backend(ALL, inductor_options={"triton.cudagraphs": True})
+    codegen.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], backend)
+    assert [patches["triton.cudagraphs"] for patches in asked] == [False]
