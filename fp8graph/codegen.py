@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from fp8graph import compat
 from fp8graph.graph import NO_GRAD_KEY
+from fp8graph.passes import WEIGHT_LOWERING
 from fp8graph.pipeline import LowerPass, source_hash
 from fp8graph.sites import TAKEN_KEY
 
@@ -49,7 +50,7 @@ def compile_dialect(
     """Generate code for a graph of dialect nodes that has no gradients."""
     options = {**compat.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
     options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
-    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first=None)
+    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8graph.hints import divide, largest
+from fp8graph import hints
 from fp8graph.recipes import FLT_MAX, FP8_MAX
 
 
@@ -26,7 +26,7 @@ def narrow_amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = F
     """:func:`amax_of` before it is widened: what several parts join with no work behind the loop that made them."""
     if isinstance(dim, int):
         x = widened_columns(x, dim)
-    return x.abs().amax(dim, keepdim) if dim != () else largest(x.abs())
+    return x.abs().amax(dim, keepdim) if dim != () else hints.largest(x.abs())
 
 
 def widened_columns(x: Tensor, dim: int) -> Tensor:
@@ -54,7 +54,7 @@ def scale_from_amax(
     if amax_epsilon > 0.0:
         amax = amax.clamp_min(amax_epsilon)  # NaN passes through
     # Tensor / tensor: one IEEE division. (python float) / tensor would be reciprocal * float: two roundings.
-    scale = divide(torch.full_like(amax, fp8_max), amax)
+    scale = hints.divide(torch.full_like(amax, fp8_max), amax)
     scale = torch.where(scale > FLT_MAX, torch.full_like(scale, largest), scale)
     usable = (amax > 0.0) & (amax <= FLT_MAX)  # False for 0, inf and nan
     scale = torch.where(usable, scale, torch.ones_like(scale))
@@ -67,7 +67,7 @@ def scale_from_amax(
 
 def inverse(scale: Tensor) -> Tensor:
     """``1 / scale``, one IEEE division."""
-    return divide(torch.ones_like(scale), scale)
+    return hints.divide(torch.ones_like(scale), scale)
 
 
 def nvfp4_global_scale(amax: Tensor) -> Tensor:

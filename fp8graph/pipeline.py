@@ -165,10 +165,24 @@ class JointPass(_Pass):
 
 
 class LowerPass(_Pass):
-    """dialect -> aten, on the forward and on the backward graph, after the partitioner."""
+    """dialect -> aten, on the forward and on the backward graph, after the partitioner.
+
+    Args:
+        passes: ``LOWERING``, or what a graph that quantizes weights needs more.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        first: GraphPass | Sequence[GraphPass] | None = None,
+        stopwatch: Stopwatch | None = None,
+        passes: Sequence[GraphPass] = LOWERING,
+    ) -> None:
+        super().__init__(" ".join((identity, *(run.__name__ for run in passes))), first, stopwatch)
+        self._passes = passes
 
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         with self._stopwatch():
-            for run in LOWERING:
+            for run in self._passes:
                 _run(graph, run.__name__, functools.partial(run, graph), lowered=True)

@@ -128,7 +128,9 @@ class Program:
         if pages and self._gradients:
             backend.state.recorded_by(situation.amax_group)
         weights = backend.weights.tensors(findings.weights, args, self._pages_of(args), backend.compile_weights)
-        known = bool(findings.weights or pages or names)
+        # without copies, pages and names that decide, any parameters will do
+        by_name = bool(names) and backend.may_rewrite(situation.region, self._regions())
+        known = bool(findings.weights or pages or by_name)
         call = Prepared(
             run=variant.run,
             more=[*weights, *pages, *[self._empty] * (variant.spares - len(weights) - len(pages))],
@@ -137,7 +139,7 @@ class Program:
             reduces=variant.reduces,
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
-            unchanged=backend.weights.unchanged(findings.weights, args) if findings.weights else None,
+            unchanged=backend.weights.unchanged(findings.weights, args),
         )
         self._prepared.keep(args, (situation.region, situation.amax_group), call)
         return call
@@ -168,7 +170,9 @@ class Program:
         """
         variant = self._variants[self._situation(), self._names(args)]
         with cast(FakeTensorMode, detect_fake_mode(args)):
-            return variant.run(*args, *_stand_ins(variant))
+            taken = variant.findings.stand_ins()
+            dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
+            return variant.run(*args, *taken, *dead)
 
     def _pages_of(self, args: Sequence[Any]) -> Callable[[Sequence[PageLayout]], list[torch.Tensor]]:
         return lambda layouts: self._backend.state.tensors(layouts, args, self._backend.names)
@@ -309,7 +313,7 @@ class Program:
                 stages=joint.stages,
                 policy=situation.policy,
             )
-            found = Stored(view=view, findings=joint.findings, spares=spares)
+            found = Stored(view=view, findings=joint.findings)
             if keeps:
                 found.write(key)
         inputs = found.findings.inputs
@@ -384,15 +388,3 @@ def _region_text(region: Any) -> str:
     except Fp8GraphError:
         return "unknown"  # `assign` says so, and where
     return "policy" if recipe is INHERIT else repr(recipe)
-
-
-def _stand_ins(variant: _Variant) -> list[Any]:
-    """What stands for what a graph takes beside Dynamo's inputs; in the fake mode that is on."""
-    fakes: list[Any] = []
-    for weight in variant.findings.weights:
-        made = weight.made_outputs()
-        for name in weight.outputs:
-            fakes.append(torch.empty(made[name].shape, dtype=made[name].dtype, device=made[name].device))
-    fakes += [torch.empty(page.shape, device=page.device) for page in variant.findings.pages]
-    device = accelerator_of(fakes)
-    return [*fakes, *(torch.empty(0, device=device) for _ in range(variant.spares - len(fakes)))]

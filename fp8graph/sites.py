@@ -94,10 +94,9 @@ class PageLayout:
     rows: tuple[tuple[StateRow, ...], ...]
     group: str | None = None  # of ranks that reduce its amaxes after a step; None: recorded in the graph
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the page, FP32."""
-        return delayed.page_shape(self.recipe.amax_history_len, len(self.rows))
+    def stand_in(self) -> torch.Tensor:
+        """An empty page, in the fake mode that is on."""
+        return torch.empty(delayed.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)
 
 
 TAKEN_KEY: Final = "fp8graph_taken"  # node.meta of a spare input that a pass took
@@ -126,6 +125,12 @@ class QuantizedWeight:
         (output,) = self.quantizing.find_nodes(op="output")
         nodes = cast("list[fx.Node]", output.args[0])
         return dict(zip(self.made, map(value, nodes), strict=True))
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Empty tensors for what the graph takes, in the fake mode that is on."""
+        made = self.made_outputs()
+        outputs = [made[name] for name in self.outputs]
+        return [torch.empty(val.shape, dtype=val.dtype, device=val.device) for val in outputs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +220,10 @@ class Findings:
     def inputs(self) -> int:
         """How many inputs the graph takes after Dynamo's."""
         return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Empty tensors for what the graph takes, in order, in the fake mode that is on."""
+        return [*(x for weight in self.weights for x in weight.stand_ins()), *(page.stand_in() for page in self.pages)]
 
     def and_those_of(self, compilation: Compilation) -> Findings:
         """With what was found in one more graph: a higher-order op has some of its own, without inputs."""

@@ -25,34 +25,35 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import compat
+from fp8graph.graph import PASS_KEY
 from fp8graph.report import GraphView
 from fp8graph.sites import Findings
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One graph: its report, what the passes found in it, and how many inputs it was given to take."""
+    """One graph: its report, and what the passes found in it."""
 
     view: GraphView
     findings: Findings
-    spares: int
 
     def write(self, key: str) -> None:
         """Keep it for other processes. What cannot be kept is found again by tracing the graph."""
         with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             findings = base64.b64encode(_dumped(self.findings)).decode()
-            values = self.view.to_dict() | {"findings": findings, "spares": self.spares}
-            _write(_path(key), json.dumps(values))
+            _write(_path(key), json.dumps(self.view.to_dict() | {"findings": findings}))
 
 
 def read(key: str) -> Stored | None:
     """What was kept under ``key``; None if there is nothing, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, pickle.PickleError):
+    with contextlib.suppress(OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, *_DAMAGED):
         values = json.loads(_path(key).read_text(encoding="utf-8"))
         findings = pickle.loads(base64.b64decode(values.pop("findings")))
-        spares = values.pop("spares")
-        return Stored(view=GraphView.from_dict(values), findings=findings, spares=spares)
+        return Stored(view=GraphView.from_dict(values), findings=findings)
     return None
+
+
+_DAMAGED: Final = (pickle.PickleError, ImportError)  # what else reading a damaged pickle, or another version's, raises
 
 
 def _path(key: str) -> Path:
@@ -100,7 +101,7 @@ def _reference(node: fx.Node) -> Any:
 
 
 _Line = tuple[str, str, Any, Any, Any, Any, dict[str, Any]]  # op, name, target, args, kwargs, value, metadata
-_KEPT: Final = ("fp8graph_pass",)  # metadata: says that spec.py answers for the node
+_KEPT: Final = (PASS_KEY,)  # metadata: spec.py answers for the node
 
 
 def _lines(graph: fx.Graph) -> list[_Line]:

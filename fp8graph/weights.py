@@ -175,11 +175,16 @@ class Weights:
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
         return found.tensors
 
-    def unchanged(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> Unchanged | None:
-        """What tells that the copies that :meth:`tensors` gave are still right; None where it cannot be told."""
+    def unchanged(
+        self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
+    ) -> Callable[[Sequence[Any]], bool] | None:
+        """What tells of later arguments whether the copies that :meth:`tensors` gave are right for them; None without
+        weights."""
         positions = sorted({index for weight in weights for index in weight.parameters})
-        if any(isinstance(local(args[index]), FakeTensor) for index in positions):
+        if not positions:
             return None
+        if any(isinstance(local(args[index]), FakeTensor) for index in positions):
+            return lambda _: False  # nothing is known of a fake tensor
         return Unchanged(self._steps, positions, args)
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:

@@ -33,6 +33,9 @@ JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, gath
 
 # On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.
-LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower, write)
+LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
 
-__all__ = ["JOINT_PIPELINE", "LOWERING", "Pass"]
+# On a graph that quantizes weights and writes their copies where they are kept.
+WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
+
+__all__ = ["JOINT_PIPELINE", "LOWERING", "WEIGHT_LOWERING", "Pass"]

@@ -57,7 +57,10 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
             found[node] = _extract(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
     compilation.weights = tuple(found.values())
-    copies = [val for weight in found.values() for val in _values(weight)]
+    if not found:
+        return
+    with fake_mode_of(next(iter(found))):
+        copies = [val for weight in found.values() for val in weight.stand_ins()]
     taken = compilation.spares.take(graph, copies)
     if taken is None:
         return
@@ -69,12 +72,6 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _values(weight: QuantizedWeight) -> list[torch.Tensor]:
-    """What stands for the outputs that the graph takes: fresh tensors of its own fake mode."""
-    made = weight.made_outputs()
-    return [torch.empty_like(made[name]) for name in weight.outputs]
 
 
 def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:

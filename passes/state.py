@@ -79,7 +79,7 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
     if not pages:
         return
     with fake_mode_of(next(iter(pages.values()))[0].users[0]):
-        fakes = [torch.empty(page.shape, device=page.device) for page in compilation.pages]
+        fakes = [page.stand_in() for page in compilation.pages]
     taken = compilation.spares.take(graph, fakes)
     if taken is None:
         return
