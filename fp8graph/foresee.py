@@ -19,6 +19,7 @@ from fp8graph.naming import Parameter, names_of, place_of
 from fp8graph.passes.assign import resolve
 from fp8graph.policy import Op
 from fp8graph.recipes import FP8_MAX, OPERANDS, DelayedScaling, Recipe
+from fp8graph.siblings import fits_in_group
 from fp8graph.sites import Compilation, Site
 
 # What becomes a matmul, by the name of the function or method: the op that it is a site of
@@ -49,10 +50,11 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
             recipes = resolve(site, compilation).recipes
             used = [recipes["fprop"], recipes["dgrad"] if training else None]
             for recipe in {recipe for recipe in used if recipe is not None}:
-                tile = max(16, *recipe.quantizer("weight").block, *recipe.quantizer("grad_output").block)
-                native = recipe.quantizer("weight").scaling in _device(weight_of[node], compilation).scalings
-                can_join = compilation.group and native and _rows(weight_of[node]) % tile == 0
-                joined = (fqn.rpartition(".")[0], node.args[0]) if can_join else node
+                own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
+                native = own[0].scaling in _device(weight_of[node], compilation).scalings
+                fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
+                can_join = compilation.group and native and fits
+                joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
                 if compilation.cache_weights and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
             for recipe in recipes.values():
@@ -101,6 +103,10 @@ def _rows(weight: fx.Node) -> int:
     """N of a weight [N, K]."""
     example = weight.meta.get("example_value")
     return int(example.shape[0]) if isinstance(example, torch.Tensor) and example.ndim else 0
+
+
+def _has_bias(linear: fx.Node) -> bool:
+    return (linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")) is not None
 
 
 def _is_matrix(node: fx.Node) -> bool:

@@ -33,6 +33,7 @@ from typing import Any, Final
 import torch
 from torch._inductor import config as inductor_config
 
+from fp8graph import hints
 from fp8graph.errors import PolicyError
 from fp8graph.recipes import Layout, Scaling
 
@@ -136,12 +137,13 @@ _READS: Final[dict[Scaling, tuple[int, int]]] = {
 }  # fmt: skip
 # The kernels that it costs, producers that nothing fuses into (attention) and the update of amax histories included:
 # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
-# bf16, with 8 rows 13 tensorwise, 5 delayed, 7 rowwise and blockwise) and 8 in training (7, 27, 17, 23 and 20; 25 of
-# mxfp8: tests/test_kernels.py). nvfp4 has both the amax of the whole tensor and tiles: not counted.
+# bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24 rowwise
+# and blockwise, 29 mxfp8: tests/test_kernels.py). nvfp4 has both the amax of the whole tensor and tiles: not counted.
 _LAUNCHES: Final[dict[Scaling, tuple[float, float]]] = {
-    "tensor": (2.5, 2.5), "delayed": (0.5, 1.25), "row": (1.0, 2.0), "block": (1.0, 1.6), "mxfp8": (1.0, 2.25),
+    "tensor": (2.5, 2.5), "delayed": (0.5, 1.25), "row": (1.0, 2.1), "block": (1.0, 2.1), "mxfp8": (1.0, 2.75),
     "nvfp4": (3.0, 4.0),
 }  # fmt: skip
+_LAUNCHES_OF_FEW: Final[dict[Scaling, float]] = {"tensor": 1.0}  # rowwise, hints.FEW elements at most: one program
 _GEMM_LAUNCHES: Final[dict[Scaling, int]] = {"mxfp8": 3, "nvfp4": 3}  # brings the scales of both operands in order
 
 
@@ -173,6 +175,12 @@ class Operand:
     kept: bool = False  # a weight that was quantized before
 
 
+def _launches(operand: Operand, scaling: Scaling) -> float:
+    columnwise = "columnwise" in operand.layouts
+    few = operand.elements <= hints.FEW and not columnwise
+    return _LAUNCHES_OF_FEW.get(scaling, _LAUNCHES[scaling][0]) if few else _LAUNCHES[scaling][columnwise]
+
+
 def gemm_seconds(
     speed: Speed,
     m: int,
@@ -199,5 +207,5 @@ def gemm_seconds(
             reads = _READS[scaling][columnwise] + (not operand.fused)
             moved = operand.elements * (narrow * len(operand.layouts) + wide * reads)
             busy += moved / speed.bandwidth / operand.users
-            launches += _LAUNCHES[scaling][columnwise] / operand.users
+            launches += _launches(operand, scaling) / operand.users
     return max(busy + launches * speed.launch, launches * speed.host_launch)

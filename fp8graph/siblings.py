@@ -30,8 +30,12 @@ def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | None:
         return None
     weight = value(fprop.b.tensor)
     size = static_size(weight.shape[-1 if fprop.b.flipped else -2])
-    tile = max(16, *(max(block or (1,)) for block in blocks))
-    return size if size is not None and size % tile == 0 else None
+    return size if size is not None and fits_in_group(size, blocks) else None
+
+
+def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
+    """Whether a weight of ``size`` rows can lie between others: whole scale tiles, and 16-byte aligned."""
+    return size % max(16, *(max(block or (1,)) for block in blocks)) == 0
 
 
 def can_be_slices(fprops: Sequence[fx.Node]) -> bool:

@@ -70,15 +70,19 @@ def group(graph: fx.Graph, compilation: Compilation) -> None:
     found: dict[Any, list[_Linear]] = {}
     for linear in _linears(graph, compilation):
         found.setdefault(_key(linear), []).append(linear)
-    for linears in found.values():
-        if len(linears) > 1 and are_summed([x.gemms["dgrad"] for x in linears if "dgrad" in x.gemms]):
-            for gemm in _group(graph, linears):
-                for linear in linears:
-                    others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
-                    compilation.grouped[linear.site.fqn, linear.site.index, gemm] = others
-    if compilation.grouped:
+    joined = [linears for linears in found.values() if len(linears) > 1 and are_summed(_dgrads(linears))]
+    for linears in joined:
+        for gemm in _group(graph, linears):
+            for linear in linears:
+                others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
+                compilation.grouped[linear.site.fqn, linear.site.index, gemm] = others
+    if joined:
         stable_topological_sort(graph)  # what is joined is needed where the first linear runs
         graph.eliminate_dead_code()
+
+
+def _dgrads(linears: Sequence[_Linear]) -> list[fx.Node]:
+    return [linear.gemms["dgrad"] for linear in linears if "dgrad" in linear.gemms]
 
 
 def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:

@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
-from fp8graph import numerics
+from fp8graph import numerics, pipeline
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -124,3 +125,16 @@ def bits(x: Tensor) -> Tensor:
 
 def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets one entry each time the passes run over a graph."""
+    runs: list[int] = []
+    original = pipeline.JointPass.__call__
+
+    def counted(self: pipeline.JointPass, graph: fx.Graph) -> None:
+        runs.append(1)
+        original(self, graph)
+
+    monkeypatch.setattr(pipeline.JointPass, "__call__", counted)
+    return runs

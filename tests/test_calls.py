@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
-from fp8graph import Backend, Policy, Rule, codegen, pipeline, program
+from fp8graph import Backend, Policy, Rule, codegen, program
 from fp8graph.codegen import run_eagerly
 from fp8graph.models.family import causal_lm
-from helpers import ALL, MLP, eager_backend, same_bits, step
+from helpers import ALL, MLP, counted_passes, eager_backend, same_bits, step
 
 
 class Counting(Backend):
@@ -36,18 +36,6 @@ class Counting(Backend):
             return run_eagerly(module, inputs)
 
         return compile
-
-
-def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    runs: list[int] = []
-    original = pipeline.JointPass.__call__
-
-    def counted(self: pipeline.JointPass, graph: fx.Graph) -> None:
-        runs.append(1)
-        original(self, graph)
-
-    monkeypatch.setattr(pipeline.JointPass, "__call__", counted)
-    return runs
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -14,7 +14,7 @@ from benchmarks.coverage import agreement, model_and_inputs, step
 from fp8graph.models import FAMILIES, general_policy, policy_for
 from fp8graph.models.family import Counts, Family, causal_lm
 from fp8graph.report import Report
-from helpers import dialect_counts, eager_backend
+from helpers import counted_passes, dialect_counts, eager_backend
 
 # dB of logits, of all gradients and of the deepest layer's, at least, against the same model in bf16, tensorwise and
 # rowwise: what was measured (docs/coverage.md), less 1 to 2. Norms behind the blocks (gemma, olmo2, glm4) and T5's
@@ -112,11 +112,14 @@ def test_counts_and_agreement_with_bf16(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_agrees_with_bf16_and_trains(name: str) -> None:
+def test_agrees_with_bf16_and_trains(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
+    traced = counted_passes(monkeypatch)
     model, inputs = model_and_inputs(FAMILIES[name])
-    compiled = torch.compile(model, backend=eager_backend(None, recipe="rowwise", cache_weights=True))
+    backend = eager_backend(None, recipe="rowwise", cache_weights=True)
+    compiled = torch.compile(model, backend=backend)
     assert_agrees(agreement(model, compiled, inputs), name)
+    assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     for _ in range(3):
@@ -129,8 +132,9 @@ def test_agrees_with_bf16_and_trains(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, family in FAMILIES.items() if family.generates])
-def test_generates(name: str) -> None:
+def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, as generate() calls it: static shapes are not asked for, the cache grows."""
+    traced = counted_passes(monkeypatch)
     model, inputs = model_and_inputs(FAMILIES[name], 2 if name in LAYERS_DIFFER else 1)
     model.eval()
     inputs.pop("labels")
@@ -144,6 +148,7 @@ def test_generates(name: str) -> None:
     quantized = backend.weights.quantized
     model.generate(**inputs, max_new_tokens=2, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert backend.weights.quantized == quantized  # once, not once per token
+    assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
 def test_the_policy_of_a_model_is_its_familys() -> None:

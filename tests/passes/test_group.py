@@ -228,6 +228,26 @@ def test_results_that_leave_the_graph_are_no_slices() -> None:
     assert backend.report.graphs[0].gemms[0].reason == "default"
 
 
+class Halved(nn.Linear):
+    """Its weight is computed where it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight / 2)
+
+
+def test_no_weight_is_quantized_twice_where_results_are_no_slices() -> None:
+    """Nothing is one GEMM then, but the weights are one tensor: what quantized them one by one goes."""
+    model = Projections(mix=lambda q, k, v: (q, k, v))
+    model.v = Halved(32, 32, bias=False)
+    backend = eager_backend(cache_weights=True)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.randn(16, 32))
+    after = backend.report.graphs[0].stages["group"]
+    assert len(gemms(after)) == 3
+    assert [text.count("more=") for text in lines(after, "fp8graph.quantize(")] == [0, 1]  # x; q, k and v
+    assert backend.weights.bytes == 128 * 32 + 4
+
+
 def test_a_result_that_backward_keeps_does_not_keep_its_neighbours() -> None:
     kept = Projections(mix=lambda q, k, v: torch.cat([q * 2, k * 3, v.square()], -1))
     assert multiplied(kept, x(16, 32)) == 3 + 1 + 1
