@@ -231,8 +231,8 @@ def test_results_that_leave_the_graph_are_no_slices() -> None:
 class Halved(nn.Linear):
     """Its weight is computed where it runs."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight / 2)
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.linear(input, self.weight / 2)
 
 
 def test_no_weight_is_quantized_twice_where_results_are_no_slices() -> None:

@@ -1,0 +1,71 @@
+"""Shortcuts that graphs of a hundred layers need give what the long way gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fp8graph import Policy, graph, ops, pipeline
+from fp8graph.models import FAMILIES
+from helpers import MLP, eager_backend, view_of
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fakes_without_dispatch_are_the_fakes_of_the_ops(
+    recipe: str, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[Any] = set()
+    shortcut = ops.fake_results
+
+    def both(target: Any, args: Any, kwargs: Any) -> Any:
+        made = shortcut(target, args, kwargs)
+        if made is not None:
+            seen.add(target)
+            with args[0].fake_mode:
+                expected = target(*args, **kwargs)
+            assert described(made) == described(expected)
+        return made
+
+    monkeypatch.setattr(graph.ops, "fake_results", both)
+    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
+    ids = torch.randint(0, 256, (2, 64))
+    torch.compile(FAMILIES[family].tiny(1).bfloat16(), backend=backend)(input_ids=ids, labels=ids)
+    expected = {ops.quantize}  # what is emulated is decoded, by an op that keeps strides
+    if recipe in ("tensorwise", "delayed"):
+        expected.add(ops.scaled_mm)
+    if family == "mixtral":
+        expected.add(ops.scaled_grouped_mm)
+    assert seen >= expected
+
+
+def described(results: Any) -> list[Any]:
+    return [(type(x), x.shape, x.stride(), x.dtype, x.device, x.fake_mode) for x in pytree.tree_leaves(results)]
+
+
+def test_a_dynamic_size_takes_the_long_way() -> None:
+    backend = eager_backend()
+    torch.compile(nn.Linear(32, 32), backend=backend, dynamic=True)(torch.randn(32, 32, requires_grad=True))
+    assert all(gemm.recipe for gemm in backend.report.gemms)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_lines_that_are_kept_are_those_that_would_be_written(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+
+    class Checked(graph.GraphText):
+        def __call__(self, graph_: fx.Graph) -> str:
+            text = super().__call__(graph_)
+            assert text == graph.graph_text(graph_)
+            texts.append(text)
+            return text
+
+    monkeypatch.setattr(pipeline, "GraphText", Checked)
+    view_of(MLP(128, 256), torch.randn(128, 128, requires_grad=True), policy=Policy(default=recipe, min_speedup=0))
+    assert len(set(texts)) > 2
