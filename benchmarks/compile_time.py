@@ -56,7 +56,7 @@ def compiled(name: str, model: Any) -> tuple[Any, fp8graph.Backend | None]:
 
 def compile_once(name: str, layers: int) -> dict[str, Any]:
     """The first training step of this process: its seconds less those of the next, and what was done how often."""
-    from fp8graph.demo import build_model
+    from fp8graph.tools.demo import build_model
 
     model = build_model(0, layers)
     ids = torch.randint(0, 256, (8, 128), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from fp8graph.bench import elapsed
+from fp8graph.tools.bench import elapsed
 
 GPU: Final = torch.cuda.is_available()
 DEVICE: Final = torch.device("cuda" if GPU else "cpu")

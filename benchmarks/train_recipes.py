@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fp8graph
-from fp8graph.demo import Run, batches, build_model, corpus, quiet, train
+from fp8graph.tools.demo import Run, batches, build_model, corpus, quiet, train
 
 BF16, BF16_AGAIN = "bf16", "bf16, eager"
 RECIPES = ("tensorwise", "delayed", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "nvfp4")

@@ -89,7 +89,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from fp8graph.demo import run_demo
+    from fp8graph.tools.demo import run_demo
 
     return run_demo(
         steps=options.steps,
@@ -105,7 +105,7 @@ def _explain(options: argparse.Namespace) -> int:
 
     from fp8graph.backend import Backend
     from fp8graph.errors import PolicyError
-    from fp8graph.explain import explain
+    from fp8graph.tools.explain import explain
 
     if options.mesh is not None:
         return _plan(options)
@@ -135,11 +135,12 @@ def _explain(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     import torch
 
-    from fp8graph import hardware, scale, traffic
+    from fp8graph import hardware
     from fp8graph.backend import Backend
     from fp8graph.errors import PolicyError
-    from fp8graph.explain import explain
-    from fp8graph.mesh import Mesh, Network
+    from fp8graph.planning import step_cost, workload
+    from fp8graph.planning.mesh import Mesh, Network
+    from fp8graph.tools.explain import explain
 
     if options.inference or options.html is not None or options.graph is not None:
         raise PolicyError("--mesh predicts a training step: it goes with none of --inference, --html, --graph.")
@@ -150,8 +151,8 @@ def _plan(options: argparse.Namespace) -> int:
     model = _meta_model(options.model)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
     report = explain(model, policy=policy, target=target, training=True, input_ids=tokens, labels=tokens)
-    work = traffic.of_model(model, report, options.seq)
-    plans = [scale.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
+    work = workload.of_model(model, report, options.seq)
+    plans = [step_cost.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
     print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
     return 0
 
@@ -181,9 +182,10 @@ def _bench(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from fp8graph import bench, hardware
+    from fp8graph import hardware
     from fp8graph.errors import PolicyError
     from fp8graph.recipes import resolve_recipe
+    from fp8graph.tools import bench
 
     for recipe in options.recipe:
         resolve_recipe(recipe)
@@ -209,8 +211,8 @@ def _bench(options: argparse.Namespace) -> int:
 
 
 def _doctor(_options: argparse.Namespace) -> int:
-    from fp8graph import doctor
-    from fp8graph.report import aligned
+    from fp8graph.report.tables import aligned
+    from fp8graph.tools import doctor
 
     print("\n".join(aligned(doctor.machine())))
     print("\nLinears, and experts (grouped matmuls), in bf16; what is not native is emulated:\n")

@@ -7,8 +7,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from fp8graph.policy import Policy, Rule
 from fp8graph.recipes import RecipeLike
+from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import Rule
 
 # Why: HEAD and ROUTER in family.py.
 HEADS: Final = (

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.assign import assign
 from fp8graph.passes.cache import cache
 from fp8graph.passes.gather import gather
@@ -24,7 +25,6 @@ from fp8graph.passes.share import share
 from fp8graph.passes.state import state
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
-from fp8graph.sites import Compilation
 
 Pass = Callable[[fx.Graph, Compilation], None]
 

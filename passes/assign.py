@@ -6,7 +6,7 @@
 Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
 (leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
 matmuls that nobody asked for, backward matmuls without a forward one; and what would not be faster on the target
-(``fp8graph/profit.py``, ``Policy.min_speedup``). The graph is not changed.
+(``analysis/profit.py``, ``Policy.min_speedup``). The graph is not changed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import torch
 from torch import fx
 
 from fp8graph import hardware
-from fp8graph.autocast import DISABLED, region_recipe
-from fp8graph.choices import choices
+from fp8graph.analysis.choices import choices
+from fp8graph.analysis.legality import is_batched, why_not
+from fp8graph.analysis.profit import judge
 from fp8graph.errors import Fp8GraphError
-from fp8graph.graph import GROUPED, matmul_arguments, static_size, value
-from fp8graph.legality import is_batched, why_not
-from fp8graph.policy import DEFAULT_OPS, INHERIT, Resolution
-from fp8graph.profit import judge
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import GROUPED, matmul_arguments, static_size, value
+from fp8graph.ir.sites import Decision, Gemm, Site
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
-from fp8graph.sites import Compilation, Decision, Gemm, Site
+from fp8graph.recipes.autocast import DISABLED, region_recipe
+from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:

@@ -1,6 +1,6 @@
 """Take the quantization of weights out of the graph: their FP8 copies become graph inputs.
 
-    qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``fp8graph/weights.py``)
+    qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``runtime/weight_cache.py``)
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
 A weight is whatever is computed from parameters alone: one seen through views and casts, several concatenated, a
@@ -23,20 +23,15 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
-from fp8graph import delayed, ops, wire
-from fp8graph.graph import (
-    fake_mode_of,
-    graph_inputs,
-    insert,
-    module_path,
-    nodes,
-    runs_without_gradients,
-    static_size,
-    value,
-)
-from fp8graph.operands import ROWS_KEY
+from fp8graph.ir import collectives, ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
+from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
+from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, static_size, value
+from fp8graph.ir.sources import graph_inputs
+from fp8graph.numerics import history
 from fp8graph.passes.state import state
-from fp8graph.sites import CACHED_KEY, Compilation, QuantizedWeight, SpareInputs
 
 _NAME = "cache"
 
@@ -85,7 +80,7 @@ def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.
             reads_parameter = True
         elif current.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ()):
             return None
-        elif current.target is wire.ALL_GATHER:
+        elif current.target is collectives.ALL_GATHER:
             return None
         elif current not in found:
             found.add(current)
@@ -124,7 +119,7 @@ def _extract(
         for records in (False, True):
             graphs.append(graph := copy())
             with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake_mode_of(node):
-                new_page = delayed.new_page(page.recipe.amax_history_len, 1, page.device)
+                new_page = history.new_page(page.recipe.amax_history_len, 1, page.device)
                 _placeholder(graph, len(sources), new_page)
             spares = SpareInputs(indices=(len(sources),))
             state(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))

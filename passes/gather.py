@@ -26,14 +26,15 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph import ops, wire
-from fp8graph.collectives import GATHERED_KEY, PURPOSE_KEY, Gathered
-from fp8graph.graph import BACKWARD, GEMM_KEY, aten, backward_nodes, insert, nodes, value
-from fp8graph.operands import OPERAND_KEY, ROWS_KEY
+from fp8graph.analysis.gather_legality import bytes_sent, columnwise_travels, why_not
+from fp8graph.analysis.gather_path import Path, path_of, replay
+from fp8graph.ir import collectives, ops
+from fp8graph.ir.collectives import Gathered
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, PURPOSE_KEY, ROWS_KEY
+from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, nodes, value
 from fp8graph.recipes import FP8_MAX
-from fp8graph.rows import Path, path_of, replay
-from fp8graph.sites import Compilation
-from fp8graph.travel import bytes_sent, columnwise_travels, why_not
 
 _NAME = "gather"
 Emit = Callable[..., fx.Node]
@@ -59,9 +60,9 @@ def gather(graph: fx.Graph, compilation: Compilation) -> None:
 def _erase_unread(graph: fx.Graph) -> None:
     """All-gathers that nothing reads any more; to torch a wait is an effect."""
     graph.eliminate_dead_code()
-    for waited in list(nodes(graph, (wire.WAIT,))):
+    for waited in list(nodes(graph, (collectives.WAIT,))):
         source = cast(fx.Node, waited.args[0])
-        if source.target is wire.ALL_GATHER and not waited.users:
+        if source.target is collectives.ALL_GATHER and not waited.users:
             graph.erase_node(waited)
             if not source.users:
                 graph.erase_node(source)
@@ -83,8 +84,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> lis
             x = emit(aten.view.default, x, [*_row_sizes(path.shard, emit), last])
         if dtype in FP8_MAX:
             x = emit(aten.view.dtype, x, torch.uint8)
-        sent.append(emit(wire.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
-        x = emit(wire.WAIT, sent[-1])
+        sent.append(emit(collectives.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
+        x = emit(collectives.WAIT, sent[-1])
         if rows:
             x = replay(path, x, last, emit)
         if dtype in FP8_MAX:
@@ -114,9 +115,9 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
     kwargs = dict(node.kwargs)
     if kwargs.get("scaling", "tensor") == "tensor":
         amax = emit(ops.amax, x)
-        sent = emit(wire.ALL_REDUCE, amax, "max", path.group)
+        sent = emit(collectives.ALL_REDUCE, amax, "max", path.group)
         sent.meta[PURPOSE_KEY] = "one scale on all ranks that gather"
-        reduced = emit(wire.WAIT, sent, name="reduced_amax")
+        reduced = emit(collectives.WAIT, sent, name="reduced_amax")
         overflow = bool(kwargs.pop("carry_overflow", False))
         kwargs["scales"] = emit(ops.scales, reduced, *settings, overflow, name="scales")
     layouts = (rowwise, columnwise) if columnwise_travels(node) else (rowwise or [1, 1], [])

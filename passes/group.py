@@ -25,21 +25,15 @@ from typing import Any, cast
 from torch import fx
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from fp8graph import ops
-from fp8graph.graph import (
-    GEMM_KEY,
-    aten,
-    insert,
-    nodes,
-    update_value,
-    update_views,
-    value,
-)
-from fp8graph.operands import OPERAND_KEY, ROWS_KEY
+from fp8graph.analysis.siblings import can_be_slices, kin, size_in_group
+from fp8graph.analysis.sums import are_summed, take_out_of_sum
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, update_value, update_views
+from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, nodes, value
+from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
-from fp8graph.siblings import can_be_slices, kin, size_in_group
-from fp8graph.sites import Compilation, Site
-from fp8graph.sums import are_summed, take_out_of_sum
 
 _NAME = "group"
 # the sides of each GEMM whose operand belongs to the linear alone; the others are x

@@ -17,8 +17,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph import ops
-from fp8graph.graph import inline, nodes, trace, value
+from fp8graph.ir import ops
+from fp8graph.ir.nodes import nodes, value
+from fp8graph.ir.trace import inline, trace
 
 
 def lower(graph: fx.Graph) -> None:

@@ -18,21 +18,15 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph.autocast import REGION_KEY
-from fp8graph.graph import (
-    GROUPED,
-    SITES,
-    backward_nodes,
-    graph_inputs,
-    look_through_transposes,
-    matmul_arguments,
-    nodes,
-    runs_without_gradients,
-    value_key,
-)
-from fp8graph.naming import Parameter, names_of, place_of
+from fp8graph.analysis.naming import names_of, place_of
+from fp8graph.analysis.same_value import look_through_transposes, value_key
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import GROUPED, SITES, backward_nodes, matmul_arguments, nodes, runs_without_gradients
+from fp8graph.ir.places import Parameter
+from fp8graph.ir.sites import Gemm, OperandView, Site
+from fp8graph.ir.sources import graph_inputs
 from fp8graph.recipes import GEMMS, OperandName
-from fp8graph.sites import Compilation, Gemm, OperandView, Site
+from fp8graph.recipes.autocast import REGION_KEY
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:

@@ -25,23 +25,16 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph import numerics, ops
-from fp8graph.graph import (
-    GEMM_KEY,
-    GROUPED,
-    SITES,
-    aten,
-    insert,
-    known_equal,
-    matmul_arguments,
-    nodes,
-    take_place,
-    value,
-)
 from fp8graph.hardware import alignment
-from fp8graph.operands import QuantizedOperand, quantize_operand
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, take_place
+from fp8graph.ir.keys import GEMM_KEY
+from fp8graph.ir.nodes import GROUPED, SITES, aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.operands import QuantizedOperand, quantize_operand
+from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
+from fp8graph.numerics import quantization
 from fp8graph.recipes import Recipe
-from fp8graph.sites import Compilation, Decision, Gemm, OperandView, Site
 
 _NAME = "quantize"
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -162,7 +155,7 @@ def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) 
 
 
 def _dequantized(operand: QuantizedOperand, emit: Callable[..., fx.Node]) -> fx.Node:
-    settings = numerics.quantizer_kwargs(operand.quantizer)
+    settings = quantization.quantizer_kwargs(operand.quantizer)
     if operand.global_scale_inv is not None:
         settings["global_scale_inv"] = operand.global_scale_inv
     return emit(ops.dequantize, operand.data, operand.scale_inv, torch.float32, **settings)

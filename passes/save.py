@@ -34,11 +34,12 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph import ops
-from fp8graph.graph import aten, insert, is_backward, nodes, readers, value
-from fp8graph.operands import OPERAND_KEY, ROWS_KEY
-from fp8graph.ops import output_names
-from fp8graph.sites import CACHED_KEY, Compilation
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
+from fp8graph.ir.ops import output_names
 
 _NAME = "save"
 _BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less

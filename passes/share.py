@@ -19,10 +19,13 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph import ops
-from fp8graph.graph import NO_GRAD_KEY, insert, nodes, runs_without_gradients, update_value, value_key
-from fp8graph.operands import OPERAND_KEY, ROWS_KEY
-from fp8graph.sites import Compilation, StateRow
+from fp8graph.analysis.same_value import value_key
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, update_value
+from fp8graph.ir.extra_inputs import StateRow
+from fp8graph.ir.keys import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import nodes, runs_without_gradients
 
 _NAME = "share"
 

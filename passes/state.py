@@ -8,8 +8,8 @@
 
     with several ranks                          ->      new = stage_amaxes(page, [qx.amax, qw.amax])
 
-A page is a graph input (``fp8graph/delayed.py``); a graph has one per recipe, FP8 type and direction, normally one for
-forward and one for backward. What several ranks stage is reduced after the step (``fp8graph/reduction.py``).
+A page is a graph input (``numerics/history.py``); a graph has one per recipe, FP8 type and direction, normally one for
+forward and one for backward. What several ranks stage is reduced after the step (``runtime/amax_reduction.py``).
 Forward's scales are saved for backward as they were: the page changes at the end of forward. Backward reads its page
 when it runs, so that several forwards may come before it. With too few spare inputs the graph is left as it is, to be
 traced again with enough of them.
@@ -29,11 +29,15 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8graph import delayed, ops
-from fp8graph.graph import aten, fake_mode_of, inline, insert, is_backward, nodes, runs_without_gradients, trace, value
-from fp8graph.operands import ROWS_KEY
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.trace import inline, trace
+from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
-from fp8graph.sites import CACHED_KEY, Compilation, PageLayout, StateRow
 
 _NAME = "state"
 
@@ -167,7 +171,7 @@ def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
 
     def updated(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
-        return delayed.updated_page(page, amaxes, layout.fp8_max, *settings)
+        return history.updated_page(page, amaxes, layout.fp8_max, *settings)
 
     # the user's functions are not ops: their traces go into the graph
     return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))

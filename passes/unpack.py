@@ -16,9 +16,10 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph import ops
-from fp8graph.graph import aten, insert, value
-from fp8graph.sites import Compilation
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.nodes import aten, value
 
 _NAME = "unpack"
 _FORWARD = "transformers.grouped_mm_fallback.default"  # by name: transformers may not be installed

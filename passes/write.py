@@ -15,7 +15,8 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph.graph import aten, insert, known_equal, nodes, static_size, value
+from fp8graph.ir.edit import insert
+from fp8graph.ir.nodes import aten, known_equal, nodes, static_size, value
 
 _NAME = "write"
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)

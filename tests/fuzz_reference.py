@@ -19,10 +19,10 @@ from torch import Tensor
 
 import fp8graph
 import oracle
-from fp8graph import compat
+from fp8graph.compat import torch_build
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import DelayedScaling, Recipe
-from fp8graph.report import GemmRecord
+from fp8graph.records import GemmRecord
 from fuzz import OF_ACTIVATIONS, PRODUCTS, RECIPES, Module, Program, Step, live_values, make_inputs, other
 
 GEMMS: Final = ("fprop", "dgrad", "wgrad")
@@ -387,7 +387,9 @@ def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
         recipe = site.recipes[gemm]
         assert record.op == site.op, (record, site.op)
         assert record.recipe == (recipe and recipe.name), (record, recipe)
-        native = recipe is not None and not site.batched and recipe.quantizer("input").scaling in compat.CPU_SCALINGS
+        native = (
+            recipe is not None and not site.batched and recipe.quantizer("input").scaling in torch_build.CPU_SCALINGS
+        )
         execution = "high precision" if recipe is None else "native" if native else "emulated"
         assert record.execution == execution, (record, execution)
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import passes, pipeline
+from fp8graph import passes
+from fp8graph.backend import inductor_passes
 
 _ops = torch.ops._c10d_functional
 
@@ -95,7 +96,10 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
     dynamic, kind = kind.startswith("dynamic "), kind.removeprefix("dynamic ")
     for name in ("with", "without"):
         without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather")
-        before, pipeline.JOINT_PIPELINE = pipeline.JOINT_PIPELINE, passes.JOINT_PIPELINE if name == "with" else without
+        before, inductor_passes.JOINT_PIPELINE = (
+            inductor_passes.JOINT_PIPELINE,
+            passes.JOINT_PIPELINE if name == "with" else without,
+        )
         torch._dynamo.reset()
         torch.manual_seed(7 if kind != "sharded" else 7 + rank)
         model = (Sharded() if kind == "sharded" else Sequence(dim=1 if kind == "sequences" else 0)).to(dtype)
@@ -108,7 +112,7 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
             y = compiled(x)
             y.backward(torch.randn(shape[:-1] + y.shape[-1:]).to(dtype))
             tensors += [y.detach(), *(p.grad.clone() for p in (x, *model.parameters()) if p.grad is not None)]
-        pipeline.JOINT_PIPELINE = before
+        inductor_passes.JOINT_PIPELINE = before
         state = {key: value for key, value in backend.state_dict().items() if "scale" in key}
         results[name] = tensors, [(c.dtype, c.shape, c.bytes_sent, c.reason) for c in backend.report.collectives], state
     return results

@@ -12,8 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
-from fp8graph import numerics, ops
-from fp8graph.codegen import compile_dialect, run_eagerly
+from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.ir import ops
+from fp8graph.numerics import quantization
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import OperandName, resolve_recipe
 
@@ -58,12 +59,12 @@ def quantize_after(
     quantizer = resolved.quantizer(operand)
 
     def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
-        settings = numerics.quantizer_kwargs(quantizer)
+        settings = quantization.quantizer_kwargs(quantizer)
         if quantizer.scaling == "delayed":
             settings |= {"scales": scales, "row": 0}
         layouts = [[16, size] if wanted else [] for wanted, size in ((rowwise, multiple), (columnwise, 16))]
         made = PRODUCERS[producer](x, weight, y)
-        return list(ops.quantize(made, *numerics.quantizer_args(quantizer), *layouts, **settings))
+        return list(ops.quantize(made, *quantization.quantizer_args(quantizer), *layouts, **settings))
 
     return function
 
@@ -93,12 +94,12 @@ def _quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
     quantizer = resolved.quantizer("grad_output")
 
     def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
-        settings = numerics.quantizer_kwargs(quantizer) | {"carry_overflow": True}
+        settings = quantization.quantizer_kwargs(quantizer) | {"carry_overflow": True}
         if quantizer.scaling == "delayed":
             settings |= {"scales": scales, "row": 0}
         first, *more = make(x, weight, y)
         settings |= {"more": more, "dim": -1} if more else {}
-        return list(ops.quantize(first, *numerics.quantizer_args(quantizer), [16, 16], [16, 16], **settings))
+        return list(ops.quantize(first, *quantization.quantizer_args(quantizer), [16, 16], [16, 16], **settings))
 
     return function
 
@@ -113,8 +114,8 @@ def joined_weights(recipe: str, a: Tensor, b: Tensor) -> list[Tensor]:
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer("weight")
-    settings = numerics.quantizer_kwargs(quantizer) | {"more": [b], "dim": -2}
-    results = ops.quantize(a, *numerics.quantizer_args(quantizer), [16, 16], [16, 16], **settings)
+    settings = quantization.quantizer_kwargs(quantizer) | {"more": [b], "dim": -2}
+    results = ops.quantize(a, *quantization.quantizer_args(quantizer), [16, 16], [16, 16], **settings)
     return results[:-1] if quantizer.scaling == "delayed" else results  # an amax is not kept
 
 

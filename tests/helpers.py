@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
-from fp8graph import numerics, pipeline
+from fp8graph import numerics
+from fp8graph.backend import inductor_passes
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -130,11 +131,11 @@ def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets one entry each time the passes run over a graph."""
     runs: list[int] = []
-    original = pipeline.JointPass.__call__
+    original = inductor_passes.JointPass.__call__
 
-    def counted(self: pipeline.JointPass, graph: fx.Graph) -> None:
+    def counted(self: inductor_passes.JointPass, graph: fx.Graph) -> None:
         runs.append(1)
         original(self, graph)
 
-    monkeypatch.setattr(pipeline.JointPass, "__call__", counted)
+    monkeypatch.setattr(inductor_passes.JointPass, "__call__", counted)
     return runs

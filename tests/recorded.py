@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8graph import offline
-from fp8graph.cubin import Compiled
 from fp8graph.offline import KernelRecord
-from fp8graph.policy import Policy
+from fp8graph.offline.cubin import Compiled
+from fp8graph.recipes.policy import Policy
 from generated import (
     MIB,
     decoder_layer,

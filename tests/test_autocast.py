@@ -148,7 +148,7 @@ def test_a_region_leaves_attention_matmuls_to_the_policy() -> None:
 def test_other_threads_do_not_see_the_region() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    from fp8graph.autocast import current_region
+    from fp8graph.recipes.autocast import current_region
 
     with fp8graph.autocast(enabled=False), ThreadPoolExecutor(1) as pool:
         assert pool.submit(current_region).result() is None

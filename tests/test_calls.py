@@ -16,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
-from fp8graph import Backend, Policy, Rule, codegen, program
-from fp8graph.codegen import run_eagerly
+from fp8graph import Backend, Policy, Rule
+from fp8graph.backend import codegen, program
+from fp8graph.backend.codegen import run_eagerly
 from fp8graph.models.family import causal_lm
 from helpers import ALL, MLP, counted_passes, eager_backend, same_bits, step
 

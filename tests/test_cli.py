@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fp8graph.cli import main
-from fp8graph.demo import LAST, run_demo, verdict
+from fp8graph.tools.demo import LAST, run_demo, verdict
 
 
 def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:

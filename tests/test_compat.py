@@ -14,12 +14,12 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 
 import fp8graph
-from fp8graph import compat, numerics
-from fp8graph.formats import amax_of
-from fp8graph.numerics import sqnr_db
+from fp8graph.compat import autograd, inductor
+from fp8graph.numerics import quantization, sqnr_db
+from fp8graph.numerics.formats import amax_of
 from helpers import ALL, compiled_step, eager_backend, same_bits
 
-AVX512 = bool(compat.cpu_codegen_patches([torch.ones(1)]))
+AVX512 = bool(inductor.cpu_codegen_patches([torch.ones(1)]))
 
 
 @pytest.mark.slow
@@ -31,7 +31,7 @@ def test_plain_inductor_transposes_two_bf16_tensors_right_with_256_bit_vectors()
     def transposes(x: Tensor, w: Tensor) -> list[Tensor]:
         return [x.t().contiguous(), w.t().contiguous()]
 
-    narrow = torch.compile(transposes, options=compat.cpu_codegen_patches([x]))(x, w)
+    narrow = torch.compile(transposes, options=inductor.cpu_codegen_patches([x]))(x, w)
     assert all(torch.equal(a, b) for a, b in zip(narrow, transposes(x, w), strict=True))
 
 
@@ -45,7 +45,7 @@ def test_a_bf16_linear_has_finite_gradients_through_inductor() -> None:
 
 
 def test_patches_are_for_cpu_graphs_only() -> None:
-    assert compat.cpu_codegen_patches([torch.ones(1, device="meta")]) == {}
+    assert inductor.cpu_codegen_patches([torch.ones(1, device="meta")]) == {}
 
 
 class _ViewAndDetached(nn.Module):
@@ -76,7 +76,7 @@ def test_autocast_works_called_from_code_that_dynamo_compiles_piecewise() -> Non
 
 def test_the_joint_graph_has_what_match_needs() -> None:
     """Module stacks in forward, sequence numbers that tie backward to it, ordered inputs."""
-    from fp8graph.graph import aten, is_backward, nodes
+    from fp8graph.ir.nodes import aten, is_backward, nodes
     from helpers import MLP, NONE, view_of
 
     view = view_of(MLP(), torch.randn(4, 32), policy=NONE)
@@ -111,10 +111,12 @@ def test_inductor_still_drops_the_ragged_end_of_a_loop_over_tiles() -> None:
     """When this fails, ``fix_cpu_loop_split`` can go. 40 = 32 + 8: the last 8 columns are not written."""
 
     def quantize(x: Tensor) -> list[Tensor]:
-        return numerics.quantize_layouts(x, torch.float8_e4m3fn, False, 0.0, [1, 1], [], scaling="mxfp8", block=[1, 32])
+        return quantization.quantize_layouts(
+            x, torch.float8_e4m3fn, False, 0.0, [1, 1], [], scaling="mxfp8", block=[1, 32]
+        )
 
     x = torch.randn(30, 40).bfloat16()
-    compat.fix_cpu_loop_split()
+    inductor.fix_cpu_loop_split()
     fixed: Any = CppScheduling.try_loop_split
     results: list[bool] = []
     for split in (fixed, fixed._fp8graph_original):
@@ -155,7 +157,7 @@ def test_recomputation_is_noticed() -> None:
     seen: list[tuple[bool, bool]] = []
 
     def forward(x: Tensor) -> Tensor:
-        seen.append((compat.in_backward(), compat.saved_tensors_hooks()))
+        seen.append((autograd.in_backward(), autograd.saved_tensors_hooks()))
         return x.sin()
 
     x = torch.ones(3, requires_grad=True)

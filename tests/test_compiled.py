@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Format, numerics
-from fp8graph.numerics import sqnr_db
+from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.recipes import Quantizer
 from helpers import ALL, MLP, NONE, bits, compiled_step, same_bits
 
@@ -30,7 +30,7 @@ QUANTIZERS = [
 
 
 def quantize(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
-    return numerics.quantize_layouts(x, *numerics.quantizer_args(quantizer), [1, 16], [16, 16])
+    return quantization.quantize_layouts(x, *quantization.quantizer_args(quantizer), [1, 16], [16, 16])
 
 
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])

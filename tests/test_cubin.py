@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph import cubin
+from fp8graph.offline import cubin
 
 # As Triton writes it: addresses are sums in several steps; the loop moves the pointer of parameter 1.
 PTX = """

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import fuzz_reference
-from fp8graph import compat
+from fp8graph.compat import torch_build
 from fuzz import RECIPES, Input, Linear, Program, RuleSpec, Step, Weight
 from fuzz_draw import programs
 from fuzz_reference import assert_right
@@ -276,7 +276,7 @@ MISTAKES: Final[dict[str, Callable[[list[Any], dict[str, Any]], None]]] = {
         pytest.param(
             "rowwise",
             marks=pytest.mark.skipif(
-                "row" not in compat.CPU_SCALINGS,
+                "row" not in torch_build.CPU_SCALINGS,
                 reason="torch 2.11 has no GEMM with scales of rows on a CPU",
             ),
         ),

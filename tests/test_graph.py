@@ -9,7 +9,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fp8graph import Policy, graph, ops, pipeline
+from fp8graph import Policy
+from fp8graph.backend import inductor_passes
+from fp8graph.ir import nodes, ops
+from fp8graph.ir.text import GraphText, graph_text
 from fp8graph.models import FAMILIES
 from helpers import MLP, eager_backend, view_of
 
@@ -33,7 +36,7 @@ def test_fakes_without_dispatch_are_the_fakes_of_the_ops(
             assert described(made) == described(expected)
         return made
 
-    monkeypatch.setattr(graph.ops, "fake_results", both)
+    monkeypatch.setattr(nodes.ops, "fake_results", both)
     backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
     ids = torch.randint(0, 256, (2, 64))
     torch.compile(FAMILIES[family].tiny(1).bfloat16(), backend=backend)(input_ids=ids, labels=ids)
@@ -59,13 +62,13 @@ def test_a_dynamic_size_takes_the_long_way() -> None:
 def test_lines_that_are_kept_are_those_that_would_be_written(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 
-    class Checked(graph.GraphText):
+    class Checked(GraphText):
         def __call__(self, graph_: fx.Graph) -> str:
             text = super().__call__(graph_)
-            assert text == graph.graph_text(graph_)
+            assert text == graph_text(graph_)
             texts.append(text)
             return text
 
-    monkeypatch.setattr(pipeline, "GraphText", Checked)
+    monkeypatch.setattr(inductor_passes, "GraphText", Checked)
     view_of(MLP(128, 256), torch.randn(128, 128, requires_grad=True), policy=Policy(default=recipe, min_speedup=0))
     assert len(set(texts)) > 2

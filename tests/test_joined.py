@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8graph import numerics, ops
+from fp8graph.ir import ops
+from fp8graph.numerics import quantization
 from fp8graph.recipes import resolve_recipe
 from helpers import same_bits
 
@@ -35,13 +36,15 @@ def test_joined_tensors_are_quantized_as_one(recipe: str, operand: Any, shapes: 
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer(operand)
-    settings = numerics.quantizer_kwargs(quantizer) | {"carry_overflow": operand == "grad_output"}
+    settings = quantization.quantizer_kwargs(quantizer) | {"carry_overflow": operand == "grad_output"}
     if quantizer.scaling == "delayed":
         settings["scales"] = torch.tensor([[4.0, 0.25]])
     multiples = ([16, 16], [16, 16])
     one = torch.cat(parts, dim)
-    expected = ops.quantize(one, *numerics.quantizer_args(quantizer), *multiples, **settings)
-    got = ops.quantize(parts[0], *numerics.quantizer_args(quantizer), *multiples, more=parts[1:], dim=dim, **settings)
+    expected = ops.quantize(one, *quantization.quantizer_args(quantizer), *multiples, **settings)
+    got = ops.quantize(
+        parts[0], *quantization.quantizer_args(quantizer), *multiples, more=parts[1:], dim=dim, **settings
+    )
     amax = [expected.pop(), got.pop()] if quantizer.scaling == "delayed" else [one, one]
     assert same_bits(expected, got)
     torch.testing.assert_close(*amax, rtol=0, atol=0, equal_nan=True)  # one NaN is as good as another

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 import recorded
-from fp8graph import offline, ops
-from fp8graph.explain import Generating
-from fp8graph.policy import Policy
+from fp8graph import offline
+from fp8graph.ir import ops
+from fp8graph.recipes.policy import Policy
+from fp8graph.tools.explain import Generating
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
 from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
 
@@ -102,8 +103,8 @@ def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, 
         scales = scale_inv_a.reshape(a), scale_inv_b.reshape(b)
         return ops.scaled_mm(data, other, *scales, None, torch.bfloat16, True)
 
-    offline = generate(function, [torch.empty(256, 256, dtype=torch.bfloat16)] * 2)
-    assert "_scaled_mm" in [kernel.name.rpartition(".")[2] for kernel in offline.kernels]
+    offline_generate = generate(function, [torch.empty(256, 256, dtype=torch.bfloat16)] * 2)
+    assert "_scaled_mm" in [kernel.name.rpartition(".")[2] for kernel in offline_generate.kernels]
 
 
 @pytest.mark.slow

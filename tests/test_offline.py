@@ -15,9 +15,11 @@ from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 import fp8graph
-from fp8graph import delayed, offline
-from fp8graph.explain import Generating
+from fp8graph import offline
+from fp8graph.numerics import history
 from fp8graph.offline import KernelRecord
+from fp8graph.offline.generate import mock
+from fp8graph.tools.explain import Generating
 from generated import (
     generate,
     joined_weights,
@@ -142,7 +144,7 @@ def test_scales_are_divided_exactly(recipe: str) -> None:
 
 def test_delayed_scales_are_divided_exactly() -> None:
     def update(page: Tensor, amax: Tensor) -> Tensor:
-        return delayed.updated_page(page, [amax], 448.0, 0.0, "max")
+        return history.updated_page(page, [amax], 448.0, 0.0, "max")
 
     text = "".join(triton_text(update, (1, 18), (256,)))
     assert EXACT.search(text)
@@ -235,12 +237,12 @@ def test_nothing_stays_replaced() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is pretended")
 def test_the_replacement_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delete the replacement of compile_to_module from ``offline`` when this fails: torch can do without it."""
-    patch_object = offline.mock.patch.object
+    patch_object = mock.patch.object
 
     def all_but_one(target: Any, name: str, new: Any) -> Any:
         return contextlib.nullcontext() if name == "compile_to_module" else patch_object(target, name, new)
 
-    monkeypatch.setattr(offline.mock.patch, "object", all_but_one)
+    monkeypatch.setattr(mock.patch, "object", all_but_one)
     with pytest.raises(Exception, match="NVIDIA|CUDA|cuda|Unsupported"):
         kernels()
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import oracle
-from fp8graph import ops
+from fp8graph.ir import ops
 from helpers import same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

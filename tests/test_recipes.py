@@ -23,7 +23,7 @@ from fp8graph import (
     NVFP4BlockScaling,
     recipes,
 )
-from fp8graph.recipes import Recipe, recipe_from_dict, resolve_recipe
+from fp8graph.recipes import Recipe, recipe_from_dict, registry, resolve_recipe
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -203,7 +203,7 @@ def test_names_that_cannot_be_registered(name: str, recipe: Any, message: str) -
 def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
     """Every recipe class that is public can be written in a policy file."""
     public = {name for name, value in vars(fp8graph).items() if isinstance(value, type) and issubclass(value, Recipe)}
-    assert public == set(recipes._TYPES)
+    assert public == set(registry._TYPES)
 
 
 def test_the_defaults_of_the_other_recipes() -> None:

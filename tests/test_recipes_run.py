@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import Float8BlockScaling, Format, Policy, Rule, delayed, numerics
+from fp8graph import Float8BlockScaling, Format, Policy, Rule, numerics
+from fp8graph.numerics import history
 from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
 from helpers import MLP, compiled_step, eager_backend, inputs_of, same_bits, step, view_of
 
@@ -105,7 +106,7 @@ def test_native_where_the_device_can(recipe: Any, target: str, dtype: torch.dtyp
     assert (gemm.execution, "emulated" in gemm.reason) == (("native", False) if reason is None else ("emulated", True))
     assert (reason or "") in gemm.reason
     view = report.graphs[0]
-    pages = [delayed.new_page(1024, 2)] if recipe == "delayed" else []
+    pages = [history.new_page(1024, 2)] if recipe == "delayed" else []
     with torch.no_grad():  # the graph of another device runs here too, and says the same
         (got,) = view.module(*inputs_of(view, module, x), *pages)
     assert numerics.sqnr_db(module(x), got.reshape(3, 10, 44)) >= BOUND.get(

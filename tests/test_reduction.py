@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph import DelayedScaling, delayed
-from fp8graph.call import Epoch
-from fp8graph.reduction import Reduction, StagedPage
-from fp8graph.sites import PageLayout
-from fp8graph.state import State
+from fp8graph import DelayedScaling
+from fp8graph.ir.extra_inputs import PageLayout
+from fp8graph.numerics.history import HEADER, new_page
+from fp8graph.runtime.amax_reduction import Reduction, StagedPage
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.scaling_state import State
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 CPU = torch.device("cpu")
@@ -31,14 +32,14 @@ def reduction(tmp_path: Path) -> Iterator[Reduction]:
 
 
 def page_of(*amaxes: float, names: Any) -> StagedPage:
-    page = delayed.new_page(4, len(amaxes))
-    page[:, delayed.HEADER] = torch.tensor(amaxes)
+    page = new_page(4, len(amaxes))
+    page[:, HEADER] = torch.tensor(amaxes)
     layout = PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=CPU, rows=((),) * len(amaxes), group="0")
     return StagedPage(tensor=page, layout=layout, names=names)
 
 
 def history(page: StagedPage, row: int) -> list[float]:
-    return page.tensor[row, delayed.HEADER :].tolist()
+    return page.tensor[row, HEADER:].tolist()
 
 
 def test_staged_amaxes_enter_scales_and_histories(reduction: Reduction) -> None:
@@ -80,7 +81,7 @@ def test_a_custom_algorithm_sees_the_reduced_amaxes(reduction: Reduction) -> Non
     layout = PageLayout(recipe=recipe, fp8_max=448.0, backward=False, device=CPU, rows=((),), group="0")
     page = StagedPage(tensor=first.tensor, layout=layout, names=first.names)
     reduction.commit([page])
-    page.tensor[0, delayed.HEADER] = 1.0
+    page.tensor[0, HEADER] = 1.0
     reduction.commit([page])
     assert history(page, 0) == [0, 0, 2, 1]
     assert page.tensor[0, 0] == 448.0

@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import fp8graph
 from fp8graph import Policy, PolicyError, Rule
+from fp8graph.backend.regions import regions_of
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
-from fp8graph.regions import regions_of
 from helpers import ALL, MLP
 
 EAGER: dict[str, Any] = {"options": {"compiler": "eager"}}

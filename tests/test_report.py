@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.graph import graph_text
+from fp8graph.ir.text import graph_text
 from fp8graph.models.llama import tiny_config
 from helpers import ALL, MLP, dialect_counts, eager_backend, same_bits, step
 

@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
 from fp8graph import hardware
-from fp8graph.policy import Policy, Rule
-from fp8graph.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.hardware.roofline import Operand, gemm_seconds, launches_are_replayed
+from fp8graph.hardware.speed import BOARDS, RATES, Speed
 from fp8graph.recipes import Layout
-from fp8graph.roofline import BOARDS, RATES, Operand, Speed, gemm_seconds, launches_are_replayed
+from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import Rule
 
 BF16 = torch.bfloat16
 H100, H200 = BOARDS["H100"], BOARDS["H200"]

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 import fp8graph
 import parallelism
-from fp8graph import hardware, scale, traffic
+from fp8graph import hardware
 from fp8graph.cli import main
-from fp8graph.mesh import MOST_GPUS, Mesh, Network
+from fp8graph.ir.collectives import bytes_sent
 from fp8graph.models.llama import tiny_config
+from fp8graph.planning import step_cost, workload
+from fp8graph.planning.mesh import MOST_GPUS, Mesh, Network
+from fp8graph.planning.workload import Linear, Workload
 from fp8graph.recipes import resolve_recipe
-from fp8graph.traffic import Linear, Workload
-from fp8graph.wire import bytes_sent
 from ranks import run_ranks
 
 LLAMA_PLAN = {
@@ -70,9 +71,9 @@ def llama_8b(seq: int = 8192) -> Workload:
     return llama(hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256, seq=seq)
 
 
-def plan(work: Workload, mesh: str, **settings: Any) -> scale.Plan:
+def plan(work: Workload, mesh: str, **settings: Any) -> step_cost.Plan:
     where: dict[str, Any] = {"hardware": HOPPER, "network": NETWORK}
-    return scale.plan(work, Mesh.parse(mesh), **(where | settings))
+    return step_cost.plan(work, Mesh.parse(mesh), **(where | settings))
 
 
 # ---- against real ranks
@@ -200,7 +201,7 @@ def test_real_ranks_run_these_collectives(ranks: int, tmp_path: Path) -> None:
             work, mesh = net(how, ranks)
             everything = {linear.fqn: set(linear.fp8) for linear in work.linears} if recipe else {}
             predicted: Counted = Counter()
-            for c, count in traffic.collectives(work, mesh, resolve_recipe(recipe), everything).items():
+            for c, count in workload.collectives(work, mesh, resolve_recipe(recipe), everything).items():
                 predicted[c.kind, c.payload] += count
             assert real == predicted, (how, recipe)
             # DDP's and FSDP2's are outside of the graphs
@@ -218,7 +219,7 @@ def sent(work: Workload, mesh: str, recipe: str | None = None) -> dict[tuple[str
     spread = Mesh.parse(mesh)
     fp8 = {linear.fqn: set(linear.fp8) for linear in work.linears} if recipe else {}
     result: dict[tuple[str, str, str], int] = {}
-    for c, count in traffic.collectives(work, spread, resolve_recipe(recipe), fp8).items():
+    for c, count in workload.collectives(work, spread, resolve_recipe(recipe), fp8).items():
         key = c.purpose, c.kind, c.dtype
         result[key] = result.get(key, 0) + count * bytes_sent(c.kind, c.payload, spread.group(c.axis)[0])
     return result
@@ -270,7 +271,7 @@ def test_a_gemm_in_high_precision_is_fed_in_high_precision() -> None:
     fp8 = {linear.fqn: set(linear.fp8) for linear in work.linears}
     fp8["model.layers.0.mlp.up_proj"] = set()
     fp8["model.layers.0.self_attn.o_proj"].remove("wgrad")
-    found = traffic.collectives(work, Mesh(tp=2, sp=True), resolve_recipe("tensorwise"), fp8)
+    found = workload.collectives(work, Mesh(tp=2, sp=True), resolve_recipe("tensorwise"), fp8)
     gathers = {(c.direction, c.dtype): count for c, count in found.items() if c.kind == "all_gather"}
     # forward: q/k/v in FP8, gate/up and the head not; backward: down in FP8, o and the embedding not
     assert gathers == {
@@ -280,16 +281,16 @@ def test_a_gemm_in_high_precision_is_fed_in_high_precision() -> None:
 
 def test_ddp_reduces_all_gradients_in_buckets() -> None:
     work = llama_8b()
-    found = traffic.collectives(work, Mesh(dp=8))
+    found = workload.collectives(work, Mesh(dp=8))
     bytes_of_gradients = 2 * sum(math.prod(shape) for shape in work.parameters.values())
     assert sum(c.payload * count for c, count in found.items()) == bytes_of_gradients
-    assert sum(found.values()) == math.ceil(bytes_of_gradients / traffic.BUCKET)
+    assert sum(found.values()) == math.ceil(bytes_of_gradients / workload.BUCKET)
     assert {c.kind for c in found} == {"all_reduce"}
 
 
 def test_hybrid_sharding_reduces_shards_over_replicas() -> None:
     work, mesh = llama_8b(), Mesh(dp=4, fsdp=8)
-    found = traffic.collectives(work, mesh)
+    found = workload.collectives(work, mesh)
     scattered = sum(c.payload * count for c, count in found.items() if c.kind == "reduce_scatter")
     assert sum(c.payload * count for c, count in found.items() if c.axis == "dp") == scattered // 8
     assert sum(count for c, count in found.items() if c.purpose == "weights") == 2 * 32 + 1
@@ -352,8 +353,8 @@ def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
         model = tiny_model(config)
     ids = torch.zeros(1, 768, dtype=torch.long)
     report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", policy=None, training=True)
-    work = traffic.of_model(model, report, 768)
-    found, _ = scale.decide(work, Mesh(dp=8), scale_speed(), resolve_recipe("tensorwise"))
+    work = workload.of_model(model, report, 768)
+    found, _ = step_cost.decide(work, Mesh(dp=8), scale_speed(), resolve_recipe("tensorwise"))
     decided = {(g.name, g.gemm): g.recipe is not None for g in report.gemms if g.op == "linear"}
     assert {(name, gemm) for name, gemms in found.items() for gemm in gemms} == {k for k, v in decided.items() if v}
     assert len(set(decided.values())) == 2
@@ -381,7 +382,7 @@ def test_a_model_becomes_a_workload() -> None:
         vocabulary=config.vocab_size,
         seq=32,
     )
-    assert traffic.of_model(model, report, 32) == expected
+    assert workload.of_model(model, report, 32) == expected
 
 
 def test_published_figures() -> None:
@@ -537,4 +538,4 @@ def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_one_gpu_sends_nothing() -> None:
-    assert not traffic.collectives(llama_8b(), Mesh())
+    assert not workload.collectives(llama_8b(), Mesh())

@@ -10,8 +10,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
-from fp8graph import ops, spec
-from fp8graph.graph import BACKWARD, FORWARD, PASS_KEY, aten
+from fp8graph.ir import ops, verify
+from fp8graph.ir.keys import PASS_KEY
+from fp8graph.ir.nodes import BACKWARD, FORWARD, aten
 from helpers import graph_inputs_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,11 +51,11 @@ BAD = [
 def test_a_bad_gemm(args: tuple[Any, ...], problem: str) -> None:
     graph = graph_of(ops.scaled_mm, *args, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=f"after pass 'x'.*{problem}"):
-        spec.verify(graph, after="x")
+        verify.verify(graph, after="x")
     a, b, *rest = args[:4]
     lowered = graph_of(aten._scaled_mm.default, a, b.t(), *rest, args[4], None, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
-        spec.verify(lowered, after="lower", lowered=True)
+        verify.verify(lowered, after="lower", lowered=True)
 
 
 def strided(*shape: int, stride: tuple[int, int]) -> Tensor:
@@ -81,10 +82,10 @@ def test_scales_of_tiles(scale_a: Tensor, scale_b: Tensor, problem: str | None) 
     operands = fp8(256, 512), fp8(256, 512).t(), scale_a, scale_b.t()
     graph = graph_of(aten._scaled_mm.default, *operands, None, None, torch.bfloat16, False)
     if problem is None:
-        spec.verify(graph, after="lower", lowered=True)
+        verify.verify(graph, after="lower", lowered=True)
         return
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
-        spec.verify(graph, after="lower", lowered=True)
+        verify.verify(graph, after="lower", lowered=True)
 
 
 def test_square_tiles_are_a_multiple_of_four_along_k() -> None:
@@ -92,19 +93,19 @@ def test_square_tiles_are_a_multiple_of_four_along_k() -> None:
     a, b, scale_a, scale_b = fp8(256, 384), fp8(256, 384), strided(256, 3, stride=(1, 256)), torch.ones(2, 3)
     lowered = graph_of(aten._scaled_mm.default, a, b.t(), scale_a, scale_b.t(), None, None, torch.bfloat16, False)
     with pytest.raises(fp8graph.Fp8GraphError, match="operand b .* cuBLASLt reads rows that are a multiple of 4 apart"):
-        spec.verify(lowered, after="lower", lowered=True)
+        verify.verify(lowered, after="lower", lowered=True)
     settings: Any = {"scaling": "block", "block_a": [1, 128], "block_b": [128, 128]}
     graph = graph_of(ops.scaled_mm, a, b, scale_a, scale_b, None, torch.bfloat16, False, **settings)
     with pytest.raises(fp8graph.Fp8GraphError, match="k = 384 is not a multiple of 512"):
-        spec.verify(graph, after="x")
+        verify.verify(graph, after="x")
     settings["block_b"] = [1, 128]  # 1x128 on both sides need whole tiles only
-    spec.verify(graph_of(ops.scaled_mm, a, b, scale_a, scale_a, None, torch.bfloat16, False, **settings), after="x")
+    verify.verify(graph_of(ops.scaled_mm, a, b, scale_a, scale_a, None, torch.bfloat16, False, **settings), after="x")
 
 
 def test_a_good_gemm() -> None:
     for bias in (None, torch.zeros(16, dtype=torch.bfloat16)):
         graph = graph_of(ops.scaled_mm, fp8(5, 32, dtype=E5M2), fp8(16, 32), ONE, ONE, bias, torch.bfloat16, True)
-        spec.verify(graph, after="x")
+        verify.verify(graph, after="x")
 
 
 @pytest.mark.parametrize(
@@ -118,14 +119,14 @@ def test_a_good_gemm() -> None:
 )
 def test_a_bad_quantize(x: Tensor, args: tuple[Any, ...], problem: str) -> None:
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
-        spec.verify(graph_of(ops.quantize, x, *args), after="x")
+        verify.verify(graph_of(ops.quantize, x, *args), after="x")
 
 
 def test_a_dialect_node_that_was_not_lowered() -> None:
     graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
-    spec.verify(graph, after="x")
+    verify.verify(graph, after="x")
     with pytest.raises(fp8graph.Fp8GraphError, match="not lowered"):
-        spec.verify(graph, after="lower", lowered=True)
+        verify.verify(graph, after="lower", lowered=True)
 
 
 def test_forward_does_not_read_from_backward() -> None:
@@ -133,7 +134,7 @@ def test_forward_does_not_read_from_backward() -> None:
     placeholder, _, node, _ = graph.nodes
     placeholder.meta["partitioner_tag"], node.meta["partitioner_tag"] = BACKWARD, FORWARD
     with pytest.raises(fp8graph.Fp8GraphError, match="forward node that reads from backward"):
-        spec.verify(graph, after="x")
+        verify.verify(graph, after="x")
 
 
 def test_an_inserted_node_has_a_value() -> None:
@@ -142,4 +143,4 @@ def test_an_inserted_node_has_a_value() -> None:
         if PASS_KEY in node.meta:
             del node.meta["val"]
     with pytest.raises(fp8graph.Fp8GraphError, match="without a fake value"):
-        spec.verify(graph, after="x")
+        verify.verify(graph, after="x")

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
-from fp8graph.call import Epoch
-from fp8graph.sites import PageLayout, StateRow
-from fp8graph.state import State
+from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.scaling_state import State
 from helpers import MLP, eager_backend
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from fp8graph import Policy, compat, stored
-from fp8graph.graph import graph_text
-from fp8graph.sites import Findings
-from fp8graph.stored import Stored
+from fp8graph import Policy
+from fp8graph.backend import stored
+from fp8graph.backend.stored import Stored
+from fp8graph.compat import dynamo
+from fp8graph.ir.compilation import Findings
+from fp8graph.ir.text import graph_text
 from helpers import MLP, eager_backend
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(compat, "inductor_cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(dynamo, "inductor_cache_folder", lambda: tmp_path)
     return tmp_path / "fp8graph"
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from fp8graph import DelayedScaling, Float8CurrentScaling, delayed, numerics
+from fp8graph import DelayedScaling, Float8CurrentScaling, numerics
+from fp8graph.numerics import quantization
+from fp8graph.numerics.history import delayed_scale, new_page, read_scales, updated_page
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -22,7 +24,7 @@ ALGORITHMS: list[Any] = ["max", "most_recent"]
 
 
 def update(page: Tensor, *amaxes: float, fp8_max: float = 448.0, margin: float = 0.0, algorithm: Any = "max") -> Tensor:
-    return delayed.updated_page(page, [torch.tensor(a) for a in amaxes], fp8_max, margin, algorithm)
+    return updated_page(page, [torch.tensor(a) for a in amaxes], fp8_max, margin, algorithm)
 
 
 @pytest.mark.parametrize("fp8_max", [448.0, 57344.0])
@@ -39,14 +41,14 @@ def update(page: Tensor, *amaxes: float, fp8_max: float = 448.0, margin: float =
     ],
 )
 def test_scale_table(amax: float, expected: float | None, fp8_max: float) -> None:
-    got = delayed.delayed_scale(torch.tensor([amax]), torch.tensor([3.0]), fp8_max, 0.0)
+    got = delayed_scale(torch.tensor([amax]), torch.tensor([3.0]), fp8_max, 0.0)
     value = oracle.round_to_float32(amax)
     assert got.item() == (expected or oracle.round_to_float32(fp8_max / value))
 
 
 @pytest.mark.parametrize("margin", [0, 1, 3, 0.5])
 def test_margin(margin: float) -> None:
-    page = update(delayed.new_page(4, 1), 3.0, margin=margin)
+    page = update(new_page(4, 1), 3.0, margin=margin)
     top = oracle.round_to_float32(448.0 * 2.0**-margin)
     assert page[0, 0].item() == oracle.round_to_float32(top / 3.0)
     assert page[0, 1].item() == oracle.round_to_float32(1.0 / page[0, 0].item())
@@ -56,14 +58,14 @@ def test_margin(margin: float) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_four_steps_of_constant_tensors(length: int, algorithm: str) -> None:
     """Transformer Engine's test: tensors filled with 3, 1, 2, 5; scale and history after each step, written out."""
-    page, seen = delayed.new_page(length, 1), list[float]()
+    page, seen = new_page(length, 1), list[float]()
     for number in (3.0, 1.0, 2.0, 5.0):
-        q = numerics.quantize_layouts(
+        q = quantization.quantize_layouts(
             torch.full((16, 16), number), E4M3, False, 0.0, [1, 1], [], scaling="delayed", scales=page[:, :2].clone()
         )
         old_scale = page[0, 0].item()
         assert q[0].float().unique().item() == torch.tensor(number * old_scale).clamp(max=448.0).to(E4M3).float().item()
-        page = delayed.updated_page(page, [q[-1]], 448.0, 0.0, algorithm)  # pyright: ignore[reportArgumentType]
+        page = updated_page(page, [q[-1]], 448.0, 0.0, algorithm)  # pyright: ignore[reportArgumentType]
         seen.append(number)
         window = seen[-1:] if algorithm == "most_recent" else seen[-length:]
         assert page[0, 0].item() == oracle.round_to_float32(448.0 / max(window))
@@ -74,7 +76,7 @@ def test_four_steps_of_constant_tensors(length: int, algorithm: str) -> None:
 
 def test_the_order_of_the_slots() -> None:
     """new[i] = old[i + 1], new[length - 1] = this step's amax, new[0] = 0."""
-    page = delayed.new_page(4, 1)
+    page = new_page(4, 1)
     page[0, 2:] = torch.tensor([0.0, 7.0, 5.0, 6.0])  # staging, oldest ... newest
     new = update(page, 2.0)
     assert new[0, 2:].tolist() == [0.0, 5.0, 6.0, 2.0]
@@ -86,7 +88,7 @@ def test_the_order_of_the_slots() -> None:
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_step_that_saw_nothing_or_too_much_changes_nothing(bad: float, length: int, algorithm: str) -> None:
-    page = update(update(delayed.new_page(length, 2), 3.0, 4.0), 1.0, 2.0)
+    page = update(update(new_page(length, 2), 3.0, 4.0), 1.0, 2.0)
     new = update(page, bad, 8.0, algorithm=algorithm)
     assert torch.equal(new[0], page[0])
     assert new[1, 0].item() == 56.0
@@ -94,11 +96,11 @@ def test_a_step_that_saw_nothing_or_too_much_changes_nothing(bad: float, length:
 
 
 def test_the_page_given_is_not_changed_and_the_new_one_is_another() -> None:
-    page = delayed.new_page(4, 2)
+    page = new_page(4, 2)
     copy = page.clone()
     new = update(page, 1.0, 2.0)
     assert torch.equal(page, copy)
-    scales = delayed.read_scales(page, copy=True)
+    scales = read_scales(page, copy=True)
     assert scales.data_ptr() != page.data_ptr()
     assert not torch.equal(new, page)
 
@@ -114,7 +116,7 @@ def test_any_sequence_against_the_oracle(data: st.DataObject) -> None:
     amaxes = st.floats(0, width=32) | st.floats(0.125, 8.0, width=32) | st.sampled_from([0.0, math.nan])
     steps = data.draw(st.lists(st.tuples(amaxes, amaxes), max_size=12))
     histories = [delayed_oracle.History(E5M2, recipe) for _ in range(2)]
-    page = delayed.new_page(recipe.amax_history_len, 2)
+    page = new_page(recipe.amax_history_len, 2)
     for step in steps:
         page = update(page, *step, fp8_max=57344.0, margin=recipe.margin, algorithm=recipe.amax_compute_algo)
         for history, amax in zip(histories, step, strict=True):

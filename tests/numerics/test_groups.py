@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 import fp8graph
-from fp8graph import numerics, ops
-from fp8graph.groups import group_of_rows, grouped_mm, pad_groups, padded_rows
+from fp8graph import numerics
+from fp8graph.ir import ops
+from fp8graph.numerics import quantization
+from fp8graph.numerics.experts import group_of_rows, grouped_mm, pad_groups, padded_rows
 from fp8graph.recipes import OperandName, resolve_recipe
 from helpers import bits
 
@@ -36,9 +38,9 @@ def quantized(x: Tensor, recipe: Any, operand: OperandName, layout: str, multipl
     """The outputs of the dialect op by name."""
     quantizer = recipe.quantizer(operand)
     layouts: tuple[list[int], list[int]] = (multiples, []) if layout == "rowwise" else ([], multiples)
-    settings = numerics.quantizer_kwargs(quantizer)
-    results = ops.quantize(x, *numerics.quantizer_args(quantizer), *layouts, **settings, **kwargs)
-    return dict(zip(numerics.output_names(quantizer.scaling, *layouts), results, strict=True))
+    settings = quantization.quantizer_kwargs(quantizer)
+    results = ops.quantize(x, *quantization.quantizer_args(quantizer), *layouts, **settings, **kwargs)
+    return dict(zip(quantization.output_names(quantizer.scaling, *layouts), results, strict=True))
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 import oracle
-from fp8graph import Float8BlockScaling, hardware, numerics
+from fp8graph import Float8BlockScaling, hardware
+from fp8graph.numerics import matmul, quantization
 from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
@@ -37,10 +38,10 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
         quantizer = recipe.quantizer(operand)
         layouts: Any = ([], multiples) if columnwise else (multiples, [])
         x = torch.empty(SHAPES[operand], dtype=torch.bfloat16, device="meta")
-        outputs = numerics.quantize_layouts(
-            x, *numerics.quantizer_args(quantizer), *layouts, **numerics.quantizer_kwargs(quantizer)
+        outputs = quantization.quantize_layouts(
+            x, *quantization.quantizer_args(quantizer), *layouts, **quantization.quantizer_kwargs(quantizer)
         )
-        named = dict(zip(numerics.output_names(scaling, *layouts), outputs, strict=True))
+        named = dict(zip(quantization.output_names(scaling, *layouts), outputs, strict=True))
         layout = "columnwise" if columnwise else "rowwise"
         sides.append((named[layout], named.get("scale_inv", named.get(f"{layout}_scale_inv"))))
         if any(quantizer.block):
@@ -49,7 +50,7 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
             settings[f"global_scale_inv_{side}"] = named["global_scale_inv"]
     (a, scale_a), (b, scale_b) = sides
     calls.append((a, b, scale_a, scale_b))
-    return numerics.scaled_mm(a, b, scale_a, scale_b, None, out_dtype, False, scaling=scaling, **settings)
+    return matmul.scaled_mm(a, b, scale_a, scale_b, None, out_dtype, False, scaling=scaling, **settings)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -144,12 +145,12 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x if layout == "rowwise" else x.t().contiguous()
     codes, scales, _ = oracle.quantize_tiles(x, quantizer, columnwise=layout == "columnwise")
-    settings = numerics.quantizer_args(quantizer), numerics.quantizer_kwargs(quantizer)
+    settings = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
     layouts: Any = ([16, 512], []) if layout == "rowwise" else ([], [16, 512])
     dim = -1 if layout == "rowwise" else -2
     for parts in ([x], list(x.chunk(3, dim))):
         joined = {"more": parts[1:], "dim": dim} if len(parts) > 1 else {}
-        data, scale_inv = numerics.quantize_layouts(parts[0], *settings[0], *layouts, **settings[1], **joined)
+        data, scale_inv = quantization.quantize_layouts(parts[0], *settings[0], *layouts, **settings[1], **joined)
         assert (data.shape, scale_inv.shape) == ((256, 512), (256 // block[0], 4))
         oracle.assert_codes(data[:, :384], codes)
         assert torch.equal(scale_inv[:, :3].double(), torch.from_numpy(scales))

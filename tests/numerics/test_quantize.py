@@ -14,6 +14,7 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8CurrentScaling, Format, numerics
+from fp8graph.numerics import quantization
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,7 +43,7 @@ def check(x: Tensor, **fields: Any) -> None:
 
 
 def scale_of(amax: float, dtype: torch.dtype, **settings: Any) -> float:
-    return numerics.scale_from_amax(torch.tensor(amax), oracle.fp8_max(dtype), **settings).item()
+    return quantization.scale_from_amax(torch.tensor(amax), oracle.fp8_max(dtype), **settings).item()
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -73,7 +74,7 @@ def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
     """All bf16 and fp16 values: subnormals, ties, saturation, both infinities, NaN."""
     for source in (torch.bfloat16, torch.float16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source).float()
-        oracle.assert_codes(numerics.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
+        oracle.assert_codes(quantization.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -99,7 +100,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype
     ]
     for numbers, codes in cases:
         for sign, bit in ((1, 0), (-1, 128)):
-            got = numerics.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
+            got = quantization.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
             oracle.assert_codes(got, np.asarray(codes, np.uint8) | np.uint8(bit))
 
 
@@ -192,7 +193,7 @@ def test_padding_adds_zero_bytes_and_changes_nothing_else(data: st.DataObject) -
     x = torch.randn(sizes).to(data.draw(st.sampled_from(SOURCES)))
     x[..., 0, 0] = -0.0  # byte 0x80: padding must be 0x00
     x = x.transpose(0, -1) if data.draw(st.booleans()) else x
-    outputs = numerics.quantize_layouts(x, dtype, False, 0.0, rowwise, columnwise)
+    outputs = quantization.quantize_layouts(x, dtype, False, 0.0, rowwise, columnwise)
     for got, multiples, transposed in zip(outputs, (rowwise, columnwise), (False, True), strict=False):
         codes, scale_inv = oracle.quantize(x, dtype, columnwise=transposed)
         last = [(0, -size % multiple) for size, multiple in zip(codes.shape[-2:], multiples, strict=True)]
@@ -203,7 +204,7 @@ def test_padding_adds_zero_bytes_and_changes_nothing_else(data: st.DataObject) -
 
 @pytest.mark.parametrize(("rowwise", "columnwise", "shapes"), [([1, 1], [], [(3, 5)]), ([], [1, 1], [(5, 3)])])
 def test_only_the_layouts_asked_for(rowwise: list[int], columnwise: list[int], shapes: list[Any]) -> None:
-    *data, scale_inv = numerics.quantize_layouts(torch.randn(3, 5), E4M3, False, 0.0, rowwise, columnwise)
+    *data, scale_inv = quantization.quantize_layouts(torch.randn(3, 5), E4M3, False, 0.0, rowwise, columnwise)
     assert [d.shape for d in data] == shapes
     assert scale_inv.shape == ()
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, formats, numerics
+from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, numerics
+from fp8graph.numerics import decoding, formats, matmul, quantization
 from fp8graph.recipes import LAYOUTS, Recipe
 from helpers import same_bits
 
@@ -166,14 +167,14 @@ def test_swizzled_scales(rows: int, tiles: int) -> None:
     scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
     expected = swizzled_by_hand(scales.numpy())
     for dtype in (torch.uint8, torch.float8_e4m3fn):
-        got = numerics.swizzle_scales(scales.view(dtype))
+        got = matmul.swizzle_scales(scales.view(dtype))
         assert (got.dtype, got.shape) == (dtype, (len(expected),))
         assert got.view(torch.uint8).tolist() == expected
 
 
 def test_the_order_of_a_swizzled_block() -> None:
     scales = torch.arange(128, dtype=torch.uint8).reshape(128, 1).expand(128, 4)
-    assert numerics.swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
+    assert matmul.swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
 
 
 @each_recipe
@@ -186,7 +187,7 @@ def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: An
     extra: Any = {"global_scale_inv_a": a.global_scale_inv, "global_scale_inv_b": b.global_scale_inv}
     vector = torch.randn(48) if bias else None
     args = (a.data, b.data, a.scale_inv, b.scale_inv, vector, torch.float32, False)
-    got = numerics.scaled_mm(*args, scaling=a.quantizer.scaling, **blocks, **extra)
+    got = matmul.scaled_mm(*args, scaling=a.quantizer.scaling, **blocks, **extra)
     exact = numerics.dequantize(a).double() @ numerics.dequantize(b).double().T
     exact = exact if vector is None else exact + vector.double()
     assert (got.double() - exact).abs().max() <= 256 * 2.0**-24 * exact.abs().max()
@@ -196,17 +197,17 @@ def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: An
 def test_gradients_carry_overflow(recipe: Recipe, operand: Any) -> None:
     """An inf in dy reaches what GradScaler looks at; without one nothing changes."""
     quantizer = recipe.quantizer("grad_output")
-    args, kwargs = numerics.quantizer_args(quantizer), numerics.quantizer_kwargs(quantizer)
+    args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
     x = torch.randn(40, 64)
     plain, carrying = (
-        numerics.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=c) for c in (False, True)
+        quantization.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=c) for c in (False, True)
     )
     assert same_bits(plain, carrying)
     x[7, 9] = -math.inf
-    outputs = numerics.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=True)
-    named = dict(zip(numerics.output_names(quantizer.scaling, [1, 1], [1, 1]), outputs, strict=True))
+    outputs = quantization.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=True)
+    named = dict(zip(quantization.output_names(quantizer.scaling, [1, 1], [1, 1]), outputs, strict=True))
     for layout, place in (("rowwise", (7, 9)), ("columnwise", (9, 7))):
-        values = numerics.decode(
+        values = decoding.decode(
             named[layout], named[f"{layout}_scale_inv"], **kwargs, global_scale_inv=named.get("global_scale_inv")
         )
         assert values[place] == -math.inf

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import DelayedScaling, Policy, Rule, compat
+from fp8graph import DelayedScaling, Policy, Rule
+from fp8graph.compat import torch_build
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP, compiled_step, dialect_counts, eager_backend, same_bits, step, view_of
 
@@ -28,7 +29,7 @@ class Projections(nn.Module):
 
 
 rows_on_cpu = pytest.mark.skipif(
-    "row" not in compat.CPU_SCALINGS,
+    "row" not in torch_build.CPU_SCALINGS,
     reason="torch 2.11 has no GEMM with scales of rows on a CPU: emulated, not grouped",
 )
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from fp8graph import ops
-from fp8graph.graph import aten, graph_text, insert, nodes
+from fp8graph.ir import ops
+from fp8graph.ir.edit import insert
+from fp8graph.ir.nodes import aten, nodes
+from fp8graph.ir.text import graph_text
 from fp8graph.passes.lower import lower
 from fp8graph.recipes import Float8CurrentScaling
 from helpers import graph_inputs_for, same_bits

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.graph import module_path, split_source
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import module_path
+from fp8graph.ir.sites import Site
+from fp8graph.ir.sources import split_source
 from fp8graph.passes.match import match
-from fp8graph.policy import Policy
-from fp8graph.sites import Compilation, Site
+from fp8graph.recipes.policy import Policy
 from helpers import MLP, NONE, Weight, view_of
 
 

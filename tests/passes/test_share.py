@@ -112,9 +112,9 @@ def test_layouts_that_nobody_needs_are_not_made() -> None:
 def test_sharing_changes_no_bit() -> None:
     from torch._inductor.compile_fx import compile_fx
 
-    from fp8graph.codegen import run_eagerly  # pyright: ignore
+    from fp8graph.backend.codegen import run_eagerly  # pyright: ignore
+    from fp8graph.ir.compilation import Compilation
     from fp8graph.passes import JOINT_PIPELINE
-    from fp8graph.sites import Compilation
 
     def backend(pipeline: Any) -> Any:
         def run(graph: Any) -> None:

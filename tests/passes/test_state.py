@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import DelayedScaling, Policy, Rule, delayed
+from fp8graph import DelayedScaling, Policy, Rule
+from fp8graph.numerics import history
 from helpers import MLP, Weight, eager_backend, inputs_of, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
@@ -145,7 +146,7 @@ def test_the_view_of_a_graph_with_state_runs() -> None:
         expected = torch.compile(module, backend=backend)(x)  # scales 1
         (view,) = backend.report.graphs
         for scale in (1.0, 8.0):
-            page = delayed.new_page(4, 2)
+            page = history.new_page(4, 2)
             page[:, 0], page[:, 1] = scale, 1 / scale
             (got,) = view.module(*inputs_of(view, module, x), page)
             assert torch.equal(got, expected) == (scale == 1.0)

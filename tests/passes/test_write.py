@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8graph.graph import aten, nodes
+from fp8graph.ir.nodes import aten, nodes
 from fp8graph.passes.write import write
 
 

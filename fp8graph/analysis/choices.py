@@ -1,0 +1,141 @@
+"""The GEMMs of a plan as they would run in FP8: what is multiplied as one, and who shares a quantization."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from fp8graph.analysis.profit import Choice, Product, Quantized
+from fp8graph.analysis.same_value import value_key
+from fp8graph.analysis.siblings import can_be_slices, kin, size_in_group
+from fp8graph.analysis.sums import are_summed
+from fp8graph.hardware.speed import Speed
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import matmul_arguments, size_hint, value
+from fp8graph.ir.sites import Gemm, OperandView, Site
+from fp8graph.recipes import GemmName, Layout, Recipe
+
+_Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs that have a recipe
+
+
+def choices(compilation: Compilation) -> Iterator[Choice]:
+    """Every GEMM of ``compilation.plan`` that has a recipe, siblings (``siblings.py``) in one choice.
+
+    None where no device has a known speed: there is nothing to choose.
+    """
+    gemms = [gemm for site in compilation.sites for gemm in site.gemms if _recipe(gemm, compilation) is not None]
+    if all(_speed(gemm, compilation) is None for gemm in gemms):
+        return
+    families: dict[object, list[_Planned]] = {}
+    owners: dict[object, set[int]] = {}  # of weights and gradients, by site
+    for position, site in enumerate(compilation.sites):
+        for view in (view for gemm in site.gemms for view in (gemm.a, gemm.b)):
+            owners.setdefault(value_key(view.tensor), set()).add(position)
+    for position, site in enumerate(compilation.sites):
+        planned: dict[GemmName, Gemm] = {g.gemm: g for g in site.gemms if _recipe(g, compilation) is not None}
+        if planned:
+            views = [view for gemm in planned.values() for view in (gemm.a, gemm.b) if view.operand != "input"]
+            alone = not compilation.group or any(len(owners[value_key(view.tensor)]) > 1 for view in views)
+            family = None if alone else _family(site, planned, compilation)
+            families.setdefault(position if family is None else family, []).append((site, planned))
+    for family in families.values():
+        dgrads = [planned["dgrad"].node for _, planned in family if "dgrad" in planned]
+        if len(family) > 1 and are_summed(dgrads):
+            yield from (_joint(name, family, compilation) for name in family[0][1])
+        else:
+            yield from (_single(gemm, compilation) for _, planned in family for gemm in planned.values())
+
+
+def _recipe(gemm: Gemm, compilation: Compilation) -> Recipe | None:
+    return compilation.plan[gemm.node].recipe
+
+
+def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation) -> object:
+    """Equal for linears that would be one, None for those that never are."""
+    recipes = {name: _recipe(gemm, compilation) for name, gemm in planned.items()}
+    own = [
+        recipe.quantizer(view.operand).block
+        for name, gemm in planned.items()
+        for view in (gemm.a, gemm.b)
+        if view.operand != "input" and (recipe := recipes[name]) is not None
+    ]
+    native = all(compilation.plan[gemm.node].execution == "native" for gemm in planned.values())
+    if "fprop" not in planned or not native or size_in_group(site, own) is None:
+        return None
+    fprop = planned["fprop"]
+    dtypes = value(fprop.b.tensor).dtype, value(fprop.node).dtype
+    return *kin(site), value_key(fprop.a.tensor), *recipes.items(), fprop.bias is None, *dtypes
+
+
+def _single(gemm: Gemm, compilation: Compilation) -> Choice:
+    m, n, k = _sizes(gemm)
+    reads = _reads([[gemm.a], [gemm.b]], gemm, compilation)
+    product = Product(m=m, n=n, k=k, reads=reads)
+    return _choice([gemm], [product], compilation)
+
+
+def _joint(name: GemmName, family: Sequence[_Planned], compilation: Compilation) -> Choice:
+    """One GEMM of all siblings; fprop multiplies slices of the joined weight where its result cannot be sliced."""
+    gemms = [planned[name] for _, planned in family]
+    sides = [gemm.a for gemm in gemms], [gemm.b for gemm in gemms]
+    reads = _reads([views[:1] if views[0].operand == "input" else views for views in sides], gemms[0], compilation)
+    sizes = [_sizes(gemm) for gemm in gemms]
+    if name == "fprop" and not can_be_slices([gemm.node for gemm in gemms]):
+        return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads) for m, n, k in sizes], compilation)
+    m, n, k = sizes[0]
+    if name == "fprop":
+        n = sum(n for _, n, _ in sizes)
+    elif name == "dgrad":
+        k = sum(k for *_, k in sizes)
+    elif gemms[0].a.operand == "grad_output":  # dy.T @ x
+        m = sum(m for m, *_ in sizes)
+    else:
+        n = sum(n for _, n, _ in sizes)
+    return _choice(gemms, [Product(m=m, n=n, k=k, reads=reads)], compilation)
+
+
+def _choice(gemms: Sequence[Gemm], products: Sequence[Product], compilation: Compilation) -> Choice:
+    first = gemms[0]
+    recipe = _recipe(first, compilation)
+    assert recipe is not None
+    return Choice(
+        gemms=tuple(gemms),
+        before=tuple(map(_sizes, gemms)),
+        products=tuple(products),
+        dtype=value(first.node).dtype,
+        scaling=recipe.quantizer(first.a.operand).scaling,
+        speed=_speed(first, compilation),
+    )
+
+
+def _reads(
+    sides: Sequence[Sequence[OperandView]], gemm: Gemm, compilation: Compilation
+) -> tuple[tuple[Quantized, Layout], ...]:
+    return tuple((_quantized(views, gemm, compilation), views[0].layout) for views in sides)
+
+
+def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilation) -> Quantized:
+    recipe = _recipe(gemm, compilation)
+    assert recipe is not None
+    first = views[0]
+    keys = tuple(value_key(view.tensor) for view in views)
+    return Quantized(
+        key=(keys, recipe.quantizer(first.operand)),
+        elements=sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views),
+        fused=first.operand != "weight",
+        kept=first.operand == "weight" and compilation.cache_weights and not compilation.gathered,
+    )
+
+
+def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
+    """Of the device that multiplies this GEMM; None if it is not known, and for an emulated one."""
+    speed = compilation.hardware_of(gemm.node).speed
+    if speed is None or compilation.plan[gemm.node].execution != "native":
+        return None
+    return speed.replayed() if compilation.cuda_graphs else speed
+
+
+def _sizes(gemm: Gemm) -> tuple[int, int, int]:
+    """m, n and k of ``[m, k] @ [k, n]``; a dynamic one as it was traced."""
+    *_, m, n = (size_hint(size) for size in value(gemm.node).shape)
+    return m, n, size_hint(value(matmul_arguments(gemm.node)[0]).shape[-1])

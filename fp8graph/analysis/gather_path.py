@@ -1,0 +1,136 @@
+"""Between an all-gather and the tensor that is used: casts, and what moves rows as wholes.
+
+DTensor gathers along the first dim. Shards of another dim (the sequence of [batch, sequence, hidden]) it cuts apart
+afterwards and joins along theirs; a linear then sees [batch * sequence, hidden]. A row, all numbers of the last dim,
+stays together: what is true of each row by itself may be done before the gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph.ir import collectives
+from fp8graph.ir.nodes import aten, known_equal, value
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
+_CAST = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Path:
+    """How a tensor comes from the shards of all ranks."""
+
+    gathered: fx.Node  # the all-gather
+    waited: fx.Node
+    steps: Sequence[fx.Node]  # from there to the tensor, in order; casts left out
+    casts: Sequence[torch.dtype]  # on the way, in order
+    nodes: frozenset[fx.Node]  # all of them
+
+    @property
+    def shard(self) -> fx.Node:
+        """What this rank gives."""
+        return cast(fx.Node, self.gathered.args[0])
+
+    @property
+    def group(self) -> Any:
+        return self.gathered.args[2]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the rows stay in the order in which they arrive."""
+        return all(node.target in (*_VIEWS, *_COPIES) for node in self.steps)
+
+    @property
+    def keeps_shape(self) -> bool:
+        """Whether the shards are matrices, which the gather stacks, and nothing else is done."""
+        return value(self.shard).ndim == 2 and all(node.target in _COPIES for node in self.steps)
+
+    def other_readers(self, reader: fx.Node) -> list[fx.Node]:
+        """What reads the tensor, or what it is made of, beside ``reader``."""
+        return [user for node in self.nodes for user in node.users if user not in self.nodes and user is not reader]
+
+
+def path_of(tensor: fx.Node) -> Path | None:
+    """The path from an all-gather to ``tensor``; None if there is none, or something else is done on it."""
+    steps: list[fx.Node] = []
+    casts: list[torch.dtype] = []
+    found: list[fx.Node] = []
+    node = tensor
+    while node.op == "call_function":
+        found.append(node)
+        if node.target is collectives.WAIT:
+            gathered = cast(fx.Node, node.args[0])
+            if gathered.target is not collectives.ALL_GATHER or value(gathered).ndim < 2:  # vectors: parts of one row
+                return None
+            all_nodes = frozenset((*found, gathered))
+            return Path(gathered=gathered, waited=node, steps=steps[::-1], casts=casts[::-1], nodes=all_nodes)
+        if node.target is _CAST:
+            casts.append(cast(torch.dtype, node.args[1]))
+        elif node.target is aten.cat.default:
+            parts = _parts_of_one_split(node)
+            if parts is None:
+                return None
+            split = cast(fx.Node, parts[0].args[0])
+            found += [*parts, split]
+            steps += [node, *reversed(parts), split]
+            node = split
+        elif _keeps_rows(node):
+            steps.append(node)
+        else:
+            return None
+        node = cast(fx.Node, node.args[0])
+    return None
+
+
+def _keeps_rows(node: fx.Node) -> bool:
+    source = value(cast(fx.Node, node.args[0])) if node.all_input_nodes else None
+    if node.target in _COPIES:
+        return True
+    if node.target in _VIEWS:
+        return source is not None and source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
+    if node.target is aten.permute.default:
+        return cast("list[int]", node.args[1])[-1] in (-1, value(node).ndim - 1)
+    return False
+
+
+def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
+    """What ``cat`` joins, if these are all parts of one split in their order, both not along the last dim."""
+    parts = cast("list[fx.Node]", node.args[0])
+    splits = {cast(fx.Node, part.args[0]) for part in parts if part.target is getitem}
+    if len(splits) != 1 or any(part.target is not getitem for part in parts):
+        return None
+    split = splits.pop()
+    if split.target is not aten.split.Tensor or [part.args[1] for part in parts] != [*range(len(split.meta["val"]))]:
+        return None
+    last = value(node).ndim - 1
+    dims = [cast(int, n.args[where] if len(n.args) > where else 0) for n, where in ((node, 1), (split, 2))]
+    return None if any(dim % (last + 1) == last for dim in dims) else parts
+
+
+def replay(path: Path, start: fx.Node, last: Any, emit: Callable[..., fx.Node]) -> fx.Node:
+    """Do with ``start``, [rows, last], what is done on the path with [rows, its own last dim]."""
+    copies: dict[fx.Node, fx.Node] = {path.waited: start}
+    result = start
+
+    def copied(node: fx.Node) -> fx.Node:
+        while node not in copies:  # a cast was left out
+            node = cast(fx.Node, node.args[0])
+        return copies[node]
+
+    for node in path.steps:
+        args = list(node.args)
+        if node.target in _VIEWS:
+            args[1] = [*cast("list[Any]", args[1])[:-1], last]
+        if node.target is aten.cat.default:
+            args[0] = [copied(part) for part in cast("list[fx.Node]", args[0])]
+        else:
+            args[0] = copied(cast(fx.Node, args[0]))
+        result = copies[node] = emit(node.target, *args, **node.kwargs)
+    return result

@@ -1,0 +1,51 @@
+"""Which linears are multiplied as one: q, k and v; gate and up.
+
+Pass ``group`` joins them once they are quantized; ``choices.py`` asks before that, since GEMMs that become one pay, or
+do not pay, as one. What can be told from the program is here, for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+
+from fp8graph.ir.nodes import is_backward, readers, runs_without_gradients, static_size, strides_matter, value
+from fp8graph.ir.sites import Site
+
+
+def kin(site: Site) -> tuple[Any, ...]:
+    """Equal for linears that may be one if they read one tensor: their module, region, and when they run."""
+    node = site.gemms[0].node
+    same_run = runs_without_gradients(node), str(node.meta.get("recompute")), node.meta.get("ac_graph_id")
+    return site.fqn.rpartition(".")[0], site.region, *same_run
+
+
+def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | None:
+    """N of a linear that may be one of several; None for a product of activations, a weight on the left (``w @ x``),
+    and an N that is dynamic or no multiple of 16 and of the ``blocks`` (scale tiles of its weight and gradient)."""
+    fprop = site.gemms[0]
+    if site.op != "linear" or fprop.gemm != "fprop" or fprop.a.operand != "input":
+        return None
+    weight = value(fprop.b.tensor)
+    size = static_size(weight.shape[-1 if fprop.b.flipped else -2])
+    return size if size is not None and fits_in_group(size, blocks) else None
+
+
+def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
+    """Whether a weight of ``size`` rows can lie between others: whole scale tiles, and 16-byte aligned."""
+    return size % max(16, *(max(block or (1,)) for block in blocks)) == 0
+
+
+def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
+    """Whether no copy is needed when the results are slices of one tensor.
+
+    It is for what leaves the graph, and for an op that is not torch's own, which wants the strides that it had; and if
+    backward keeps one result and not the others, since a slice keeps all of them alive.
+    """
+    found = [list(readers(node)) for node in fprops]
+    kept = {
+        any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
+    }
+    return len(kept) == 1 and not any(map(strides_matter, fprops))

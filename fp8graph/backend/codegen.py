@@ -1,0 +1,113 @@
+"""Handing graphs to AOTAutograd and Inductor: Dynamo's, copied and given spare inputs; those of dialect nodes alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor.compile_fx import compile_fx
+
+from fp8graph.backend.inductor_passes import LowerPass, source_hash
+from fp8graph.compat import dynamo, inductor
+from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
+from fp8graph.passes import WEIGHT_LOWERING
+
+if TYPE_CHECKING:
+    from fp8graph.backend.backend import Backend
+
+
+def accelerator_of(args: Sequence[Any]) -> torch.device:
+    """The device that a model runs on: a number may be a tensor on the CPU beside tensors on a GPU."""
+    devices = [x.device for x in args if isinstance(x, torch.Tensor)]
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
+def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
+    """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    written = [placeholders.index(copy.args[0]) for copy in copies if copy.args[0] in placeholders]
+
+    def run(args: list[Any]) -> Any:
+        values = list(args)
+        args.clear()  # boxed calling convention: the caller's references go
+        # a page may be saved for the backward of another call, which is to read what this one writes
+        with torch.autograd._unsafe_preserve_version_counter(tuple(values[index] for index in written)):
+            return module(*values)
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+def compile_dialect(
+    module: fx.GraphModule, inputs: list[Any], backend: Backend, inner_compile: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Generate code for a graph of dialect nodes that has no gradients."""
+    options = {**inductor.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
+    options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
+    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
+    extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
+
+
+def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
+    """A copy of Dynamo's graph that AOTAutograd takes for the original.
+
+    Nodes inside ``torch.no_grad`` regions are marked (``NO_GRAD_KEY``): nothing else tells them apart later.
+    """
+    graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
+    graph.output(graph.graph_copy(module.graph, copies))
+    enabled = gradients
+    for original, copy in copies.items():
+        if hasattr(original, "_dynamo_source"):
+            copy._dynamo_source = original._dynamo_source  # pyright: ignore
+        if original.target is torch._C._set_grad_enabled:
+            enabled = cast(bool, original.args[0])
+        elif gradients and not enabled:
+            copy.meta["custom"] = {**(original.meta.get("custom") or {}), NO_GRAD_KEY: True}
+    result = fx.GraphModule(module, graph)
+    result.meta = module.meta
+    dynamo.keep_parameter_sources(module, result)
+    return result
+
+
+def add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any]) -> list[Any]:
+    """Append graph inputs for passes to take (``sites.SpareInputs``); returns the fake tensors to trace with."""
+    if not number:
+        return []
+    mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode
+    assert mode is not None
+    device = accelerator_of(inputs)  # an unused tensor on the CPU would keep CUDA graphs off
+    with mode:
+        fakes = [torch.empty(0, device=device) for _ in range(number)]
+    last = module.graph.find_nodes(op="placeholder")[-1] if inputs else None
+    for index, fake in enumerate(fakes):
+        with module.graph.inserting_after(last):
+            last = module.graph.placeholder(f"fp8graph_input_{index}")
+        last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
+        # a tensor that stays where it is, like a parameter: no copy of it for a CUDA graph
+        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        last.meta["example_value"] = fake
+    module.recompile()
+    return fakes
+
+
+def with_taken_inputs(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+    """``inner_compile`` of compile_fx for graphs whose passes took spare inputs: it is given what they became.
+
+    AOTAutograd hands on the empty tensors that it traced with.
+    """
+
+    @functools.wraps(inner_compile)
+    def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        became = [
+            node.meta["val"] if TAKEN_KEY in node.meta else x for node, x in zip(placeholders, inputs, strict=True)
+        ]
+        return inner_compile(module, became, **kwargs)
+
+    return compile

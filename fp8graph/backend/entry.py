@@ -1,0 +1,70 @@
+"""What users call: compile a model, find its backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8graph.backend.backend import Backend, PolicyLike
+from fp8graph.backend.named import NamedBackend
+from fp8graph.backend.regions import Regions, regions_of
+from fp8graph.compat import dynamo
+from fp8graph.errors import PolicyError
+from fp8graph.recipes import RecipeLike
+
+
+def backend_of(compiled: Any) -> Backend:
+    """The :class:`Backend` behind a compiled module or function, also one compiled by name.
+
+    Raises:
+        PolicyError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
+    """
+    pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
+    backend = next(filter(None, (dynamo.fp8graph_backend(dynamo.orig_backend(piece)) for piece in pieces)), None)
+    if backend is None:
+        raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+    return backend
+
+
+def refresh_weights(backend: Backend) -> None:
+    """Quantize every weight again before its next use: after weights were written through ``.data``.
+
+    Such writes change neither a tensor's version nor its address, and no optimizer step is seen. Updates by
+    torch's optimizers and in-place writes are noticed without this.
+    """
+    backend.weights.refresh()
+
+
+def compile(  # noqa: A001  (the public name is torch's)
+    model: torch.nn.Module,
+    policy: PolicyLike | None = None,
+    *,
+    recipe: RecipeLike = None,
+    strict: bool = False,
+    regions: Regions | None = None,
+    **torch_compile_kwargs: Any,
+) -> torch.nn.Module:
+    """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
+
+    Compiling in place also covers ``model.generate()``, which calls the model, not the wrapper that
+    ``torch.compile(model)`` returns. The backend: ``fp8graph.backend_of(model)``.
+
+    Args:
+        policy, recipe, strict: see :class:`Backend`.
+        regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block once, however many
+            layers there are; a list of class names says which. None compiles the model as a whole. What lies around
+            the blocks is compiled where it multiplies, and runs in eager in between. Layers share code as long as
+            Dynamo finds nothing that tells them apart: a key-value cache does (pass ``use_cache=False`` in training).
+        torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``options`` (of this backend, as by name), ...
+    """
+    kwargs = {"policy": policy, "recipe": recipe, "strict": strict}
+    options = {k: v for k, v in kwargs.items() if v not in (None, False)}
+    options |= torch_compile_kwargs.pop("options", None) or {}
+    if (mode := torch_compile_kwargs.pop("mode", None)) is not None:
+        options["mode"] = mode
+    backend = NamedBackend().backend_for({"options": options})
+    backend.bind(model)
+    for module in [model] if regions is None else regions_of(model, regions):
+        dynamo.compile_in_place(module, backend=backend, **torch_compile_kwargs)
+    return model

@@ -1,0 +1,117 @@
+"""How many inputs a graph will take beside Dynamo's: foreseen from Dynamo's graph, before anything is traced.
+
+A guess. Inputs that nobody takes cost a little at each call; with too few of them the graph is traced once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph import hardware
+from fp8graph.analysis.naming import names_of, place_of
+from fp8graph.analysis.siblings import fits_in_group
+from fp8graph.errors import Fp8GraphError
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.places import Parameter
+from fp8graph.ir.sites import Site
+from fp8graph.numerics import quantization
+from fp8graph.passes.assign import resolve
+from fp8graph.recipes import FP8_MAX, OPERANDS, DelayedScaling, Recipe
+from fp8graph.recipes.autocast import REGION_KEY
+from fp8graph.recipes.rules import Op
+
+# What becomes a matmul, by the name of the function or method: the op that it is a site of
+_MATMULS: Final[Mapping[str, Op]] = {
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear"), "linear"),
+    **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), "grouped_mm"),
+}
+
+
+def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: bool) -> int:
+    """The number of FP8 copies of weights, scales of theirs and pages of scaling state that ``module`` may take."""
+    if compilation.subgraph:
+        return 0
+    parameters = _parameters(module, compilation)
+    found: list[tuple[fx.Node, Site]] = []
+    weight_of: dict[fx.Node, fx.Node] = {}
+    for node, weight, op in _matmuls(module.graph, parameters):
+        custom = cast("dict[str, Any] | None", node.meta.get("custom")) or {}
+        place = place_of(node, weight, parameters)
+        weight_of[node] = weight
+        found.append((node, Site(place=place, op=op, region=custom.get(REGION_KEY))))
+    names = names_of([site.place for _, site in found], parameters.values())
+    weights: dict[Any, int] = {}  # what becomes one copy -> how many tensors that is
+    pages: set[Any] = set()
+    for (node, site), (fqn, index) in zip(found, names, strict=True):
+        site.fqn, site.index = fqn, index
+        with contextlib.suppress(Fp8GraphError):  # pass `assign` says so
+            recipes = resolve(site, compilation).recipes
+            used = [recipes["fprop"], recipes["dgrad"] if training else None]
+            for recipe in {recipe for recipe in used if recipe is not None}:
+                own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
+                native = own[0].scaling in _device(weight_of[node], compilation).scalings
+                fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
+                can_join = compilation.group and native and fits
+                joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
+                if compilation.cache_weights and site.parameter is not None:
+                    weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
+            for recipe in recipes.values():
+                if isinstance(recipe, DelayedScaling):
+                    pages |= {
+                        (recipe, FP8_MAX[recipe.quantizer(operand).dtype], operand == "grad_output")
+                        for operand in OPERANDS
+                        if (training or operand == "input")
+                        and (operand != "weight" or not compilation.cache_weights or site.parameter is None)
+                    }
+    return sum(weights.values()) + len(pages)
+
+
+def _outputs(recipe: Recipe, *, layouts: int) -> int:
+    """How many tensors a weight becomes."""
+    scaling = recipe.quantizer("weight").scaling
+    names = quantization.output_names(scaling, [1], [1] if layouts == 2 else [])
+    return sum(name != "amax" for name in names)
+
+
+def _parameters(module: fx.GraphModule, compilation: Compilation) -> dict[fx.Node, Parameter]:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return {placeholders[index]: parameter for index, parameter in compilation.parameters.items()}
+
+
+def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterator[tuple[fx.Node, fx.Node, Op]]:
+    """``(node, weight, op)`` for what multiplies by something computed from one parameter of two dims or more."""
+    of_parameter: dict[fx.Node, fx.Node] = {node: node for node in parameters}
+    for node in graph.nodes:
+        name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]
+        if node.op in ("call_function", "call_method") and name in _MATMULS:
+            weights = [source for source in node.all_input_nodes if source in of_parameter and _is_matrix(source)]
+            if len(weights) == 1:
+                yield node, of_parameter[weights[0]], _MATMULS[name]
+        elif len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in of_parameter:
+            of_parameter[node] = of_parameter[node.all_input_nodes[0]]
+
+
+def _device(weight: fx.Node, compilation: Compilation) -> hardware.Hardware:
+    example = weight.meta.get("example_value")
+    device = example.device if isinstance(example, torch.Tensor) else torch.device("cpu")
+    return compilation.hardware or hardware.of_device(device)
+
+
+def _rows(weight: fx.Node) -> int:
+    """N of a weight [N, K]."""
+    example = weight.meta.get("example_value")
+    return int(example.shape[0]) if isinstance(example, torch.Tensor) and example.ndim else 0
+
+
+def _has_bias(linear: fx.Node) -> bool:
+    return (linear.args[2] if len(linear.args) > 2 else linear.kwargs.get("bias")) is not None
+
+
+def _is_matrix(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return not isinstance(example, torch.Tensor) or example.ndim > 1

@@ -1,0 +1,195 @@
+"""The two objects that Inductor calls: the joint pipeline and the lowering, with their cache identity."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fp8graph.errors import Fp8GraphError
+from fp8graph.ir import verify
+from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.text import GraphText
+from fp8graph.passes import JOINT_PIPELINE, LOWERING
+from fp8graph.records import CollectiveRecord, GemmRecord
+from fp8graph.report.build import gemm_records, with_groups
+from fp8graph.report.collectives import collective_records
+
+GraphPass = Callable[[fx.Graph], None]
+
+
+@functools.cache
+def source_hash() -> str:
+    """A hash of every source file of the package, at any depth: passes, their order, the numerics."""
+    return hash_of(Path(__file__).parent.parent)
+
+
+def hash_of(package: Path) -> str:
+    """A hash of the names and contents of all Python files under ``package``, and of torch's version."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for folder in (package, package / "passes", package / "models"):  # the last two are links, which rglob may skip
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+class Stopwatch:
+    """Seconds that were spent in passes."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Generator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _run(graph: fx.Graph, name: str, run: Callable[[], None], *, lowered: bool = False) -> None:
+    """Run one pass and check what it leaves. Every failure reaches the user with the name of the pass.
+
+    Some exceptions of fake tensors would turn into a silent graph break inside Dynamo; an Fp8GraphError does not.
+    """
+    try:
+        run()
+        verify.verify(graph, after=name, lowered=lowered)
+    except Fp8GraphError:
+        raise
+    except Exception as error:
+        raise Fp8GraphError(
+            f"internal error in pass '{name}': {type(error).__name__}: {error}. Please report this with the model."
+        ) from error
+
+
+def _append(text: str, more: str) -> str:
+    return f"{text}\n\n{more}" if text else more
+
+
+class _Pass(CustomGraphPass):
+    """A custom pass of Inductor that runs another one (the user's) first."""
+
+    def __init__(
+        self, identity: str | None, first: GraphPass | Sequence[GraphPass] | None, stopwatch: Stopwatch | None = None
+    ) -> None:
+        self._identity = identity
+        self._stopwatch = stopwatch or Stopwatch()
+        self._first = [first] if callable(first) else list(first or ())
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for other in self._first:
+            other(graph)
+
+    def uuid(self) -> Any:
+        others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._first]
+        if self._identity is None or None in others:
+            return None  # an anonymous pass: torch must not cache
+        return json.dumps([type(self).__name__, self._identity, *map(str, others)])
+
+
+class TooFewInputs(Exception):
+    """Ends a compilation whose graph wants more spare inputs than it has: ``wanted`` of them."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(wanted)
+        self.wanted = wanted
+
+
+class JointPass(_Pass):
+    """The joint pipeline on the joint graph. Leaves its findings on itself.
+
+    Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up.
+    """
+
+    def __init__(
+        self,
+        compilation: Compilation,
+        identity: str | None,
+        first: GraphPass | Sequence[GraphPass] | None = None,
+        check: Callable[[Sequence[GemmRecord]], None] | None = None,
+        keep_module: bool = False,
+        stopwatch: Stopwatch | None = None,
+    ) -> None:
+        super().__init__(identity, first, stopwatch)
+        self._compilation = compilation
+        self._check = check  # strict mode: raises before anything is generated
+        self._keep_module = keep_module
+        self.before = ""
+        self.inputs: tuple[str, ...] = ()
+        self.stages: dict[str, str] = {}  # pass name -> graph text after it
+        self.collectives: tuple[CollectiveRecord, ...] = ()
+        self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
+        self.training = False
+        self.findings = Findings()
+        self.module: fx.GraphModule | None = None
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        with self._stopwatch():
+            self._rewrite(graph)
+
+    def _rewrite(self, graph: fx.Graph) -> None:
+        compilation = self._compilation
+        text = GraphText()
+        self.before = _append(self.before, text(graph))
+        inputs = list(graph_inputs(graph))
+        compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
+        self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
+        sources = dict(enumerate(compilation.sources))
+        self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
+        records: list[GemmRecord] = []
+        earlier = self.records or ()
+        for run in JOINT_PIPELINE:
+            _run(graph, run.__name__, functools.partial(run, graph, compilation))
+            if run.__name__ == "assign":  # the matmul nodes are still there
+                records = gemm_records(compilation)
+                self.records = (*earlier, *records)
+                if self._check is not None:
+                    self._check(records)
+            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
+        self.records = (*earlier, *with_groups(records, compilation))
+        self.collectives = (*self.collectives, *collective_records(graph))
+        self.findings = self.findings.and_those_of(compilation)
+        compilation.forget_nodes()  # they would keep the graph alive
+        if compilation.spares.wanted > len(compilation.spares.indices):
+            raise TooFewInputs(compilation.spares.wanted)
+        if self._keep_module:
+            copy = fx.Graph()
+            copy.output(copy.graph_copy(graph, val_map={}))
+            self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
+
+
+class LowerPass(_Pass):
+    """dialect -> aten, on the forward and on the backward graph, after the partitioner.
+
+    Args:
+        passes: ``LOWERING``, or what a graph that quantizes weights needs more.
+    """
+
+    def __init__(
+        self,
+        identity: str,
+        first: GraphPass | Sequence[GraphPass] | None = None,
+        stopwatch: Stopwatch | None = None,
+        passes: Sequence[GraphPass] = LOWERING,
+    ) -> None:
+        super().__init__(" ".join((identity, *(run.__name__ for run in passes))), first, stopwatch)
+        self._passes = passes
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        with self._stopwatch():
+            for run in self._passes:
+                _run(graph, run.__name__, functools.partial(run, graph), lowered=True)

@@ -1,0 +1,64 @@
+"""``backend="fp8graph"``: a backend by name and options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fp8graph.backend.backend import Backend
+from fp8graph.errors import PolicyError
+
+# Backend's arguments, and torch's own two under short names
+_OPTIONS: Final = (*(n for n in inspect.signature(Backend).parameters if n != "inductor_options"), "mode", "inductor")
+
+
+class NamedBackend:
+    """``backend="fp8graph"``: one :class:`Backend` per distinct set of options.
+
+    torch shares compiled code between compile calls whose backend and options are equal, two models of one
+    class for instance; they therefore share a Backend, and its report, too.
+    """
+
+    __name__ = "fp8graph"
+
+    def __init__(self) -> None:
+        self._backends: list[tuple[dict[str, Any], Backend]] = []
+
+    def __reduce__(self) -> str:
+        return "named_backend"
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        return self.backend_for(kwargs)(module, example_inputs)
+
+    def backend_for(self, kwargs: Mapping[str, Any]) -> Backend:
+        """The Backend for ``torch.compile(..., mode=, options=)``."""
+        for known, backend in self._backends:
+            if known == kwargs:
+                return backend
+        backend = self._make(kwargs.get("mode"), dict(kwargs.get("options") or {}))
+        self._backends.append((dict(kwargs), backend))
+        return backend
+
+    def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise PolicyError(
+                f"fp8graph has no option {unknown[0]!r}. Options: {', '.join(_OPTIONS)}. "
+                'Inductor\'s own options go into a dict: options={"inductor": {...}}.'
+            )
+        mode = options.pop("mode", mode)
+        inductor = options.pop("inductor", None) or {}
+        if not isinstance(inductor, Mapping):
+            raise PolicyError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
+        if mode is not None:
+            modes = torch._inductor.list_mode_options()
+            if mode not in modes:
+                raise PolicyError(f"mode must be one of {', '.join(modes)}, not {mode!r}.")
+            inductor = {**modes[mode], **inductor}
+        return Backend(**options, inductor_options=inductor)
+
+
+named_backend: Final = NamedBackend()

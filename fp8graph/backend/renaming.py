@@ -1,0 +1,88 @@
+"""One compiled graph under several names.
+
+Layers that are compiled one by one share Dynamo's graph, and their names differ. Names decide (policies go by them), so
+each layer is decided anew; where the decisions are those of a layer that was compiled already, so is the code. Report,
+scaling state and its names stay each layer's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fp8graph.analysis.naming import names_of
+from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.sites import Site
+from fp8graph.passes.assign import resolve
+from fp8graph.recipes.rules import Resolution
+from fp8graph.records import GemmRecord
+from fp8graph.report import GraphView
+
+_Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old name: new site, old and new resolution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decided:
+    """How the sites of a compiled graph were decided, as far as that depends on what they are called."""
+
+    findings: Findings
+    resolutions: Sequence[Resolution]  # of each site
+    view: GraphView
+
+    @staticmethod
+    def of(findings: Findings, compilation: Compilation, view: GraphView) -> Decided:
+        """The decisions about the sites in ``findings`` under the names and the policy of ``compilation``."""
+        return Decided(
+            findings=findings, resolutions=[resolve(site, compilation) for site in findings.sites], view=view
+        )
+
+    def under(self, compilation: Compilation) -> Decided | None:
+        """The same graph under the names of ``compilation``; None if another one has to be compiled for them."""
+        sites = self.findings.sites
+        names = names_of([site.place for site in sites], compilation.parameters.values())
+        called = [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
+        resolutions = [resolve(site, compilation) for site in called]
+        alike = all(
+            old.recipes == new.recipes and old.by_user == new.by_user
+            for old, new in zip(self.resolutions, resolutions, strict=True)
+        )
+        if not alike or _modules(sites) != _modules(called) or self.findings.has_subgraphs:
+            return None
+        renamed: _Sites = {
+            (site.fqn, site.index): (new, old_resolution, resolution)
+            for site, new, old_resolution, resolution in zip(sites, called, self.resolutions, resolutions, strict=True)
+        }
+        weights = tuple(
+            weight if weight.page is None else dataclasses.replace(weight, page=_page(weight.page, renamed))
+            for weight in self.findings.weights
+        )
+        findings = dataclasses.replace(
+            self.findings,
+            sites=tuple(called),
+            weights=weights,
+            pages=tuple(_page(page, renamed) for page in self.findings.pages),
+        )
+        view = dataclasses.replace(self.view, gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms))
+        return Decided(findings=findings, resolutions=resolutions, view=view)
+
+
+def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
+    """Which sites are of one module, and their numbers: linears of one module may be joined."""
+    numbers: dict[str, int] = {}
+    return [(numbers.setdefault(site.fqn.rpartition(".")[0], len(numbers)), site.index) for site in sites]
+
+
+def _page(page: PageLayout, renamed: _Sites) -> PageLayout:
+    def row(old: StateRow) -> StateRow:
+        site, *_ = renamed[old.fqn, old.index]
+        return dataclasses.replace(old, fqn=site.fqn, index=site.index)
+
+    return dataclasses.replace(page, rows=tuple(tuple(map(row, rows)) for rows in page.rows))
+
+
+def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:
+    site, old, new = renamed[gemm.fqn, gemm.index]
+    reason = gemm.reason.replace(old.source, new.source)  # another rule may ask for the same
+    return dataclasses.replace(gemm, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)

@@ -1,0 +1,29 @@
+"""What a call depends on beside its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fp8graph.errors import Fp8GraphError
+from fp8graph.recipes import Recipe
+from fp8graph.recipes.autocast import region_recipe
+from fp8graph.recipes.rules import INHERIT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Everything outside the graph, but for names, that decides how it is rewritten."""
+
+    policy: str
+    region: str | Recipe | None
+    amax_group: str | None  # process group of the amax reduction
+
+
+def region_text(region: Any) -> str:
+    """What a region stands for now: a recipe registered again under one name is another recipe."""
+    try:
+        recipe = region_recipe(region)
+    except Fp8GraphError:
+        return "unknown"  # `assign` says so, and where
+    return "policy" if recipe is INHERIT else repr(recipe)

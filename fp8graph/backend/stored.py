@@ -1,0 +1,150 @@
+"""What is kept beside torch's compiled code.
+
+On a warm compile cache no pass runs, and yet the report must be right, and the inputs that the code takes known.
+
+One file for each graph, in Inductor's cache folder, named by what decides about the graph. The findings are a pickle
+(as everything that torch keeps there): whoever can write to the folder can run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8graph.compat import inductor
+from fp8graph.ir.compilation import Findings
+from fp8graph.ir.keys import PASS_KEY
+from fp8graph.report import GraphView
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One graph: its report, and what the passes found in it."""
+
+    view: GraphView
+    findings: Findings
+
+    def write(self, key: str) -> None:
+        """Keep it for other processes. What cannot be kept is found again by tracing the graph."""
+        with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
+            findings = base64.b64encode(_dumped(self.findings)).decode()
+            _write(_path(key), json.dumps(self.view.to_dict() | {"findings": findings}))
+
+
+def read(key: str) -> Stored | None:
+    """What was kept under ``key``; None if there is nothing, or it is damaged."""
+    with contextlib.suppress(OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, *_DAMAGED):
+        values = json.loads(_path(key).read_text(encoding="utf-8"))
+        findings = pickle.loads(base64.b64decode(values.pop("findings")))
+        return Stored(view=GraphView.from_dict(values), findings=findings)
+    return None
+
+
+_DAMAGED: Final = (pickle.PickleError, ImportError)  # what else reading a damaged pickle, or another version's, raises
+
+
+def _path(key: str) -> Path:
+    return inductor.inductor_cache_folder() / "fp8graph" / f"{key}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write atomically: another process may read or write the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+class _Pickler(pickle.Pickler):
+    """Takes dialect graphs, which hold fake tensors and ops, apart into plain values."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, fx.Graph):
+            return _graph_of, (_lines(obj),)
+        if isinstance(obj, torch._ops.OpOverload):
+            return _op_of, tuple(str(obj).split("."))
+        return NotImplemented
+
+
+def _dumped(findings: Findings) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream).dump(findings)
+    return stream.getvalue()
+
+
+def _op_of(namespace: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A node, as an argument of another one."""
+
+    name: str
+
+
+def _reference(node: fx.Node) -> Any:
+    return _Reference(node.name)
+
+
+_Line = tuple[str, str, Any, Any, Any, Any, dict[str, Any]]  # op, name, target, args, kwargs, value, metadata
+_KEPT: Final = (PASS_KEY,)  # metadata: spec.py answers for the node
+
+
+def _lines(graph: fx.Graph) -> list[_Line]:
+    return [
+        (
+            node.op,
+            node.name,
+            node.target,
+            *(fx.map_arg(x, _reference) for x in (node.args, node.kwargs)),
+            _shapes(node.meta.get("val")),
+            {key: node.meta[key] for key in _KEPT if key in node.meta},
+        )
+        for node in graph.nodes
+    ]
+
+
+def _shapes(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        return val.dtype, tuple(val.shape), val.stride(), val.device
+    return [_shapes(x) for x in val] if isinstance(val, (list, tuple)) else None
+
+
+def _graph_of(lines: Sequence[_Line]) -> fx.Graph:
+    graph, nodes = fx.Graph(), dict[str, fx.Node]()
+
+    def resolved(argument: Any) -> Any:
+        if isinstance(argument, _Reference):
+            return nodes[argument.name]
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(map(resolved, argument))
+        return {k: resolved(v) for k, v in argument.items()} if isinstance(argument, dict) else argument
+
+    with FakeTensorMode():
+        for op, name, target, args, kwargs, shapes, metadata in lines:
+            node = nodes[name] = graph.create_node(op, target, resolved(args), resolved(kwargs), name=name)
+            node.meta.update(metadata)
+            if shapes is not None:
+                node.meta["val"] = _fake(shapes)
+    return graph
+
+
+def _fake(shapes: Any) -> Any:
+    if isinstance(shapes, list):
+        return [_fake(one) for one in shapes]
+    dtype, size, stride, device = shapes
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -1,0 +1,33 @@
+"""Autograd and optimizers: backward, hooks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_hooks_of_the_dead: Final[list[Any]] = []
+
+
+def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
+    """Call ``hook(optimizer, args, kwargs)`` after each step of any optimizer, until ``owner`` is gone.
+
+    Torch iterates over its dict of hooks. The garbage collector may find ``owner`` while one of them runs, and nothing
+    may be removed then: it is when the next hook comes.
+    """
+    while _hooks_of_the_dead:
+        _hooks_of_the_dead.pop().remove()
+    weakref.finalize(owner, _hooks_of_the_dead.append, register_optimizer_step_post_hook(hook))
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_hooks() -> bool:
+    """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
+    return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None

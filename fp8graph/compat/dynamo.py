@@ -1,0 +1,175 @@
+"""Dynamo: sources of inputs, frames and how they fail, the backend behind what torch calls."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar, cast
+
+import torch
+from torch import fx
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.utils import get_compilation_metrics
+from torch._guards import CompileContext
+
+_DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def source_name(node: fx.Node) -> str:
+    """Dynamo's name of a graph input, like ``L['self']._parameters['w']``.
+
+    ``Source.name`` is a method up to torch 2.11 and a property after.
+    """
+    name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
+    return cast(str, name() if callable(name) else name)
+
+
+def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None:
+    """Let AOTAutograd know of a copied graph that Dynamo made it.
+
+    Dynamo notes so on the module itself, not in ``meta``. Without the note AOTAutograd takes the graph for an exported
+    one: no input is then static, and CUDA graphs copy every parameter at each replay (torch 2.11 to 2.15).
+    """
+    if (sources := getattr(module, "_param_name_to_source", None)) is not None:
+        copy._param_name_to_source = sources  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
+    """``module.compile(...)``, also of modules of torch.nn.
+
+    Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` runs in eager, and says
+    nothing. ``torch.compile(module)`` wraps the call for that reason; so does this.
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        call = torch.compile(wrap_inline(module._call_impl), **kwargs)
+        module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        module.compile(**kwargs)
+
+
+def orig_backend(compiled: Any) -> Any:
+    """The backend callable behind a compiled module or function, or None.
+
+    torch keeps it in a chain of wrappers: OptimizedModule -> context -> callback -> ... -> backend.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        context = getattr(compiled, "dynamo_ctx", None)  # torch.compile(module)
+        implementation = getattr(compiled, "_compiled_call_impl", None)  # module.compile()
+        if context is None and implementation is None:
+            implementation = compiled.forward  # module.forward = torch.compile(module.forward)
+        candidates: list[Any] = [getattr(context, "callback", None), *_closure(implementation)]
+    else:
+        candidates = list(_closure(compiled))
+    for candidate in candidates:
+        if hasattr(candidate, "_torchdynamo_orig_backend"):
+            return innermost_backend(candidate)
+    return None
+
+
+def innermost_backend(wrapper: Any) -> Any:
+    """The backend in a chain of Dynamo's wrappers."""
+    while hasattr(wrapper, "_torchdynamo_orig_backend"):
+        wrapper = wrapper._torchdynamo_orig_backend
+    return wrapper
+
+
+def fp8graph_backend(found: Any) -> Any:
+    """The fp8graph Backend behind what torch calls, or None; torch wraps names and callables alike."""
+    choose = getattr(getattr(found, "compiler_fn", found), "backend_for", None)
+    return choose(getattr(found, "kwargs", {})) if choose is not None else None
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
+
+
+def failed_frames(frame_ids: set[str], since: int) -> list[str]:
+    """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics (the last 64).
+
+    Args:
+        frame_ids: the frames that the caller compiled. Such a frame falls back to eager when it meets the
+            recompile limit: looked for here only while :func:`on_recompile_limit`, which is exact, sees nothing
+            because Dynamo's warnings are off. A frame whose autocast region contains a graph break never reaches a
+            backend; it is recognised by Dynamo's message.
+        since: time in microseconds; older failures belong to other models, whose frame ids may be the same.
+    """
+    found: list[str] = []
+    unseen = not _DYNAMO_LOG.isEnabledFor(logging.WARNING)
+    for metrics in get_compilation_metrics():
+        if metrics.fail_type is None or (metrics.start_time_us or 0) < since:
+            continue
+        reason = (metrics.fail_reason or "").splitlines()[0]
+        frame = (metrics.compile_id or "").split("/")[0]
+        if "fx.traceback.annotate" in reason:
+            found.append(
+                f"{metrics.co_name}: a graph break inside an fp8graph.autocast region; the frame runs in eager"
+            )
+        elif unseen and frame in frame_ids and "recompile" in reason:
+            found.append(_at_recompile_limit(frame))
+    return found
+
+
+def skipped_frames(since: int) -> list[str]:
+    """Functions that Dynamo could not trace and runs in eager, with its reason; what they call, it compiles again.
+
+    From the last 64 compilations after ``since`` (time in microseconds), which may be another model's.
+    """
+    found: list[str] = []
+    for metrics in get_compilation_metrics():
+        if metrics.fail_type == "Unsupported" and (metrics.start_time_us or 0) >= since:
+            name = re.sub(r"^torch_dynamo_resume_in_(\w+)_at_\d+$", r"\1", metrics.co_name or "")
+            place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
+            found.append(f"{name} ({place}): {(metrics.fail_reason or '').splitlines()[0].rstrip('.')}")
+    return list(dict.fromkeys(found))
+
+
+def on_recompile_limit(owner: object, callback: Callable[[Any, str], None]) -> None:
+    """Call ``callback(backend, text)`` when a frame meets Dynamo's recompile limit, for as long as ``owner`` lives.
+
+    From then on Dynamo runs that frame in eager for new shapes and values, and calls no backend. It says so nowhere
+    but in its log, so this is a filter of that log (with warnings switched off: :func:`failed_frames`, later). What
+    ``callback`` raises leaves Dynamo where the error of ``config.fail_on_recompile_limit_hit``, a switch for every
+    model, would, and reaches the user. Whose frame it is is a variable of the function that logs: ids of frames do
+    not tell, they start again after ``torch._dynamo.reset()``.
+    """
+
+    def watch(record: logging.LogRecord) -> bool:
+        if "torch._dynamo hit config" in str(record.msg):
+            frame: Any = sys._getframe()
+            while frame is not None and "compiler_fn" not in frame.f_locals:
+                frame = frame.f_back
+            if frame is not None:
+                callback(innermost_backend(frame.f_locals["compiler_fn"]), _at_recompile_limit(current_frame_id()))
+        return True
+
+    _DYNAMO_LOG.addFilter(watch)
+    weakref.finalize(owner, _DYNAMO_LOG.removeFilter, watch)
+
+
+def _at_recompile_limit(frame: str) -> str:
+    return f"frame {frame}: Dynamo's recompile limit is exceeded; new shapes or values run in eager"
+
+
+def never_a_root_frame(function: Callable[P, R]) -> Callable[P, R]:
+    """Let Dynamo inline ``function`` into the code that calls it, but never compile it on its own.
+
+    When a frame falls back to eager, Dynamo compiles the functions that it calls one by one. A function that
+    returns a ``torch.fx.traceback.annotate`` context cannot be compiled so: Dynamo then hands back the function
+    ``annotate`` in place of the context (torch 2.11 to 2.15).
+    """
+    skip_code(function.__code__)  # pyright: ignore[reportFunctionMemberAccess]
+    return function
+
+
+def current_frame_id() -> str:
+    """The id of the frame that Dynamo is compiling, "" outside a compile."""
+    compile_id = CompileContext.current_compile_id()
+    return str(compile_id).split("/")[0] if compile_id is not None else ""

@@ -1,0 +1,114 @@
+"""Inductor: the options that our graphs need, its defects."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sympy
+import torch
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.ops_handler import OpsHandler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.virtualized import ops
+from torch.utils import _triton
+from torch.utils._sympy.functions import FloorDiv
+
+
+def inductor_cache_folder() -> Path:
+    """Where Inductor keeps its compiled code."""
+    return Path(cache_dir())
+
+
+def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """The Inductor options that rewritten graphs need on the target, or on the device of the inputs."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    on_gpu = "cuda" in devices if target is None else target.name != "cpu"
+    return gpu_codegen_patches() if on_gpu else cpu_codegen_patches(example_inputs)
+
+
+def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
+    """Inductor options that keep its C++ right on this CPU.
+
+    GCC 12 at -O3 miscompiles Inductor's AVX-512 ``transpose_mxn`` for 16-bit types as soon as one kernel
+    transposes two tensors (a relative of pytorch#182016, which fixes the AArch64 version): plain
+    ``(x.t().contiguous(), w.t().contiguous())`` in bf16 comes back wrong on torch 2.11 to 2.15. A
+    columnwise copy is such a transpose, so rewritten CPU graphs use 256-bit vectors, which are not affected.
+    """
+    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
+    if on_cpu:
+        fix_cpu_loop_split()
+    if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
+        return {"cpp.simdlen": 256}
+    return {}
+
+
+def gpu_codegen_patches() -> dict[str, Any]:
+    """Inductor options for GPU code: the fusions that are off by default.
+
+    ``nested_reduction`` (torch 2.13) makes a norm and the amax of its tiles one kernel. A cast with a scale per tile is
+    more than the 30 operations after which Inductor writes a value to memory in FP32.
+
+    ``combo_kernels`` puts independent small kernels into one launch, those of scales. Reductions are left out: torch
+    2.11 and 2.13 would join the amaxes of the rows and of the columns of a whole activation into one looped kernel
+    with the blocks and the registers of the larger one (pytorch#171671 gives each its own blocks, off by default;
+    pytorch#186668, after 2.13, leaves very large reductions out).
+    """
+    patches = {
+        "triton.nested_reduction": True,
+        "combo_kernels": True,
+        "combo_kernels_pointwise_only": True,
+        "realize_opcount_threshold": 200,
+    }
+    known = inductor_config.get_config_copy()
+    return {name: value for name, value in patches.items() if name in known}
+
+
+def exact_quotient(a: Any, b: Any) -> Any:
+    """``a / b`` in Inductor's GPU code, FP32, rounded to nearest. Torch 2.11 has no operation for it."""
+    if hasattr(OpsHandler, "div_rn"):
+        return ops.div_rn(a, b)
+    return ops.inline_asm_elementwise(a, b, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32)
+
+
+def forget_device_facts() -> None:
+    """Clear what torch remembers of the machine's GPU and triton."""
+    for function in (
+        DeviceProperties.create,
+        _triton.has_triton,
+        _triton.triton_backend,
+        _triton.triton_hash_with_backend,
+    ):
+        getattr(getattr(function, "__func__", function), "cache_clear", lambda: None)()
+
+
+def fix_cpu_loop_split() -> None:
+    """Keep Inductor's C++ backend from splitting a loop into parts that do not fill it.
+
+    ``CppScheduling.try_loop_split`` (pytorch#132389) turns a loop over n that reads ``x[i // 32]`` into n // 32 loops
+    of 32: for n = 40 the last 8 elements are never written (one scale per tile with a ragged edge), and two nodes
+    of different sizes fail its assertion (both layouts of one tensor). Torch has no switch for it; it is an
+    optimization, so it is left out where it would go wrong. Idempotent.
+    """
+    original = CppScheduling.try_loop_split
+    if hasattr(original, "_fp8graph_original"):
+        return
+
+    def try_loop_split(self: Any, nodes: list[Any]) -> list[Any]:
+        sizes: set[Any] = set()
+        for node in nodes:
+            (index_size, _), body, _ = node.node.get_default_sizes_body()
+            sizes.add(tuple(index_size))
+            for expression in body.indexing_exprs.values():
+                for division in expression.find(FloorDiv) if isinstance(expression, sympy.Expr) else ():
+                    variable, divisor = division.args
+                    if body.var_ranges.get(variable, 0) % divisor != 0:
+                        return nodes
+        return original(self, nodes) if len(sizes) == 1 else nodes
+
+    try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
+    CppScheduling.try_loop_split = try_loop_split

@@ -1,0 +1,23 @@
+"""What this build of torch has."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+# What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
+CPU_SCALINGS: Final = frozenset({"tensor", "delayed"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
+# The CUDA toolkit that torch was built with; None for a CPU build, which generates code for official CUDA builds.
+CUDA_VERSION: Final = (
+    None if torch.version.cuda is None else tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+)
+
+
+def without_cuda(device: torch.device) -> torch.device:
+    """``device``, or meta in place of a CUDA device that this build of torch knows by name only.
+
+    Indexing, ``.contiguous()`` and other Python-level methods of a fake CUDA tensor need a device guard, which a
+    CPU build does not have (torch 2.11 to 2.15). Meta tensors follow CUDA's rules.
+    """
+    return torch.device("meta") if device.type == "cuda" and not torch.backends.cuda.is_built() else device

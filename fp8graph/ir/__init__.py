@@ -1,0 +1,1 @@
+"""The graph: its ops, its nodes, and plain data about them."""

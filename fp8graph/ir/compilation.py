@@ -1,0 +1,83 @@
+"""What passes know of one graph, and what they find in it. Plain data between passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fp8graph.hardware import Hardware, of_device
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight, SpareInputs
+from fp8graph.ir.nodes import value
+from fp8graph.ir.places import Parameter
+from fp8graph.ir.sites import Decision, Site
+from fp8graph.recipes import Recipe
+from fp8graph.recipes.policy import Policy
+
+
+@dataclass(kw_only=True)
+class Compilation:
+    """What the passes of one graph share. Filled from the left: names -> sites -> plan."""
+
+    policy: Policy
+    hardware: Hardware | None = None  # None: that of the tensors' device
+    cuda_graphs: bool = False  # launches cost the host nothing: Inductor records CUDA graphs
+    region: str | Recipe | None = None  # the autocast region around the whole call
+    sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
+    parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
+    subgraph: bool = False  # the body of a higher-order op
+    amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
+    records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
+    spares: SpareInputs = field(default_factory=SpareInputs)
+    pages: tuple[PageLayout, ...] = ()  # found by pass `state`
+    cache_weights: bool = False  # quantize weights once per update, outside the graph
+    gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
+    save: str = "speed"  # what backward keeps: see pass `save`
+    save_activations_in_fp8: bool = False
+    weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
+    group: bool = True  # multiply once where linears share their input
+    grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
+        default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
+    )
+    sites: list[Site] = field(default_factory=list[Site])
+    plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
+
+    def hardware_of(self, node: fx.Node) -> Hardware:
+        """What ``node`` is decided for: the target, or the device of its result."""
+        return self.hardware or of_device(value(node).device)
+
+    def forget_nodes(self) -> None:
+        """Drop what points into the graph."""
+        self.sites, self.plan, self.grouped = [], {}, {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What the passes found in one graph: who calls it must know, whether the passes ran here or its code was kept."""
+
+    sites: tuple[Site, ...] = ()  # without their GEMMs
+    weights: tuple[QuantizedWeight, ...] = ()  # whose copies the graph takes
+    pages: tuple[PageLayout, ...] = ()  # of scaling state, which it takes after them
+    has_subgraphs: bool = False  # a higher-order op has matmuls in graphs of its own
+
+    @property
+    def inputs(self) -> int:
+        """How many inputs the graph takes after Dynamo's."""
+        return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Empty tensors for what the graph takes, in order, in the fake mode that is on."""
+        return [*(x for weight in self.weights for x in weight.stand_ins()), *(page.stand_in() for page in self.pages)]
+
+    def and_those_of(self, compilation: Compilation) -> Findings:
+        """With what was found in one more graph: a higher-order op has some of its own, without inputs."""
+        sites = (dataclasses.replace(site, gemms=[]) for site in compilation.sites)
+        return Findings(
+            sites=(*self.sites, *sites),
+            weights=compilation.weights or self.weights,
+            pages=compilation.pages or self.pages,
+            has_subgraphs=self.has_subgraphs or (compilation.subgraph and bool(compilation.sites)),
+        )

@@ -1,0 +1,94 @@
+"""Change a graph: insert a node with its metadata, let one take another's place."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph.ir import ops
+from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
+from fp8graph.ir.nodes import aten, fake_mode_of, is_view, known_equal, strides_matter, value
+
+# Metadata that an inserted node takes from the node it stands for. `recompute`, `ac_graph_id`: nodes inside
+# torch.utils.checkpoint regions are recomputed together with their region.
+INHERITED: Final = (
+    "partitioner_tag",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+    "stack_trace",
+    "fwd_stack_trace",
+    GEMM_KEY,
+)
+
+
+def insert(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    *,
+    like: fx.Node,
+    made_by: str,
+    name: str | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert ``target(*args, **kwargs)`` at the current insertion point, with a fake value and ``like``'s metadata."""
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    node.meta.update({key: like.meta[key] for key in INHERITED if key in like.meta})
+    node.meta[PASS_KEY] = made_by
+    update_value(node)
+    return node
+
+
+def update_value(node: fx.Node) -> None:
+    """Compute the fake value of ``node`` from those of its arguments."""
+    if node.target is operator.getitem:
+        source, position = cast("tuple[fx.Node, int]", node.args)
+        node.meta["val"] = source.meta["val"][position]
+        return
+    args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), lambda x: x.meta["val"]))
+    if node.target in ops.SHAPES and (made := ops.fake_results(node.target, args, kwargs)) is not None:
+        node.meta["val"] = made
+        return
+    with fake_mode_of(node.all_input_nodes[0]):
+        node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
+
+
+def take_place(result: fx.Node, node: fx.Node, made_by: str) -> fx.Node:
+    """Replace ``node`` by ``result``. Returns what its users read: a copy if other strides than ``node``'s matter."""
+    graph, strides = node.graph, value(node).stride()
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    of_each_size = zip(value(result).shape, value(result).stride(), strides, strict=True)
+    if not all(known_equal(size, 1) or known_equal(new, old) for size, new, old in of_each_size):
+        if strides_matter(result):
+            with graph.inserting_after(result):
+                copy = _copy(result, made_by)
+            result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+            return copy
+        update_views(result, made_by)
+    return result
+
+
+def update_views(node: fx.Node, made_by: str) -> None:
+    """Give the views of ``node`` the strides that follow from its own; one that is impossible views a copy."""
+    for user in list(filter(is_view, node.users)):
+        try:
+            update_value(user)
+        except (RuntimeError, ValueError):  # "view size is not compatible"
+            with node.graph.inserting_before(user):
+                copy = _copy(node, made_by)
+            user.replace_input_with(node, copy)
+            update_value(user)
+        update_views(user, made_by)
+
+
+def _copy(node: fx.Node, made_by: str) -> fx.Node:
+    contiguous = {"memory_format": torch.contiguous_format}
+    return insert(node.graph, aten.clone.default, (node,), like=node, made_by=made_by, kwargs=contiguous)

@@ -1,0 +1,72 @@
+"""Write the quantization of one operand of a GEMM as dialect nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from fp8graph.ir import ops
+from fp8graph.ir.extra_inputs import StateRow
+from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, value
+from fp8graph.ir.sites import OperandView, Site
+from fp8graph.numerics import quantization
+from fp8graph.recipes import Quantizer, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedOperand:
+    """One operand in the layout that the GEMM wants, as nodes."""
+
+    quantizer: Quantizer
+    data: fx.Node
+    scale_inv: fx.Node
+    global_scale_inv: fx.Node | None
+
+
+def quantize_operand(
+    view: OperandView,
+    results: Mapping[fx.Node, fx.Node],
+    recipe: Recipe,
+    site: Site,
+    emit: Callable[..., fx.Node],
+    squeeze: bool,
+    multiples: list[int],
+    **settings: Any,
+) -> QuantizedOperand:
+    """``view`` as ``recipe`` quantizes it, padded to ``multiples``.
+
+    ``results``: matmul -> its FP8 form. ``emit``: inserts a node. ``squeeze``: [1, r, c] is taken as a matrix.
+    ``settings``: further ones of ``fp8graph::quantize``.
+    """
+    tensor = results.get(view.tensor, view.tensor)
+    if squeeze and value(tensor).ndim == 3:
+        tensor = emit(aten.squeeze.dim, tensor, 0)  # [1, r, c]: a batch of one
+    if view.flipped:
+        dims = list(range(value(tensor).ndim))
+        tensor = emit(aten.permute.default, tensor, [*dims[:-2], dims[-1], dims[-2]])
+    layouts: tuple[list[int], list[int]] = (multiples, []) if view.layout == "rowwise" else ([], multiples)
+    operand, quantizer = view.operand, recipe.quantizer(view.operand)
+    settings |= quantization.quantizer_kwargs(quantizer)
+    if operand == "grad_output":
+        settings["carry_overflow"] = True  # torch.amp.GradScaler must see an inf
+    args = (tensor, *quantization.quantizer_args(quantizer), *layouts)
+    outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
+    outputs.meta[OPERAND_KEY] = operand
+    if quantizer.scaling == "delayed":
+        whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
+        outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
+    named: dict[str, fx.Node] = {}
+    for position, name in enumerate(quantization.output_names(quantizer.scaling, *layouts)):
+        if name != "amax":  # pass `state` asks for it
+            named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
+    return QuantizedOperand(
+        quantizer=quantizer,
+        data=named[view.layout],
+        scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
+        global_scale_inv=named.get("global_scale_inv"),
+    )

@@ -1,0 +1,75 @@
+"""What `match` finds and `assign` decides: sites, their GEMMs, a decision for each. Plain data between passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from torch import fx
+
+from fp8graph.ir.nodes import aten
+from fp8graph.ir.places import Place
+from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
+from fp8graph.recipes.rules import Op, Resolution
+
+Execution = Literal["native", "emulated", "high precision"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperandView:
+    """One argument of a matmul: a tensor under transposes, and the layout that the FP8 GEMM needs of it.
+
+    The rowwise layout is contiguous along the contraction dim of fprop: x [M, K], w [N, K], dy [M, N].
+    """
+
+    operand: OperandName
+    tensor: fx.Node  # as the program stores it, transposes removed
+    flipped: bool  # rowwise orientation = tensor with its last two dims swapped (GPT-2's [K, N] weight)
+    layout: Layout
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gemm:
+    """One matmul node ``a @ b``: ``[m, k] @ [k, n]``, with a bias for addmm."""
+
+    node: fx.Node
+    gemm: GemmName
+    a: OperandView
+    b: OperandView
+
+    @property
+    def bias(self) -> fx.Node | None:
+        """What addmm and baddbmm add. Read from the node: it may itself be a rewritten matmul."""
+        first, *_ = cast(tuple[fx.Node, ...], self.node.args)
+        return first if self.node.target in (aten.addmm.default, aten.baddbmm.default) else None
+
+
+@dataclass(kw_only=True, eq=False)
+class Site:
+    """One matmul of the user's program and its GEMMs in forward and backward."""
+
+    place: Place
+    fqn: str = ""
+    index: int = 0  # among the sites of the same module
+    op: Op
+    use: int = 0  # among the sites with that parameter that run with gradients, or among those without
+    region: str | None  # the innermost autocast region in the compiled code, see autocast.py
+    gemms: list[Gemm] = field(default_factory=list[Gemm])
+
+    @property
+    def parameter(self) -> int | None:
+        """The graph input that the weight comes from."""
+        return self.place.parameter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What happens to one GEMM, and why."""
+
+    recipe: Recipe | None
+    reason: str
+    execution: Execution
+    resolution: Resolution
+    by_profitability: bool = False  # left in high precision because FP8 would not pay
+    speedup: float | None = None  # predicted, over high precision
+    required: bool = False  # a user's rule or region asks for FP8: strict mode insists

@@ -1,0 +1,56 @@
+"""Where the inputs of a graph come from: Dynamo's names, AOTAutograd's descriptions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+
+# model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
+# What follows in brackets leads to the model, not into it: L['args'][0] where a decorator took (*args, **kwargs), as
+# accelerate's mixed precision does.
+_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]]*\])*)(?:\.__self__)?\.?""")
+# A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
+_OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
+_STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
+
+
+def split_source(text: str) -> tuple[str, str]:
+    """Dynamo's name of a value -> (root variable, dotted FQN under it).
+
+    ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
+    ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
+    ``("args.0", "mlp")``; a plain path comes back with root "".
+    """
+    root = ""
+    if match := _ROOT.match(text):
+        more = match["more"].replace("][", ".").strip("[]").replace("'", "").replace('"', "")
+        root = f"{match['root']}.{more}" if more else match["root"]
+        text = text[match.end() - (text[match.end() - 1] == ".") :]
+    text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
+    return root, text.strip(".")
+
+
+_SHARD: Final = "_local_tensor"  # of a DTensor
+
+
+def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
+    """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
+
+    None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body). What a graph
+    takes of a DTensor is its shard (:func:`local`).
+    """
+    for node in graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, SubclassGetAttrAOTInput) and desc.attr == _SHARD:
+            desc = desc.base
+        yield node, desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a graph takes of a tensor: a DTensor's shard."""
+    return getattr(tensor, _SHARD, tensor)

@@ -1,0 +1,97 @@
+"""A graph as text: one line per node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph.ir.nodes import is_backward, module_path
+from fp8graph.ir.sources import split_source
+
+_SHORT: Final = {
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+
+
+def _short(dtype: torch.dtype) -> str:
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _type_text(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        return f"{_short(val.dtype)}[{', '.join(str(size) for size in val.shape)}]"
+    if isinstance(val, (list, tuple)):
+        return f"({', '.join(_type_text(v) for v in cast(Sequence[Any], val))})"
+    return type(val).__name__
+
+
+def _argument_text(argument: Any) -> str:
+    if isinstance(argument, (list, tuple)):
+        items = ", ".join(_argument_text(a) for a in cast(Sequence[Any], argument))
+        return f"[{items}]" if isinstance(argument, list) else f"({items})"
+    return _short(argument) if isinstance(argument, torch.dtype) else str(argument)
+
+
+def _argument_names(node: fx.Node) -> list[str]:
+    """``name=`` for the settings of a dialect op; its tensors speak for themselves."""
+    schema = cast(Any, node.target)._schema.arguments
+    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema]
+
+
+class GraphText:
+    """The text of one graph, again and again while passes change it: only what has changed is written anew."""
+
+    def __init__(self) -> None:
+        self._lines: dict[fx.Node, tuple[Any, ...]] = {}  # node -> what its line was made of, the line
+
+    def __call__(self, graph: fx.Graph) -> str:
+        """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
+        lines: list[str] = []
+        in_backward = False
+        for node in graph.nodes:
+            if node.op == "output":
+                results = [_argument_text(a) for a in cast(Sequence[Any], node.args[0])]
+                lines.append(f"return {', '.join(results)}")
+                continue
+            if is_backward(node) and not in_backward and node.op != "placeholder":
+                in_backward = True
+                lines.append("# backward")
+            lines.append(self._line(node))
+        return "\n".join(lines)
+
+    def _line(self, node: fx.Node) -> str:
+        made_of = node.args, node.kwargs, node.meta.get("val")
+        *known, line = self._lines.get(node, (None, None, None, ""))
+        if not line or any(old is not new for old, new in zip(known, made_of, strict=True)):
+            line = _line(node)
+            self._lines[node] = (*made_of, line)
+        return line
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
+    return GraphText()(graph)
+
+
+def _line(node: fx.Node) -> str:
+    left = f"{node.name}: {_type_text(node.meta.get('val'))}"
+    if node.op == "placeholder":
+        return left
+    target = str(node.target) if node.op == "call_function" else f"{node.op} {node.target}"
+    if node.target is operator.getitem:
+        return f"{left} = {node.args[0]}[{node.args[1]}]"
+    target = target.removeprefix("torch.ops.").removesuffix(".default")
+    names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
+    arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
+    arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
+    path = split_source(module_path(node))[1] if target.endswith("mm") else ""
+    return f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else "")

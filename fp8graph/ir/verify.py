@@ -1,0 +1,214 @@
+"""What a valid graph is. Checked between all passes, always: a check costs a few microseconds a node.
+
+CPU kernels forgive mistakes that CUDA refuses (any strides, E5M2 x E5M2, unpadded k), so layouts, dtype pairs
+and alignment are checked here, from the fake tensors, on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph.errors import Fp8GraphError
+from fp8graph.hardware import alignment
+from fp8graph.ir import ops
+from fp8graph.ir.keys import PASS_KEY
+from fp8graph.ir.nodes import aten, is_backward, known_equal, static_size, value
+from fp8graph.recipes import FP8_MAX, Quantizer
+
+_SCALE_DTYPES: dict[str, torch.dtype] = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
+
+
+def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
+    """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame."""
+
+    def fail(node: fx.Node, problem: str) -> None:
+        raise Fp8GraphError(
+            f"internal error: after pass '{after}', node {node.format_node()}: {problem}. "
+            "Please report this with the model; the graph was not compiled."
+        )
+
+    graph.lint()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if PASS_KEY in node.meta and "val" not in node.meta:
+            fail(node, "an inserted node without a fake value")
+        if not lowered and PASS_KEY in node.meta and not is_backward(node):
+            if "partitioner_tag" in node.meta and any(is_backward(s) for s in node.all_input_nodes):
+                fail(node, "a forward node that reads from backward")
+        if node.target in _CHECKS:
+            if lowered and node.target in ops.DIALECT and not ops.stays(node):
+                fail(node, "a dialect node that was not lowered")
+            if PASS_KEY in node.meta:
+                if (problem := _CHECKS[node.target](node)) is not None:
+                    fail(node, problem)
+
+
+def _quantize(node: fx.Node) -> str | None:
+    x, dtype, _, epsilon, rowwise, columnwise = cast(tuple[Any, ...], node.args)
+    if not value(x).is_floating_point():
+        return f"quantizes {value(x).dtype}"
+    if dtype not in FP8_MAX:
+        return f"{dtype} is not an FP8 type"
+    if epsilon < 0:
+        return "a negative epsilon"
+    if not rowwise and not columnwise:
+        return "no layout asked for"
+    outputs = cast(list[torch.Tensor], node.meta["val"])
+    scaling = cast(str, node.kwargs.get("scaling", "tensor"))
+    if node.kwargs.get("more") is not None and (problem := _joined(node)) is not None:
+        return problem
+    if len(outputs) != len(ops.output_names(node)):
+        return f"{len(outputs)} outputs"
+    if (scaling in ("block", "mxfp8", "nvfp4")) != bool(node.kwargs.get("block")):
+        return f"scaling {scaling} with tiles {node.kwargs.get('block')}"
+    return None
+
+
+def _joined(node: fx.Node) -> str | None:
+    """``more``: tensors that are joined along ``dim``, each of the shape of the first but for that."""
+    first, more = value(cast(fx.Node, node.args[0])), [value(part) for part in cast(Any, node.kwargs["more"])]
+    dim = cast(int, node.kwargs.get("dim", -1))
+    if dim not in (-2, -1):
+        return f"joins along dim {dim}"
+    kept = -3 - dim
+    for part in more:
+        fits = part.ndim == first.ndim and known_equal(part.shape[kept], first.shape[kept])
+        if not fits or part.dtype != first.dtype:
+            return f"joins {part.dtype} {tuple(part.shape)} to {first.dtype} {tuple(first.shape)} along dim {dim}"
+    return None
+
+
+def _scaled_mm(node: fx.Node) -> str | None:
+    *tensors, bias = cast(list[fx.Node], node.args[:5])
+    a, b, *scales = map(value, tensors)
+    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
+    if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
+        return problem
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    _, *multiples = alignment(*_quantizers(node))
+    for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * packed), multiples, strict=True):
+        if (fixed := static_size(size)) is not None and fixed % multiple:
+            return f"{name} = {fixed} is not a multiple of {multiple}"
+    for side, operand, scale in zip("ab", (a, b), scales, strict=True):
+        block = cast(Any, node.kwargs.get(f"block_{side}", ()))
+        sizes = operand.shape[0], operand.shape[1] * packed
+        if scaling == "row":
+            block = (1, sizes[1])
+        wanted = [-(-size // tile) for size, tile in zip(sizes, block, strict=True)] if block else []
+        fits = [known_equal(*pair) for pair in zip(wanted, scale.shape, strict=False)]
+        shaped = len(wanted) == scale.ndim and all(fits) if wanted else tuple(scale.shape) in ((), (1,))
+        if not shaped or scale.dtype != _SCALE_DTYPES.get(scaling, torch.float32):
+            return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
+    return None
+
+
+def _quantizers(node: fx.Node) -> list[Quantizer]:
+    """What the operands of a scaled matmul were quantized by, as far as it says so."""
+    settings: Any = {name: node.kwargs.get(f"block_{name}", (0, 0)) for name in "ab"}
+    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
+    dtypes = (value(operand).dtype for operand in cast(Any, node.args[:2]))
+    return [
+        Quantizer(dtype=dtype, scaling=scaling, block=tuple(block))
+        for dtype, block in zip(dtypes, settings.values(), strict=True)
+    ]
+
+
+def _scaled_grouped_mm(node: fx.Node) -> str | None:
+    a, b = (value(n) for n in cast(Any, node.args[:2]))
+    offs = value(cast(fx.Node, node.args[4]))
+    if (problem := _low_precision(a, b)) is not None:
+        return problem
+    if (a.ndim, b.ndim) not in ((2, 3), (2, 2)) or not known_equal(a.shape[-1], b.shape[-1]):
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
+    if offs.ndim != 1 or (b.ndim == 3 and not known_equal(b.shape[0], offs.shape[0])):
+        return f"{offs.shape} groups for {tuple(b.shape)}"
+    if node.args[7]:
+        if torch.float8_e5m2 in (a.dtype, b.dtype) or node.args[5] != torch.bfloat16:
+            return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}"
+        multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
+        _, n, k = alignment(*_quantizers(node))
+        if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
+            return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
+    return None
+
+
+def _aten_scaled_mm(node: fx.Node) -> str | None:
+    a, b, *scales = (value(n) for n in cast(Any, node.args[:4]))
+    bias, out_dtype = cast(Any, node.kwargs.get("bias", None)), node.kwargs.get("out_dtype", None)
+    rest = dict(enumerate(node.args))
+    bias, out_dtype = bias or rest.get(4), out_dtype or rest.get(6)
+    for name, size in (("k", a.shape[1]), ("n", b.shape[1])):
+        if (fixed := static_size(size)) is not None and fixed % 16:
+            return f"{name} = {fixed} is not a multiple of 16"
+    for side, operand, scale in zip("ab", (a, b.t()), scales, strict=True):
+        fits = scale.ndim == 1 if scale.dtype != torch.float32 else scale.numel() == 1 or scale.ndim == 2
+        if not fits or scale.dtype not in (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn):
+            return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)}"
+        if scale.ndim == 2 and scale.numel() != 1:
+            if (problem := _scale_strides(operand, scale if side == "a" else scale.t())) is not None:
+                return f"operand {side} {problem}"
+    return _gemm(a, b.t(), value(bias) if isinstance(bias, fx.Node) else None, cast(torch.dtype, out_dtype))
+
+
+def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
+    """Why torch, or cuBLASLt, does not read ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
+
+    See ``hardware.alignment``: rows and 1x128 tiles are outer-dim-major; rows of 128x128 tiles are as far apart as
+    there are tiles along k, a multiple of four. The stride of one row or one tile does not matter.
+    """
+    rows, tiles = operand.shape[0], -(-operand.shape[1] // 128)
+    outer, along = scale.shape
+    of_rows = known_equal(outer, rows)
+    found = f"has scales {tuple(scale.shape)} with strides {scale.stride()}"
+    if not (of_rows or known_equal(outer, -(-rows // 128))) or not any(known_equal(along, n) for n in (1, tiles)):
+        return f"{found} for {tuple(operand.shape)}"
+    wanted = (1, rows) if of_rows else (tiles, 1)
+    for size, stride, right in zip(scale.shape, scale.stride(), wanted, strict=True):
+        if not known_equal(size, 1) and not known_equal(stride, right):
+            return f"{found}: torch reads them with {wanted}"
+    if (static_size(scale.storage_offset()) or 0) % 4:
+        return (
+            f"{found} from element {scale.storage_offset()} on: cuBLASLt reads from 16-byte addresses (pytorch#159957)"
+        )
+    if not of_rows and not known_equal(outer, 1) and (static_size(tiles) or 0) % 4:
+        return f"{found}: cuBLASLt reads rows that are a multiple of 4 apart"
+    return None
+
+
+def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:
+    """The rules of low-precision GEMMs: a [m, k] and b [n, k], both contiguous along k."""
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
+    if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
+        return f"cuBLAS cannot add a {bias.dtype} bias of {bias.ndim} dims to {out_dtype}"
+    return _low_precision(a, b)
+
+
+def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
+    """The rules of all operands: their dtypes, and that they are contiguous along k."""
+    for name, tensor in (("a", a), ("b", b)):
+        if tensor.dtype not in (*FP8_MAX, torch.float4_e2m1fn_x2):
+            return f"operand {name} is {tensor.dtype}"
+        if not tensor.is_contiguous():
+            return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "E5M2 x E5M2 does not exist"
+    return None
+
+
+def _dequantize(node: fx.Node) -> str | None:
+    data = value(cast(fx.Node, node.args[0]))
+    return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
+
+
+_CHECKS: dict[Any, Any] = {
+    ops.quantize: _quantize,
+    ops.scaled_mm: _scaled_mm,
+    ops.scaled_grouped_mm: _scaled_grouped_mm,
+    ops.dequantize: _dequantize,
+    aten._scaled_mm.default: _aten_scaled_mm,
+}

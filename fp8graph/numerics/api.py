@@ -1,0 +1,114 @@
+"""The arithmetic for users: quantize a tensor as a recipe does, decode it, measure the difference."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.decoding import dequantize_data
+from fp8graph.numerics.quantization import output_names, quantize_layouts, quantizer_args, quantizer_kwargs
+from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedTensor:
+    """Quantized numbers and their scales.
+
+    ``data``: FP8, the shape of the source (rowwise) or its transpose over the last two dims (columnwise),
+    contiguous; nvfp4: two E2M1 codes a byte. ``scale_inv``: FP32 scalar, or one scale per tile (see
+    :func:`quantize_layouts`). ``dtype``, ``shape``: the source's.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+    layout: Layout
+    dtype: torch.dtype
+    shape: torch.Size
+    quantizer: Quantizer
+    global_scale_inv: Tensor | None = None  # nvfp4: FP32 scalar
+    amax: Tensor | None = None  # delayed: what goes into the history
+
+
+def quantize(
+    x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout, *, scale: Tensor | None = None
+) -> QuantizedTensor:
+    """Quantize ``x`` as ``recipe`` quantizes ``operand``.
+
+    Args:
+        x: [..., rows, columns], bf16, fp16 or fp32, any strides, at least one element.
+        recipe: a recipe object.
+        operand: "input", "weight" or "grad_output".
+        layout: "rowwise" (data has x's shape) or "columnwise" (data is the transposed copy).
+        scale: for DelayedScaling, an FP32 scalar; None is the first step's 1.
+
+    Raises:
+        ValueError: for an operand or layout that does not exist, an unusable dtype, or an empty tensor.
+    """
+    if operand not in OPERANDS:
+        raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, not {operand!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"cannot quantize {x.dtype}: bf16, fp16 and fp32 only")
+    if x.ndim < 2 or x.numel() == 0:
+        raise ValueError(f"cannot quantize shape {tuple(x.shape)}: needs 2 dims and one element")
+    quantizer = recipe.quantizer(operand)
+    if scale is not None and quantizer.scaling != "delayed":
+        raise ValueError(f"scale= is for DelayedScaling: {recipe.name} makes its own")
+    extra = quantizer_kwargs(quantizer)
+    if quantizer.scaling == "delayed":
+        extra["scales"] = None if scale is None else torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
+    keep: tuple[list[int], list[int]] = ([1, 1], [])
+    rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
+    results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)
+    outputs = dict(zip(output_names(quantizer.scaling, rowwise, columnwise), results, strict=True))
+    if "amax" in outputs:
+        outputs |= {"amax": outputs["amax"].amax(), "scale_inv": outputs["scale_inv"].reshape(())}
+    return QuantizedTensor(
+        data=outputs.pop(layout),
+        scale_inv=outputs.pop("scale_inv" if "scale_inv" in outputs else f"{layout}_scale_inv"),
+        layout=layout,
+        dtype=x.dtype,
+        shape=x.shape,
+        quantizer=quantizer,
+        **outputs,
+    )
+
+
+def dequantize(q: QuantizedTensor) -> Tensor:
+    """The values that ``q`` stands for, in the source's shape and dtype (one rounding to that dtype)."""
+    extra = quantizer_kwargs(q.quantizer)
+    x = dequantize_data(q.data, q.scale_inv, q.dtype, **extra, global_scale_inv=q.global_scale_inv)
+    columns = q.shape[-2 if q.layout == "columnwise" else -1]
+    x = x[..., :columns]  # nvfp4 pads the columns
+    return x.transpose(-2, -1) if q.layout == "columnwise" else x
+
+
+def cast_to_representable(x: Tensor, recipe: Recipe, operand: OperandName) -> Tensor:
+    """The nearest tensor that quantizes without loss: ``dequantize(quantize(x))``, shape and dtype of ``x``.
+
+    A linear fed with representable input and weight gives the same result in FP8 as in high precision, up to
+    the order of summation (Transformer Engine's quickstart shows this experiment).
+    """
+    return dequantize(quantize(x, recipe, operand, "rowwise"))
+
+
+def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
+    """Signal to quantization noise ratio in dB: ``20 log10(|ref| / |ref - approx|)``, in FP64.
+
+    Equal tensors give ``inf``; shapes must agree.
+
+    Raises:
+        ValueError: for shapes that differ.
+    """
+    if reference.shape != approximation.shape:
+        raise ValueError(f"shapes differ: {tuple(reference.shape)}, {tuple(approximation.shape)}")
+    if torch.equal(reference, approximation):
+        return math.inf  # also where both are zero, empty or infinite: no noise
+    signal = reference.detach().to(torch.float64)
+    noise = signal - approximation.detach().to(torch.float64)
+    return cast(float, (20.0 * torch.log10(signal.norm() / noise.norm())).item())

@@ -1,0 +1,80 @@
+"""What the numerics tell Inductor beyond the arithmetic: what to store, how to divide, how to reduce.
+
+On a CPU, and run eagerly, none of it changes a number.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._inductor import config as inductor_config
+from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+from torch._inductor.virtualized import V, ops
+
+from fp8graph.compat import inductor
+
+_library: Final = torch.library.Library("fp8graph_hints", "DEF")
+_library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("stored", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::stored", torch.empty_like, lib=_library)
+_library.define("divide(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
+_library.impl("divide", torch.div, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
+_library.define("largest(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("largest", torch.amax, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::largest", torch.amax, lib=_library)
+
+# Elements that one program of a GPU reduces: 64 rows of 4096. Inductor gives it 8192 up to Hopper.
+FEW: Final = 2**18
+
+
+def stored(x: Tensor) -> Tensor:
+    """``x``, written to memory in the shape that it has here.
+
+    Inductor merges the dims of a view that follows before it looks for loops to fuse: a cast of [rows, tiles, 128]
+    that is flattened no longer looks like the amax over the last dim. Stored in its own shape it is one kernel with
+    the amax, and the view is free. It also stores once what several GEMMs read: Inductor does not know that
+    ``_scaled_mm`` reads from memory, and would store the tensor for each of them.
+    """
+    return torch.ops.fp8graph_hints.stored(x)
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """``a / b`` in FP32, one IEEE division on every device.
+
+    Triton's ``/`` is approximate (PTX ``div.full.f32``). Inductor's option ``eager_numerics.division_rounding``
+    makes every division of a graph exact, also those of a model's own functions: SwiGLU's sigmoid has one for each
+    element. Scales need few.
+    """
+    return torch.ops.fp8graph_hints.divide(a, b)
+
+
+def largest(x: Tensor) -> Tensor:
+    """``x.amax()``, by one program of a GPU if there are at most ``FEW`` elements.
+
+    Inductor splits a reduction to one number: partial results in one kernel, the number in a second, and what is
+    computed with it in a third. For the few tokens of a decoding step all of that is one kernel.
+    """
+    return torch.ops.fp8graph_hints.largest(x)
+
+
+def _store(x: Any) -> Any:
+    x.realize()
+    return x
+
+
+def _divide(a: Any, b: Any) -> Any:
+    return make_pointwise(inductor.exact_quotient if a.get_device().type == "cuda" else ops.truediv)(a, b)
+
+
+def _largest(x: Any) -> Any:
+    few = V.graph.sizevars.statically_known_leq(x.get_numel(), FEW)
+    with inductor_config.patch(split_reductions=inductor_config.split_reductions and not few):
+        return lowerings[torch.ops.aten.amax.default](x)
+
+
+register_lowering(torch.ops.fp8graph_hints.largest.default, type_promotion_kind=None)(_largest)
+register_lowering(torch.ops.fp8graph_hints.stored.default, type_promotion_kind=None)(_store)
+register_lowering(torch.ops.fp8graph_hints.divide.default, type_promotion_kind=None, broadcast=True)(_divide)

@@ -1,0 +1,132 @@
+"""Delayed scaling: the arithmetic of scales and amax histories. Plain functions, traced by ``lower`` like all numerics.
+
+A page holds the state of some tensors, FP32 [tensors, 2 + length]: the scale, its inverse (stored, so that no kernel
+computes it), the amax history. One tensor's state is contiguous: an update is one reduction over rows. Slot 0 of a
+history is the staging slot of the step that runs; slots 1 ... length - 1 go from the oldest to the newest earlier
+step. Transformer Engine's order.
+
+One update of a page, at the end of forward or of backward::
+
+    history[0] = amax of this step
+    scale      = fp8_max * 2^-margin / amax(history)      "max" over all slots, "most_recent" = slot 0
+    history    = [0, history[2], ..., history[length - 1], history[0]]
+
+* A tensor whose amax is 0 (the layer did not run, or saw zeros), inf or nan is left as it is: neither its history
+  nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history. A tensor
+  that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its row stays as it is.
+* Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
+* A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
+* With several ranks a graph only stages its amaxes: slot 0 keeps the largest. They are reduced over the ranks and
+  recorded when the step is over (``runtime/amax_reduction.py``). What a rank did not see (its amax is 0) it records
+  as the others saw it: histories stay the same.
+* ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
+
+Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.formats import inverse
+from fp8graph.numerics.hints import divide
+from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
+
+HEADER = 2  # columns of a page before the history: scale, scale_inv
+
+
+def page_shape(length: int, tensors: int) -> tuple[int, int]:
+    return tensors, HEADER + length
+
+
+def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
+    """A page before the first step: scales 1, empty histories."""
+    with torch.inference_mode(False), torch.no_grad():  # evaluated first, a page is trained with later
+        page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
+        page[:, :HEADER] = 1.0
+    return page
+
+
+def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
+    """Give a tensor another state, scale [1] and history [length], in place."""
+    # an autograd graph may hold the page for a backward to come: it is to read the new scales
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page):
+        page[row, :1] = scale.to(page.device)
+        page[row, 1:2] = scale.reciprocal().to(page.device)
+        page[row, HEADER:] = history.to(page.device)
+
+
+def read_scales(page: Tensor, copy: bool) -> Tensor:
+    """[tensors, 2]: scale and scale_inv; as a copy if they are needed after the update of the page.
+
+    Not ``clone``: Inductor removes it as having no effect and saves a view of the page for backward, which then
+    reads the updated scales. Scales are positive, so the clamp changes nothing.
+    """
+    return page[:, :HEADER].clamp_min(0.0) if copy else page[:, :HEADER]
+
+
+def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
+    """``fp8_max * 2^-margin / amax``, one IEEE division; the old scale where amax is 0, inf or nan."""
+    scale = divide(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
+    return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
+
+
+def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
+    """The page with ``amaxes`` in its staging slots, where they are larger; NaN wins. ``page`` is not changed."""
+    staged = torch.maximum(page[:, HEADER], _largest(amaxes)).unsqueeze(1)
+    return torch.where(torch.arange(page.shape[1], device=page.device) == HEADER, staged, page)
+
+
+def _largest(amaxes: Sequence[Tensor]) -> Tensor:
+    """[tensors]: the largest number of each. Tensors of one length are reduced by one kernel."""
+    positions: dict[Any, list[int]] = {}
+    for position, amax in enumerate(amaxes):
+        positions.setdefault(str(amax.shape), []).append(position)  # as text: a dynamic size has no hash
+    largest: list[Tensor | None] = [None] * len(amaxes)
+    for alike in positions.values():
+        reduced = torch.stack([amaxes[i].reshape(-1) for i in alike]).amax(1)
+        for position, value in zip(alike, reduced.unbind(), strict=True):
+            largest[position] = value
+    return torch.stack(cast("list[Tensor]", largest))
+
+
+def updated_page(
+    page: Tensor,
+    amaxes: Sequence[Tensor],
+    fp8_max: float,
+    margin: float,
+    amax_compute_algo: AmaxAlgorithm,
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None,
+    recipe: DelayedScaling | None = None,
+    *,
+    packed: bool = False,
+) -> Tensor:
+    """The page after a step that saw ``amaxes``. ``page`` is not changed.
+
+    ``amaxes``: for each tensor FP32 of any shape; or, if ``packed``, one tensor [tensors].
+    """
+    old_scale = page[:, 0]
+    amax = amaxes[0] if packed else _largest(amaxes)
+    seen = (amax > 0.0) & (amax <= FLT_MAX)
+    columns = page.shape[1]
+    column = torch.arange(columns, device=page.device)  # [2 + length]; all over the whole page: one kernel
+    if amax_compute_algo == "max":
+        newest = torch.maximum(torch.where(column > HEADER, page, 0.0).amax(1), amax)
+    elif amax_compute_algo == "most_recent":
+        newest = amax
+    else:
+        newest = amax_compute_algo(torch.cat([amax.unsqueeze(0), page[:, HEADER + 1 :].t()]))  # [length, tensors]
+    if scaling_factor_compute_algo is None or recipe is None:
+        scale = delayed_scale(newest, old_scale, fp8_max, margin)
+    else:
+        scale = scaling_factor_compute_algo(newest, old_scale, fp8_max, recipe)
+    amax, seen, scale = (x.unsqueeze(1) for x in (amax, seen, scale))
+    shifted = torch.constant_pad_nd(page[:, 1:], [0, 1])  # slot i + 1 at i
+    new = torch.where(column == columns - 1, amax, shifted)
+    new = torch.where(column == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
+    new = torch.where(column == 1, inverse(scale), new)
+    return torch.where(seen, torch.where(column == 0, scale, new), page)

@@ -1,0 +1,173 @@
+"""The product of two quantized operands: on torch's kernels, or decoded first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import torch_build
+from fp8graph.numerics.decoding import decode
+from fp8graph.numerics.experts import Span, group_of_rows, padded_offsets, spans
+from fp8graph.numerics.tiles import (
+    pad_to_multiple,
+)
+
+
+def swizzle_scales(scale_inv: Tensor) -> Tensor:
+    """Scales [rows, k tiles] -> flat, in the order in which Blackwell's tensor cores read them.
+
+    Padded with zeros to 128 rows x 4 tiles; each such block is 512 scales: rows 0, 32, 64, 96 (4 tiles each), then
+    1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
+    """
+    padded = pad_to_multiple(scale_inv.view(torch.uint8), 128, 4)
+    rows, tiles = padded.shape
+    blocks = padded.reshape(rows // 128, 4, 32, tiles // 4, 4)  # [row block, 32-row group, row in it, tile block, tile]
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale_inv.dtype)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+) -> Tensor:
+    """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
+
+    What the device's tensor cores cannot multiply (anything but per-tensor scales on a CPU, where torch 2.12 and
+    later also do rows) is decoded to FP32 first; ``assign`` emits this op only where that does not happen, except
+    to look at a GPU's graph on a CPU.
+
+    Args:
+        a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).
+        scale_inv_a, scale_inv_b: as ``quantize_layouts`` returns them.
+        bias: [n] in ``out_dtype`` (bf16 or fp16), or None.
+        scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
+        global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
+    """
+    if a.device.type == "cpu" and scaling not in torch_build.CPU_SCALINGS:
+        values_a = decode(a, scale_inv_a, scaling, block_a, global_scale_inv_a)
+        values_b = decode(b, scale_inv_b, scaling, block_b, global_scale_inv_b)
+        result = values_a @ values_b.t()
+        return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
+    operands = [(a, scale_inv_a, block_a), (b, scale_inv_b, block_b)]
+    (data_a, scales_a), (data_b, scales_b) = (_for_tensor_cores(*operand, scaling) for operand in operands)
+    scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
+    if scales_a.ndim != scales_b.ndim:  # [] of an own amax and [1] of a table: Inductor's templates want one shape
+        scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
+    fp4 = global_scale_inv_a is not None and global_scale_inv_b is not None
+    result = torch._scaled_mm(
+        data_a,  # [m, k] row-major
+        data_b.t(),  # [k, n] column-major: no copy
+        scales_a,
+        scales_b,
+        bias=None if fp4 else bias,
+        out_dtype=torch.float32 if fp4 else out_dtype,
+        use_fast_accum=use_fast_accum,
+    )
+    if fp4:  # v1 of torch's op has no place for the global scales
+        result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
+        result = (result if bias is None else result + bias).to(out_dtype)
+    return result
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_inv_a: Tensor,
+    scale_inv_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+    native: bool,
+    *,
+    scaling: str = "tensor",
+    block_a: Sequence[int] = (),
+    block_b: Sequence[int] = (),
+    global_scale_inv_a: Tensor | None = None,
+    global_scale_inv_b: Tensor | None = None,
+    multiple: int = 1,
+) -> Tensor:
+    """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
+    [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; rows of no group are zero where emulated.
+
+    ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
+    ``multiple``: what the groups of columns are padded to. ``native``: the device multiplies, with one scale a row.
+    """
+    ragged_k = b.ndim == 2
+    if native and a.device.type != "cpu":
+        ends = padded_offsets(offs, multiple) if ragged_k else offs
+        return torch._scaled_grouped_mm(
+            a,  # [t, k] or [m, t], row-major
+            b.transpose(-2, -1),  # column-major: no copy
+            _scales_of_rows(a, scale_inv_a, offs, scaling, ragged_k),
+            _scales_of_rows(b, scale_inv_b, offs, scaling, ragged_k),
+            ends,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+    sides = ((a, scale_inv_a, block_a, global_scale_inv_a), (b, scale_inv_b, block_b, global_scale_inv_b))
+    shape = (offs.shape[0], a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
+    out = a.new_zeros(shape, dtype=out_dtype)
+    for span in spans(offs, multiple):
+        values = [
+            decode(*_of_group(span, data, scale_inv, scaling, block, ragged_k), scaling, block, scalar)
+            for data, scale_inv, block, scalar in sides
+        ]
+        out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
+    return out
+
+
+def _of_group(
+    span: Span, data: Tensor, scale_inv: Tensor, scaling: str, block: Sequence[int], ragged_k: bool
+) -> tuple[Tensor, Tensor]:
+    """Data and scales of one group of an operand of ``scaled_grouped_mm``."""
+    one = scale_inv[span.group] if scaling == "tensor" else scale_inv if scaling == "delayed" else None
+    if data.ndim == 3:  # [experts, n, k]
+        return data[span.group], scale_inv[span.group] if one is None else one
+    if not ragged_k:  # [t, k]
+        return data[span.rows], scale_inv[span.rows] if one is None else one
+    columns = span.columns  # of [m, padded t]
+    if scaling == "row":
+        return data[:, columns], scale_inv[span.group].unsqueeze(1)
+    if one is not None:
+        return data[:, columns], one
+    tiles = slice(columns.start // block[1], columns.stop // block[1])
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    return data[:, columns.start // packed : columns.stop // packed], scale_inv[:, tiles]
+
+
+def _scales_of_rows(data: Tensor, scale_inv: Tensor, offs: Tensor, scaling: str, ragged_k: bool) -> Tensor:
+    """Scales as torch._scaled_grouped_mm wants them, one for each row: [t], [experts, n] or [experts * m]."""
+    experts = offs.shape[0]
+    if scaling == "row":  # [t, 1], [experts, n, 1] or [experts, m]
+        return scale_inv.reshape(data.shape[:-1] if scale_inv.shape[-1] == 1 else -1)
+    one_each = scale_inv.expand(experts)
+    if data.ndim == 3:
+        return one_each.unsqueeze(1).expand(experts, data.shape[1]).contiguous()
+    if ragged_k:
+        return one_each.repeat_interleave(data.shape[0])
+    return one_each[group_of_rows(offs, data.shape[0]).clamp_max(experts - 1)]
+
+
+def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], scaling: str) -> tuple[Tensor, Tensor]:
+    """Data and scales of one operand in the types and layouts that torch._scaled_mm takes on a GPU."""
+    if scaling == "mxfp8":
+        return data, swizzle_scales(scale_inv).view(torch.float8_e8m0fnu)
+    if scaling == "nvfp4":
+        rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale a row
+        return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
+    if scaling == "block" and block[0] == 1:
+        return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
+    return data, scale_inv  # 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``hardware.alignment``

@@ -1,0 +1,7 @@
+"""What Inductor generates for a GPU that need not be there: kernels, their launches, their machine code."""
+
+from fp8graph.offline.generate import OfflineInductor, available
+from fp8graph.offline.kernels import KernelRecord, compile_kernel
+from fp8graph.offline.pretend import pretend
+
+__all__ = ["KernelRecord", "OfflineInductor", "available", "compile_kernel", "pretend"]

@@ -1,0 +1,112 @@
+"""Inductor's GPU code on a machine without that GPU: what ``explain(target="sm_90").kernels`` reads.
+
+AOTAutograd and the passes run on fake CPU tensors; each graph is then moved to a fake CUDA device and given to
+Inductor, which generates its Triton text as for that GPU. Nothing is executed. A kernel is compiled to a cubin only
+when what it compiles to is asked for (``ptxas`` comes with triton).
+
+Torch has no switch for code generation without a device. Two of its hooks are official (the device interface, and
+triton's active driver); two functions are replaced while a graph is generated, and put back after:
+``torch.cuda.get_device_properties``, which Inductor's heuristics call directly, and
+``GraphLowering.compile_to_module``, which would load the text.
+tests/test_offline.py says when the latter can go.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp8graph.errors import Fp8GraphError
+from fp8graph.offline.kernels import Direction, KernelRecord
+from fp8graph.offline.launches import launches
+from fp8graph.offline.pretend import pretend
+
+_DEVICE: Final = torch.device("cuda:0")
+
+
+def available() -> bool:
+    """Whether triton, which is not part of torch's CPU wheels, is installed."""
+    try:
+        import triton  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingImports]
+    except ImportError:
+        return False
+    return True
+
+
+class OfflineInductor:
+    """``inner_compile`` of compile_fx: generates each graph for ``target`` and then runs it as it is."""
+
+    def __init__(self, target: str, run: Callable[..., Any]) -> None:
+        if not available():
+            raise Fp8GraphError(
+                f"generating kernels for {target} needs triton: install it, or use a CUDA build of torch."
+            )
+        self.target = target
+        self._run = run
+        self.kernels: list[KernelRecord] = []
+        self.code: list[tuple[Direction, str]] = []  # Inductor's whole text
+
+    def __call__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, direction: Direction | None = None, **kwargs: Any
+    ) -> Callable[..., Any]:
+        direction = direction or ("backward" if kwargs.get("is_backward") else "forward")
+
+        def keep(lowering: GraphLowering) -> Any:
+            code = cast(Any, lowering.codegen()[0]).value
+            self.code.append((direction, code))
+            for launch in launches(code, lowering.scheduler):
+                self.kernels.append(KernelRecord(graph=direction, target=self.target, **vars(launch)))
+            return types.SimpleNamespace(call=_never, __file__="generated, never run")
+
+        moved, cuda_inputs = _on_cuda(module, inputs)
+        with pretend(self.target), mock.patch.object(GraphLowering, "compile_to_module", keep):
+            with inductor_config.patch({"force_disable_caches": True, "compile_threads": 1}):
+                compile_fx_inner(moved, cuda_inputs, **kwargs)
+        return self._run(module, inputs)
+
+
+def _never(_arguments: Any) -> Any:
+    raise Fp8GraphError("generated for a GPU that is not here: nothing to run")
+
+
+def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """A copy of a graph that was traced on fake CPU tensors, on a fake CUDA device."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(module.graph, copies)
+    output = graph.output(result)
+    (original,) = module.graph.find_nodes(op="output")
+    output.meta.update(original.meta)
+    for node in graph.nodes:
+        node.args, node.kwargs = (map_aggregate(x, _to_cuda) for x in (node.args, node.kwargs))
+        for key in ("val", "tensor_meta"):
+            node.meta.pop(key, None)
+    mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    with mode:
+        moved = [
+            torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_DEVICE)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    with _disable_current_modes():
+        FakeTensorProp(copy, mode).propagate_dont_convert_inputs(*moved)
+    return copy, moved
+
+
+def _to_cuda(argument: Any) -> Any:
+    return _DEVICE if isinstance(argument, torch.device) else argument

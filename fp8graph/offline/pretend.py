@@ -1,0 +1,107 @@
+"""Let Inductor and triton find a GPU that is not there."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Generator
+from typing import Any, Final, cast
+from unittest import mock
+
+import torch
+import torch.cuda
+from torch._dynamo import device_interface
+
+from fp8graph.compat import inductor
+
+# What Inductor reads of torch.cuda.get_device_properties: H100/H200 SXM and B200.
+_MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148}
+
+
+@contextlib.contextmanager
+def pretend(target: str) -> Generator[None]:
+    """Inductor and triton find a GPU of kind ``target``; undone on exit."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.driver import CudaDriver
+
+    match = cast("re.Match[str]", re.fullmatch(r"sm_(\d+)(\d)a?", target))
+    major, minor = int(match[1]), int(match[2])
+    properties = types.SimpleNamespace(
+        name=target,
+        major=major,
+        minor=minor,
+        multi_processor_count=_MULTIPROCESSORS.get(major, 132),
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        total_memory=80 << 30,
+        L2_cache_size=50 << 20,
+        gcnArchName="",
+    )
+
+    def answer(result: Any) -> Any:
+        return staticmethod(lambda *_, **__: result)  # pyright: ignore[reportUnknownLambdaType]
+
+    class Worker(device_interface.CudaInterface.Worker):
+        current_device: Any = answer(0)
+        get_device_properties: Any = answer(properties)
+
+    members = {
+        "is_available": True,
+        "current_device": 0,
+        "device_count": 1,
+        "get_device_properties": properties,
+        "get_compute_capability": 10 * major + minor,
+        "is_bf16_supported": True,
+        "is_triton_capable": True,
+        "raise_if_triton_unavailable": None,
+    }
+    functions = {name: answer(result) for name, result in members.items()}
+    interface = type("OfflineCuda", (device_interface.CudaInterface,), {**functions, "Worker": Worker})
+
+    class Driver(CudaDriver):  # knows its target; cannot load or launch anything
+        def __init__(self) -> None: ...
+
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 10 * major + minor, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: Any = None) -> int:
+            return 0
+
+    from torch._inductor.runtime import triton_helpers
+
+    device_interface.get_interface_for_device("cuda")  # the lazy registration comes first
+    interfaces = {name: device_interface.device_interfaces.get(name) for name in ("cuda", "cuda:0")}
+    driver = triton.runtime.driver
+    active = driver._active
+    with contextlib.ExitStack() as stack:
+        replacements = {
+            "get_device_properties": properties,
+            "get_device_capability": (major, minor),
+            "get_device_name": target,
+        }
+        for name, result in replacements.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer(result)))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", answer(None)))
+        try:
+            for name in interfaces:
+                device_interface.register_interface_for_device(name, interface)
+            driver.set_active(Driver())
+            inductor.forget_device_facts()
+            yield
+        finally:
+            for name, original in interfaces.items():
+                if original is None:
+                    device_interface.device_interfaces.pop(name, None)
+                else:
+                    device_interface.register_interface_for_device(name, original)
+            driver._active = active
+            inductor.forget_device_facts()

@@ -1,0 +1,1 @@
+"""What a training step costs on many GPUs, before anything is compiled."""

@@ -1,0 +1,281 @@
+"""What a training step costs on many GPUs: its time and the bytes that each GPU sends, recipe by recipe.
+
+    step = GEMMs + attention + what moves memory + the optimizer + communication that nothing hides
+
+GEMMs, with what quantizes their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8 where
+the policy allows it and it pays (``profit.py``), as the compiler decides; collectives (``traffic.py``) what
+``mesh.Network`` says. The rest is in ``Plan.assumptions``; docs/scale.md has results beside published figures.
+
+Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
+reach); tests/test_kernels.py for the bytes that the code of a Llama-3-8B layer moves beside GEMMs and attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.errors import PolicyError
+from fp8graph.hardware import Hardware
+from fp8graph.hardware.roofline import gemm_seconds
+from fp8graph.hardware.speed import Speed
+from fp8graph.ir.collectives import bytes_sent
+from fp8graph.planning.mesh import Mesh, Network
+from fp8graph.planning.workload import Collective, Linear, Workload, collectives, fsdp_units
+from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe
+from fp8graph.report.tables import aligned
+
+RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
+ATTENTION_SHARE: Final = 0.5  # of the rate of bf16 GEMMs
+# By numbers that go into and come out of linears: 3394 MiB in bf16, of 8192 tokens with 81,920 such numbers each.
+MOVED: Final = 3394 * 2**20 / (8192 * 81_920 * 2)
+_HEADER: Final = ("recipe", "step ms", "speedup", "tokens/s/GPU", "GEMMs ms", "others ms", "exposed ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One recipe's step, in seconds, and what it sends."""
+
+    recipe: str
+    gemms: float  # with what quantizes their operands
+    others: float  # attention, what moves memory, the optimizer
+    exposed: float  # communication that nothing hides
+    communication: float  # all of it
+    collectives: Mapping[Collective, int]  # how many of each
+
+    @property
+    def seconds(self) -> float:
+        return self.gemms + self.others + self.exposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A training step on ``mesh``, high precision first, then by recipe."""
+
+    mesh: Mesh
+    speed: Speed
+    network: Network
+    tokens: int  # of one replica
+    steps: tuple[Step, ...]
+    state_bytes: int  # parameters, gradients and moments of AdamW on one GPU
+    copy_bytes: int  # FP8 copies of weights on one GPU; none is kept of what FSDP2 gathers
+    gather_saving: int  # bytes that each GPU would not send if FSDP gathered weights in FP8
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers rest on."""
+        net, speed = self.network, self.speed
+        return (
+            f"{speed.name}: GEMMs reach {speed.bf16_flops / 1e12:.0f} TFLOP/s in bf16 and {speed.fp8_flops / 1e12:.0f} "
+            f"in FP8, memory {speed.bandwidth / 1e12:.2f} TB/s; attention half of bf16's rate, causal, in bf16.",
+            f"{net.name}: collectives reach {net.node_bandwidth / 1e9:.0f} GB/s a GPU within nodes of "
+            f"{net.gpus_per_node}, {net.network_bandwidth / 1e9:.0f} GB/s between them, in rings or, for all_reduce, "
+            f"trees; a hop takes {net.node_latency * 1e6:.1f} and {net.network_latency * 1e6:.1f} us, few bytes too.",
+            "One micro-batch a step, nothing recomputed, no pipeline or context parallelism; every rank is as fast.",
+            f"Beside GEMMs and attention {MOVED:.2f} times the numbers into and out of linears move through memory, a "
+            "third of it in forward, in all recipes alike; AdamW moves its state once.",
+            f"Communication over dp and fsdp hides behind {net.overlap:.0%} of the compute of its direction and slows "
+            "none of it; that over tp, and of amaxes, is exposed.",
+            "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once, "
+            "in the parameters' dtype: its hooks are outside of the graphs. Delayed "
+            "scaling reduces all amaxes of a step at once, over all GPUs.",
+            "Linears of one module that read one tensor share its collectives and are multiplied as one; logits stay "
+            "sharded over tp (the loss is computed on the shards).",
+            "Under sp what is gathered for GEMMs in FP8 travels in FP8 if it has one scale (tensorwise, delayed).",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: JSON-ready. Seconds, and bytes a GPU and step."""
+        own = ("tokens", "state_bytes", "copy_bytes", "gather_saving", "assumptions")
+        parts = ("recipe", "seconds", "gemms", "others", "exposed", "communication")
+        steps: list[dict[str, Any]] = []
+        for step in self.steps:
+            found = [dataclasses.asdict(c) | {"count": count} for c, count in step.collectives.items()]
+            values = {name: getattr(step, name) for name in parts}
+            steps.append({**values, "sent": self.sent(step), "collectives": found})
+        return {
+            "mesh": dataclasses.asdict(self.mesh) | {"gpus": self.mesh.gpus},
+            "speed": self.speed.name,
+            "network": dataclasses.asdict(self.network),
+            "steps": steps,
+            **{name: getattr(self, name) for name in own},
+        }
+
+    def sent(self, step: Step) -> dict[str, int]:
+        """Bytes that each GPU sends, by what and how."""
+        sent: dict[str, int] = {}
+        for c, count in step.collectives.items():
+            key = f"{c.purpose}: {c.kind} over {c.axis}, {c.dtype}"
+            sent[key] = sent.get(key, 0) + count * bytes_sent(c.kind, c.payload, self.mesh.group(c.axis)[0])
+        return sent
+
+    def __str__(self) -> str:
+        first, tokens = self.steps[0], self.mesh.dp * self.mesh.fsdp * self.tokens
+        times: list[tuple[str, ...]] = [_HEADER]
+        for step in self.steps:
+            total, *parts = (f"{1e3 * part:,.1f}" for part in (step.seconds, step.gemms, step.others, step.exposed))
+            rate = f"{self.tokens / step.seconds / self.mesh.tp:,.0f}"
+            times.append((step.recipe, total, f"{first.seconds / step.seconds:.2f}", rate, *parts))
+        sent = [self.sent(step) for step in self.steps]
+        rows = [("sent by each GPU, MB a step", *(step.recipe for step in self.steps))]
+        for key in dict.fromkeys(key for found in sent for key in found):
+            rows.append((key, *(f"{found[key] / 1e6:,.3f}" if key in found else "-" for found in sent)))
+        rows.append(("all", *(f"{sum(found.values()) / 1e6:,.3f}" for found in sent)))
+        lines = [
+            f"{self.mesh}: {self.mesh.gpus:,} GPUs, {tokens:,} tokens a step, {self.tokens:,} of each replica",
+            "",
+            *aligned(times, ruled=True),
+            "",
+            *aligned(rows, ruled=True),
+            "",
+            f"On each GPU: {self.state_bytes / 1e9:,.1f} GB of parameters, gradients and AdamW's moments (FP32), "
+            f"{self.copy_bytes / 1e9:,.1f} GB of FP8 weights; activations beside them.",
+        ]
+        saving = f"Weights gathered in FP8 would be {self.gather_saving / 1e6:,.0f} MB less to send; it is not done."
+        lines += [saving] if self.gather_saving else []
+        return "\n".join([*lines, "", "Assumptions:", *(f"* {text}" for text in self.assumptions)])
+
+
+def decide(
+    work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None
+) -> tuple[dict[str, set[str]], dict[str, float]]:
+    """By linear the GEMMs that run in FP8; by direction the seconds that all GEMMs take, quantization included."""
+    fp8, seconds = {linear.fqn: set[str]() for linear in work.linears}, {"forward": 0.0, "backward": 0.0}
+    families: dict[Any, list[Linear]] = {}
+    for linear in work.linears:
+        families.setdefault((work.reads(linear), linear.fp8), []).append(linear)
+    for family in families.values():
+        # the compiler quantizes weights once per update and leaves that out; a step has one update. What FSDP2
+        # gathers it quantizes in forward and in backward
+        asked = list(_choices(work, mesh, speed, recipe, family, kept=mesh.fsdp == 1))
+        paid = list(_choices(work, mesh, speed, recipe, family, kept=False))
+        speedups = judge(asked, work.min_speedup)
+        pairs = zip(asked, paid, strict=True)
+        chosen = {own.gemms[0]: own for choice, own in pairs if speedups[choice] >= work.min_speedup}
+        uses = Uses(list(chosen.values()))
+        for linear in family:
+            fp8[linear.fqn].update(chosen)
+        parts = [work.local(linear, mesh) for linear in family]
+        for gemm in GEMMS:
+            high = sum(gemm_seconds(speed, *_sizes(gemm, x.m, x.n, x.k), work.dtype) for x in parts)
+            took = chosen[gemm].fp8_seconds(uses) if gemm in chosen else high
+            seconds["forward" if gemm == "fprop" else "backward"] += took
+    return fp8, seconds
+
+
+def _choices(
+    work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None, family: Sequence[Linear], *, kept: bool
+) -> Iterator[Choice]:
+    """The GEMMs of linears that read one tensor, which are multiplied as one."""
+    parts = [work.local(linear, mesh) for linear in family]
+    m, n, k = parts[0].m, sum(part.n for part in parts), parts[0].k
+    x = Quantized(key="input", elements=m * k)
+    dy = Quantized(key="grad_output", elements=m * n)
+    w, again = (Quantized(key=key, elements=n * k, fused=False, kept=kept) for key in ("weight", "weight again"))
+    read: dict[GemmName, tuple[tuple[Quantized, Layout], tuple[Quantized, Layout]]] = {
+        "fprop": ((x, "rowwise"), (w, "rowwise")),
+        "dgrad": ((dy, "rowwise"), (w if mesh.fsdp == 1 else again, "columnwise")),
+        "wgrad": ((dy, "columnwise"), (x, "columnwise")),
+    }
+    for gemm in GEMMS:
+        if recipe is not None and recipe.covers(gemm) and gemm in family[0].fp8:
+            rows, columns, depth = _sizes(gemm, m, n, k)
+            yield Choice(
+                gemms=(gemm,),
+                before=tuple(_sizes(gemm, part.m, part.n, part.k) for part in parts),
+                products=(Product(m=rows, n=columns, k=depth, reads=read[gemm]),),
+                dtype=work.dtype,
+                scaling=recipe.quantizer("input").scaling,
+                speed=speed,
+            )
+
+
+def _sizes(gemm: GemmName, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """m, n and k of one GEMM of the linear [m, k] -> [m, n]."""
+    return {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
+
+
+def _step(
+    work: Workload, mesh: Mesh, speed: Speed, network: Network, name: str, recipe: Recipe | None
+) -> tuple[Step, dict[str, set[str]]]:
+    fp8, gemms = decide(work, mesh, speed, recipe)
+    others, optimizer = _others(work, mesh, speed)
+    sent = collectives(work, mesh, recipe, fp8)
+    exposed = communication = 0.0
+    for direction, compute in others.items():
+        hidden = 0.0
+        for collective, count in sent.items():
+            if collective.direction == direction:
+                ranks, stride = mesh.group(collective.axis)
+                seconds = count * network.seconds(collective.kind, collective.payload, ranks, stride)
+                communication += seconds
+                exposed += seconds
+                hidden += seconds if collective.overlaps else 0.0
+        exposed -= min(hidden, network.overlap * (gemms[direction] + compute))
+    total, other = sum(gemms.values()), sum(others.values()) + optimizer
+    parts: dict[str, Any] = {"exposed": exposed, "communication": communication, "collectives": sent}
+    return Step(recipe=name, gemms=total, others=other, **parts), fp8
+
+
+def _others(work: Workload, mesh: Mesh, speed: Speed) -> tuple[dict[str, float], float]:
+    """Seconds of attention and of what moves memory, by direction; seconds of the optimizer."""
+    rows = mesh.tp if mesh.sp else 1
+    numbers = 0.0
+    for linear in work.linears:
+        style = work.style(linear.fqn)
+        inputs = linear.k / (mesh.tp if style == "rowwise" else rows)
+        outputs = linear.n / (mesh.tp if style == "colwise" else rows)
+        numbers += linear.m * (inputs + outputs)
+    moved = MOVED * numbers * work.dtype.itemsize / speed.bandwidth
+    attention = work.attention_flops / mesh.tp / (ATTENTION_SHARE * speed.bf16_flops)
+    # reads and writes the parameter and two moments in FP32, reads the gradient
+    elements = sum(fsdp_units(work, mesh).values()) // mesh.fsdp
+    optimizer = elements * (3 * work.dtype.itemsize + 16) / speed.bandwidth
+    return {"forward": moved / 3 + attention * 2 / 7, "backward": moved * 2 / 3 + attention * 5 / 7}, optimizer
+
+
+def plan(
+    work: Workload, mesh: Mesh, *, hardware: Hardware, network: Network, recipes: Sequence[RecipeLike] | None = None
+) -> Plan:
+    """Predict the step of ``work`` on ``mesh`` in high precision and under each of ``recipes``.
+
+    Args:
+        work: ``traffic.of_model``'s, or one of your own.
+        mesh, hardware, network: on what.
+        recipes: default: those of ``RECIPES`` that the hardware multiplies.
+
+    Raises:
+        PolicyError: (a ``ValueError``) for hardware of unknown speed, a recipe that it does not multiply, and a mesh
+            that does not divide ``work``.
+    """
+    if (speed := hardware.speed) is None:
+        raise PolicyError(f"mesh: the speed of {hardware.name!r} is not known; name a GPU, target='sm_90' for one.")
+    work.check(mesh)
+    high = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(work.dtype), "fp32")
+    step, _ = _step(work, mesh, speed, network, high, None)
+    steps, quantized = [step], set[str]()
+    for recipe in filter(None, map(resolve_recipe, RECIPES if recipes is None else recipes)):
+        if recipe.quantizer("input").scaling in hardware.scalings:
+            step, fp8 = _step(work, mesh, speed, network, recipe.name, recipe)
+            steps.append(step)
+            quantized |= {name for name, gemms in fp8.items() if gemms & {"fprop", "dgrad"}}
+        elif recipes is not None:
+            raise PolicyError(f"mesh: {hardware.name} emulates {recipe.name}: there is no speed to predict.")
+    weights = [name for name in work.parameters if name.removesuffix(".weight") in quantized]
+    saving = 0
+    for unit, elements in fsdp_units(work, mesh, weights).items():  # all but one byte of each
+        saving += (2 if unit else 1) * bytes_sent("all_gather", elements * (work.dtype.itemsize - 1), mesh.fsdp)
+    return Plan(
+        mesh=mesh,
+        speed=speed,
+        network=network,
+        tokens=work.tokens,
+        steps=tuple(steps),
+        state_bytes=sum(fsdp_units(work, mesh).values()) // mesh.fsdp * (2 * work.dtype.itemsize + 8),
+        copy_bytes=2 * sum(math.prod(work.shape(name, mesh.tp)) for name in weights) if mesh.fsdp == 1 else 0,
+        gather_saving=saving,
+    )

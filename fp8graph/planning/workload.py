@@ -1,0 +1,248 @@
+"""What a training step multiplies and sends: its linears, its parameters, its collectives. Counts, no time.
+
+tests/test_scale.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and sequence parallelism.
+Source: Megatron-LM (arXiv 2205.05198) for tensor and sequence parallelism; torch's FSDP2 for its padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from fp8graph.errors import PolicyError
+from fp8graph.planning.mesh import Mesh
+from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
+from fp8graph.recipes.policy import MIN_SPEEDUP
+from fp8graph.report import Report
+
+BUCKET: Final = 25 * 2**20  # bytes of gradients that DDP reduces at once (its bucket_cap_mb)
+_STYLES: Final = ("embedding", "colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """One linear: ``[m, k] @ [k, n]`` in forward, with the rows that one data-parallel replica has."""
+
+    fqn: str
+    m: int
+    n: int
+    k: int
+    fp8: frozenset[str] = frozenset(GEMMS)  # the GEMMs that the policy allows in FP8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A training step of one replica."""
+
+    linears: tuple[Linear, ...]
+    parameters: Mapping[str, tuple[int, ...]]  # name -> shape
+    plan: Mapping[str, str] = field(default_factory=dict[str, str])  # as Hugging Face's: "layers.*.up" -> "colwise"
+    dtype: torch.dtype = torch.bfloat16  # of parameters, gradients and activations
+    attention_flops: float = 0.0  # forward and backward
+    heads: Mapping[str, int] = field(default_factory=dict[str, int])  # what tp must divide besides sizes
+    min_speedup: float = MIN_SPEEDUP  # as in Policy
+
+    @property
+    def tokens(self) -> int:
+        """Of one replica: the rows of its linears."""
+        return max(linear.m for linear in self.linears)
+
+    def style(self, fqn: str) -> str:
+        """One of ``_STYLES``, or "" for a layer that every rank of tp has whole."""
+        value = self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn), "")
+        return next((style for style in _STYLES if value.startswith(style)), "")
+
+    def reads(self, linear: Linear) -> tuple[Any, ...]:
+        """Equal for linears that read one tensor: column-parallel ones of one module (q, k, v; gate, up)."""
+        shared = self.style(linear.fqn) == "colwise"
+        return (linear.fqn.rpartition(".")[0], linear.m, linear.k) if shared else (linear.fqn,)
+
+    def local(self, linear: Linear, mesh: Mesh) -> Linear:
+        """What one rank multiplies."""
+        style, tp = self.style(linear.fqn), mesh.tp
+        if style == "colwise":
+            return dataclasses.replace(linear, n=linear.n // tp)
+        if style == "rowwise":
+            return dataclasses.replace(linear, k=linear.k // tp)
+        return dataclasses.replace(linear, m=linear.m // (tp if mesh.sp else 1))
+
+    def shape(self, name: str, tp: int = 1) -> tuple[int, ...]:
+        """Of a parameter, on a rank of ``tp``."""
+        first, *others = self.parameters[name] or (1,)
+        module, _, kind = name.rpartition(".")
+        style = self.style(module)
+        if style == "colwise" or (style == "embedding" and kind == "weight"):
+            return first // tp, *others
+        if style == "rowwise" and kind == "weight":
+            return first, others[0] // tp, *others[1:]
+        return first, *others
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise ``PolicyError`` unless ``mesh.tp`` divides all that it shards."""
+        if mesh.tp == 1:
+            return
+        if not any(self.style(linear.fqn) == "rowwise" for linear in self.linears):
+            raise PolicyError("mesh: tp > 1, but the model's config has no plan for it (base_model_tp_plan).")
+        sizes = {f"the {size} {name}": size for name, size in self.heads.items()}
+        for linear in self.linears:
+            if (style := self.style(linear.fqn)) in ("colwise", "rowwise"):
+                size, what = (linear.n, "outputs") if style == "colwise" else (linear.k, "inputs")
+                sizes[f"the {size} {what} of {linear.fqn}"] = size
+        sizes |= {f"the {self.tokens} tokens": self.tokens} if mesh.sp else {}
+        for name, size in sizes.items():
+            if size % mesh.tp:
+                raise PolicyError(f"mesh: tp={mesh.tp} does not divide {name}.")
+
+
+def of_model(model: Any, report: Report, seq: int) -> Workload:
+    """The step of a Hugging Face model, from ``explain(model, training=True)`` with sequences of ``seq`` tokens."""
+    if experts := [gemm.fqn for gemm in report.gemms if gemm.op == "grouped_mm"]:
+        raise PolicyError(f"mesh: {experts[0]}: the cost model knows no experts, and no expert parallelism.")
+    allowed: dict[str, set[str]] = {}
+    for gemm in report.gemms:
+        if gemm.recipe is not None or gemm.by_profitability:
+            allowed.setdefault(gemm.name, set()).add(gemm.gemm)
+    linears = tuple(
+        Linear(fqn=g.name, m=int(g.m), n=int(g.n), k=int(g.k), fp8=frozenset(allowed.get(g.name, ())))
+        for g in report.gemms
+        if g.op == "linear" and g.gemm == "fprop"
+    )
+    config = model.config.get_text_config()
+    names = {"attention heads": "num_attention_heads", "key and value heads": "num_key_value_heads"}
+    heads = {name: size for name, key in names.items() if isinstance(size := getattr(config, key, None), int)}
+    count = heads.get("attention heads", 0)
+    width = count * (getattr(config, "head_dim", None) or config.hidden_size // max(count, 1))
+    return Workload(
+        linears=linears,
+        parameters={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
+        plan=dict(getattr(model, "tp_plan", None) or {}),
+        dtype=next(model.parameters()).dtype,
+        # causal: two matmuls of 2 * tokens * seq * width over half of seq in forward, five in backward
+        attention_flops=7.0 * max(linear.m for linear in linears) * seq * width * config.num_hidden_layers,
+        heads=heads,
+        min_speedup=report.policy.min_speedup,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a step, ``payload`` (bytes) as ``wire.bytes_sent`` wants it."""
+
+    purpose: str  # "weights", "gradients", "activations" or "amaxes"
+    kind: str
+    axis: str
+    direction: str  # "forward" or "backward"
+    dtype: str
+    payload: int
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether compute can hide it: communication of parameters can, what the next kernel waits for cannot."""
+        return self.axis in ("dp", "fsdp")
+
+
+def collectives(
+    work: Workload, mesh: Mesh, recipe: Recipe | None = None, fp8: Mapping[str, set[str]] | None = None
+) -> Mapping[Collective, int]:
+    """The collectives of one step, and how many there are of each.
+
+    Args:
+        work, mesh: what is trained, on what.
+        recipe: of the GEMMs in FP8.
+        fp8: by the name of a linear those of its GEMMs that run in FP8 (``scale.decide``).
+    """
+    found = [*_of_parameters(work, mesh), *_of_activations(work, mesh, recipe, fp8 or {})]
+    return Counter(collective for collective in found if mesh.group(collective.axis)[0] > 1)
+
+
+def _of_parameters(work: Workload, mesh: Mesh) -> Iterator[Collective]:
+    dtype, size = str(work.dtype).removeprefix("torch."), work.dtype.itemsize
+    one = functools.partial(Collective, purpose="gradients", direction="backward", dtype=dtype)
+    for name in work.parameters:
+        sharded = mesh.tp > 1 and work.shape(name, mesh.tp) != work.shape(name)
+        # each rank saw its own rows (sp) or its own heads: its gradient is a part
+        if not sharded and (mesh.sp or work.style(name.rpartition(".")[0]) == "replicated_with_grad_allreduce"):
+            yield one(kind="all_reduce", axis="tp", payload=size * math.prod(work.shape(name)))
+    if mesh.fsdp == 1:
+        total = size * sum(math.prod(work.shape(name, mesh.tp)) for name in work.parameters)
+        for start in range(0, total, BUCKET):
+            yield one(kind="all_reduce", axis="dp", payload=min(BUCKET, total - start))
+        return
+    for unit, elements in fsdp_units(work, mesh).items():
+        payload = size * elements
+        # the root's parameters stay gathered between forward and backward
+        for direction in ("forward", "backward") if unit else ("forward",):
+            yield one(purpose="weights", kind="all_gather", axis="fsdp", direction=direction, payload=payload)
+        yield one(kind="reduce_scatter", axis="fsdp", payload=payload)
+        yield one(kind="all_reduce", axis="dp", payload=payload // mesh.fsdp)
+
+
+def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:
+    """The elements that are gathered together: by layer (the module up to the first number), the rest under ""."""
+    units: dict[str, int] = {}
+    for name in work.parameters if names is None else names:
+        first, *others = work.shape(name, mesh.tp)
+        rows = -(-first // mesh.fsdp) * mesh.fsdp  # FSDP2 pads dim 0 so that all ranks have as many
+        units[_layer(name)] = units.get(_layer(name), 0) + rows * math.prod(others)
+    return units
+
+
+def _layer(name: str) -> str:
+    match = re.match(r"(.*?\.\d+)\.", name)
+    return match[1] if match else ""
+
+
+def _of_activations(
+    work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]
+) -> Iterator[Collective]:
+    scaling = recipe.quantizer("input").scaling if recipe is not None else None
+    readers: dict[Any, list[Linear]] = {}
+    for linear in work.linears:
+        readers.setdefault(work.reads(linear), []).append(linear)
+
+    def in_fp8(linears: list[Linear], *gemms: str) -> bool:
+        return all(gemm in fp8.get(linear.fqn, ()) for linear in linears for gemm in gemms)
+
+    size, dtype = work.dtype.itemsize, str(work.dtype).removeprefix("torch.")
+    one = functools.partial(Collective, purpose="activations", axis="tp", dtype=dtype)
+    amax = functools.partial(one, purpose="amaxes", kind="all_reduce", dtype="float32")
+
+    def gathered(direction: str, numbers: int, narrow: bool) -> Iterator[Collective]:
+        """One scale for the whole tensor serves both layouts; scales of rows and tiles would have to travel twice."""
+        narrow = narrow and scaling in ("tensor", "delayed")
+        if narrow and scaling == "tensor":  # the scale is that of the whole tensor
+            yield amax(direction=direction, payload=4)
+        width, name = (1, "fp8") if narrow else (size, dtype)
+        yield one(kind="all_gather", direction=direction, dtype=name, payload=width * numbers)
+
+    summed = "reduce_scatter" if mesh.sp else "all_reduce"
+    for linears in readers.values() if mesh.tp > 1 else ():
+        first = linears[0]
+        style = work.style(first.fqn)
+        if style == "colwise":
+            if mesh.sp:
+                yield from gathered("forward", first.m * first.k, in_fp8(linears, "fprop", "wgrad"))
+            yield one(kind=summed, direction="backward", payload=size * first.m * first.k)
+        elif style == "rowwise":
+            yield one(kind=summed, direction="forward", payload=size * first.m * first.n)
+            if mesh.sp:
+                yield from gathered("backward", first.m * first.n, in_fp8(linears, "dgrad", "wgrad"))
+    for name, shape in work.parameters.items() if mesh.tp > 1 else ():
+        if work.style(name.rpartition(".")[0]) == "embedding":
+            numbers = work.tokens * shape[-1]
+            yield one(kind=summed, direction="forward", payload=size * numbers)
+            if mesh.sp:
+                yield one(kind="all_gather", direction="backward", payload=size * numbers)
+    if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
+        operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+        tensors = {(linear.fqn, x) for linear in work.linears for g in fp8.get(linear.fqn, ()) for x in operands[g]}
+        if tensors:  # all of the step together, and a flag
+            yield amax(axis="all", direction="backward", payload=4 * (1 + len(tensors)))

@@ -1,0 +1,67 @@
+"""What users choose: recipes, policies, regions of code."""
+
+from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.quantizer import (
+    E2M1X2,
+    FLT_MAX,
+    FP8_MAX,
+    GEMMS,
+    LAYOUTS,
+    OPERANDS,
+    Format,
+    GemmName,
+    Layout,
+    OperandName,
+    Quantizer,
+    Scaling,
+)
+from fp8graph.recipes.recipe import (
+    AmaxAlgorithm,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    ScaleAlgorithm,
+)
+from fp8graph.recipes.registry import (
+    HIGH_PRECISION,
+    RECIPE_NAMES,
+    RecipeLike,
+    has_code,
+    recipe_from_dict,
+    register_recipe,
+    resolve_recipe,
+)
+
+__all__ = [
+    "AmaxAlgorithm",
+    "DelayedScaling",
+    "E2M1X2",
+    "FLT_MAX",
+    "FP8_MAX",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "GEMMS",
+    "GemmName",
+    "HIGH_PRECISION",
+    "LAYOUTS",
+    "Layout",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "OPERANDS",
+    "OperandName",
+    "Quantizer",
+    "RECIPE_NAMES",
+    "Recipe",
+    "RecipeLike",
+    "ScaleAlgorithm",
+    "Scaling",
+    "has_code",
+    "recipe_from_dict",
+    "register_recipe",
+    "resolve_recipe",
+]

@@ -1,0 +1,123 @@
+"""``fp8graph.autocast``: give a region of the user's code another recipe, as Transformer Engine's autocast does.
+
+Inside compiled code the region travels as a string on every node (``torch.fx.traceback.annotate``), forward
+and backward. Outside, Dynamo's guards cannot see it: a thread-local stack holds it, and the compiled callable
+picks a variant at call time (``program.py``).
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.fx.traceback import annotate
+
+from fp8graph.compat.dynamo import never_a_root_frame
+from fp8graph.errors import UnsupportedRecipeError
+from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
+from fp8graph.recipes.rules import INHERIT, GemmRecipe
+
+REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]
+DISABLED: Final = "autocast(enabled=False)"
+POLICY: Final = "autocast(enabled=True)"  # enabled without a recipe: what the policy says
+
+
+class _Stack(threading.local):
+    """The regions open around the current call, outermost first (a region or a recipe object)."""
+
+    def __init__(self) -> None:
+        self.regions: list[str | Recipe] = []
+        self.groups: list[Any] = []  # their amax_reduction_group
+
+
+_stack = _Stack()
+
+
+def current_region() -> str | Recipe | None:
+    """The innermost region open outside compiled code, or None."""
+    return _stack.regions[-1] if _stack.regions else None
+
+
+@never_a_root_frame
+def autocast(
+    enabled: bool = True, recipe: RecipeLike = None, amax_reduction_group: Any = None
+) -> AbstractContextManager[None]:
+    """Run the GEMMs of a region with ``recipe``, whatever the policy says. Backward inherits.
+
+    The innermost region wins. It covers the same sites as a policy's default (linears and grouped matmuls,
+    heads included); activation x activation matmuls stay with the policy.
+
+    Args:
+        enabled: ``False`` leaves every GEMM of the region in high precision.
+        recipe: a recipe or its name; ``None`` (with ``enabled=True``) returns to the policy. Inside compiled
+            code recipes go by name, a string (``register_recipe`` gives yours a name).
+        amax_reduction_group: the ranks whose amaxes delayed scaling reduces: a ProcessGroup or a DeviceMesh of one
+            dimension; ``None`` is that of the region outside, or all ranks. For regions around compiled code.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a group that is none, or one inside of
+            compiled code.
+    """
+    if torch.compiler.is_compiling():
+        # Dynamo traces these lines: strings, and exceptions of Python. Names are checked when the graph is compiled.
+        if amax_reduction_group is not None:
+            raise ValueError("autocast(amax_reduction_group=...) goes around compiled code, not into it")
+        region = DISABLED if not enabled else POLICY if recipe is None else recipe
+        return annotate({REGION_KEY: region})
+    if amax_reduction_group is not None:
+        _group_name(amax_reduction_group)
+    if not enabled:
+        return _Region(DISABLED, amax_reduction_group)
+    if recipe is None:
+        return _Region(POLICY, amax_reduction_group)
+    resolved = resolve_recipe(recipe)
+    return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED, amax_reduction_group)
+
+
+def amax_group() -> str | None:
+    """The name of the group that the current call reduces amaxes over; None where there is one rank."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = next((g for g in reversed(_stack.groups) if g is not None), dist.group.WORLD)
+    return _group_name(group)
+
+
+def _group_name(group: Any) -> str | None:
+    group = group.get_group() if hasattr(group, "get_group") else group  # a DeviceMesh
+    if not isinstance(group, dist.ProcessGroup):
+        raise UnsupportedRecipeError(
+            f"autocast(amax_reduction_group=...) takes a ProcessGroup or a DeviceMesh, not {type(group).__name__}."
+        )
+    return group.group_name if group.size() > 1 else None
+
+
+class _Region(AbstractContextManager[None]):
+    def __init__(self, region: str | Recipe, group: Any) -> None:
+        self._region, self._group = region, group
+
+    def __enter__(self) -> None:
+        _stack.regions.append(self._region)
+        _stack.groups.append(self._group)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _stack.regions.pop()
+        _stack.groups.pop()
+
+
+def region_recipe(region: str | Recipe | None) -> GemmRecipe:
+    """What a region asks for: INHERIT for the policy, None for high precision, or a recipe."""
+    if region is None or region == POLICY:
+        return INHERIT
+    if region in (DISABLED, HIGH_PRECISION):
+        return None
+    return resolve_recipe(region)

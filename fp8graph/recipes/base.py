@@ -1,0 +1,90 @@
+"""What every recipe has."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from fp8graph.errors import UnsupportedRecipeError
+from fp8graph.recipes.quantizer import FLT_MAX, GEMMS, Format, GemmName, OperandName, Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Base of all recipes. Subclasses say how each operand is quantized.
+
+    Args:
+        fp8_format: a :class:`Format`, or its name.
+        use_fast_accum: for fprop, dgrad, wgrad: accumulate in the tensor core's reduced-precision
+            registers (``True``, faster) or promote every few steps to FP32 (``False``). Defaults as in
+            Transformer Engine: fast in fprop, split in dgrad and wgrad.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
+
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fp8_format, str):  # a policy file says "HYBRID"
+            try:
+                object.__setattr__(self, "fp8_format", Format[self.fp8_format])
+            except KeyError:
+                raise self._bad("fp8_format", "one of E4M3, HYBRID") from None
+        if not isinstance(self.fp8_format, Format):
+            raise self._bad("fp8_format", "a Format")
+        if self.fp8_format is Format.E5M2:
+            raise UnsupportedRecipeError(
+                f"{type(self).__name__}(fp8_format=E5M2): no hardware multiplies E5M2 by E5M2. "
+                "Use Format.HYBRID (E5M2 for gradients only) or Format.E4M3."
+            )
+        if isinstance(self.use_fast_accum, list):  # TOML and JSON have no tuples
+            object.__setattr__(self, "use_fast_accum", tuple(self.use_fast_accum))
+        accum: object = self.use_fast_accum
+        if not (isinstance(accum, tuple) and len(accum) == 3 and all(type(a) is bool for a in accum)):
+            raise self._bad("use_fast_accum", "three booleans, for fprop, dgrad and wgrad")
+
+    def _check_scale_fields(self) -> None:
+        """For the recipes with ``power_2_scale`` and ``amax_epsilon``."""
+        values = cast(Any, self)
+        if type(values.power_2_scale) is not bool:
+            raise self._bad("power_2_scale", "True or False")
+        epsilon = values.amax_epsilon
+        if type(epsilon) not in (int, float) or not (0.0 <= epsilon <= FLT_MAX):
+            raise self._bad("amax_epsilon", "a finite number >= 0 that FP32 holds")
+
+    def _bad(self, field: str, wanted: str) -> UnsupportedRecipeError:
+        return UnsupportedRecipeError(
+            f"{type(self).__name__}({field}={getattr(self, field)!r}): {field} must be {wanted}."
+        )
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        """How ``operand`` is quantized under this recipe."""
+        raise NotImplementedError
+
+    def covers(self, gemm: GemmName) -> bool:
+        """Whether this recipe quantizes ``gemm``; if not, that GEMM stays in high precision."""
+        return gemm in GEMMS
+
+    def fast_accum(self, gemm: GemmName) -> bool:
+        """Whether ``gemm`` accumulates in reduced precision."""
+        return self.use_fast_accum[GEMMS.index(gemm)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: ``{"type": class name, field: value, ...}`` (see :func:`recipe_from_dict`)."""
+        values: dict[str, Any] = {"type": type(self).__name__}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if callable(value):
+                raise UnsupportedRecipeError(
+                    f"{type(self).__name__}({field.name}={value!r}): code cannot be written to a file. "
+                    "Register the recipe under a name (fp8graph.register_recipe) and write the name."
+                )
+            if isinstance(value, Format):
+                value = value.name
+            values[field.name] = list(value) if isinstance(value, tuple) else value
+        return values

@@ -1,0 +1,173 @@
+"""Policy: ordered rules that give each site a recipe per GEMM. First full match wins.
+
+The idea of ordered, fully matched rules and of reporting the unused ones is qwix's
+(``google/qwix``, ``_src/qconfig.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from fp8graph.errors import Fp8GraphError, PolicyError
+from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.quantizer import GEMMS
+from fp8graph.recipes.registry import RecipeLike, resolve_recipe
+from fp8graph.recipes.rules import (
+    DEFAULT_OPS,
+    Resolution,
+    Rule,
+    check_keys,
+    normalized,
+    pattern_flags,
+    recipe_to_plain,
+    rule_from_dict,
+)
+
+# Above what the speed model cannot tell: measured rates of one kind of GPU differ by 4 % (roofline.py).
+MIN_SPEEDUP: Final = 1.05
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Ordered rules; the first full match wins; ``default`` covers what no rule matched.
+
+    Args:
+        rules: :class:`Rule` objects.
+        default: recipe of the linears and grouped matmuls that no rule matches. Activation x activation
+            matmuls (``op="matmul"``) are left alone unless a rule asks.
+        min_speedup: a GEMM is rewritten only where the speed model of the target predicts at least this
+            gain over bf16 (the default leaves out what is within the model's own error); 0 rewrites whatever is legal.
+            CPUs and emulated GEMMs have no speed model.
+
+    Raises:
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for values that cannot be used.
+    """
+
+    rules: Sequence[Rule] = ()
+    _: KW_ONLY
+    default: RecipeLike = "tensorwise"
+    min_speedup: float = MIN_SPEEDUP
+
+    def __post_init__(self) -> None:
+        rules: object = self.rules
+        if isinstance(rules, Rule) or not isinstance(rules, Iterable):
+            raise PolicyError(f"Policy(rules=...): a list of Rule is needed, not {rules!r}.")
+        object.__setattr__(self, "rules", tuple(cast(Iterable[Rule], rules)))
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise PolicyError(f"Policy(rules=...): {rule!r} is not a Rule. Write Rule(pattern, recipe).")
+        object.__setattr__(self, "default", normalized(self.default))
+        resolve_recipe(self.default)
+        speedup: object = self.min_speedup
+        if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
+            raise PolicyError(f"Policy(min_speedup={speedup!r}): a finite number >= 0 is needed.")
+
+    def resolve(self, fqn: str, op: str) -> Resolution:
+        """The recipes of the three GEMMs of site ``fqn``."""
+        for index, rule in enumerate(self.rules):
+            if rule.matches(fqn, op):
+                return Resolution(
+                    {gemm: rule.recipe_for(gemm) for gemm in GEMMS},
+                    source=f'rule {index} "{rule.text}"',
+                    rule=index,
+                    by_user=not rule.optional,
+                )
+        if op not in DEFAULT_OPS:
+            return Resolution(
+                dict.fromkeys(GEMMS),
+                source=f'no rule: op="{op}" is left alone unless a rule asks for it',
+            )
+        return Resolution(dict.fromkeys(GEMMS, resolve_recipe(self.default)), source="default")
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether some rule is not there in every step."""
+        return any(rule.steps is not None for rule in self.rules)
+
+    def at_step(self, step: int) -> Policy:
+        """The policy of one training step: the rules that are there then, without their schedule.
+
+        ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. Call
+        ``backend.set_policy(policy.at_step(step))`` before each step: a change recompiles, and what was compiled
+        for an earlier policy is used again when that comes back.
+
+        Raises:
+            PolicyError: (a ``ValueError``) for a step that is not a whole number >= 0.
+        """
+        if type(step) is not int or step < 0:
+            raise PolicyError(f"Policy.at_step({step!r}): a whole number >= 0 is needed.")
+        there = [r for r in self.rules if r.steps is None or r.steps[0] <= step < (r.steps[1] or math.inf)]
+        return dataclasses.replace(self, rules=[dataclasses.replace(rule, steps=None) for rule in there])
+
+    def recipes(self) -> set[Recipe]:
+        """Every recipe that a rule or the default may give."""
+        named = [resolve_recipe(self.default), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
+        return {recipe for recipe in named if recipe is not None}
+
+    def identity(self) -> str:
+        """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
+        recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
+        # repr() of a compiled expression shows 200 characters of it: the text and the flags say it all
+        patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
+        return repr((patterns, recipes, resolve_recipe(self.default), self.min_speedup))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the structure of a policy file."""
+        return {
+            "default": recipe_to_plain(self.default),
+            "min_speedup": self.min_speedup,
+            "rules": [rule.to_dict() for rule in self.rules],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Policy:
+        """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
+        check_keys("policy", values, {"default", "min_speedup", "rules"})
+        rules = values.get("rules", [])
+        if not isinstance(rules, list):
+            raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")
+        settings = {k: v for k, v in values.items() if k != "rules"}
+        return Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Policy:
+        """Read a ``.toml`` or ``.json`` file. Data only: nothing in it is run.
+
+        Raises:
+            PolicyError: the file is missing, malformed, or holds an unknown key; the message names the file.
+        """
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(f"policy file {file}: cannot be read ({error}).") from None
+        try:
+            values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        except ValueError as error:  # both decoders' errors
+            kind = "JSON" if file.suffix == ".json" else "TOML"
+            raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
+        if not isinstance(values, dict):
+            raise PolicyError(f"policy file {file}: a table of rules is needed, not {values!r}.")
+        try:
+            return Policy.from_dict(cast(dict[str, Any], values))
+        except Fp8GraphError as error:
+            raise type(error)(f"policy file {file}: {error}") from None
+
+    @staticmethod
+    def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
+        """A policy from what users pass: a Policy, its dict form, or a path."""
+        if isinstance(value, Policy):
+            return value
+        if isinstance(value, Mapping):
+            return Policy.from_dict(value)
+        if isinstance(value, (str, os.PathLike)):
+            return Policy.load(value)
+        raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.")

@@ -1,0 +1,66 @@
+"""What one operand of a GEMM becomes: formats, layouts, what shares a scale."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+
+GemmName = Literal["fprop", "dgrad", "wgrad"]
+OperandName = Literal["input", "weight", "grad_output"]
+Layout = Literal["rowwise", "columnwise"]
+Scaling = Literal["tensor", "delayed", "row", "block", "mxfp8", "nvfp4"]
+GEMMS: Final[tuple[GemmName, ...]] = ("fprop", "dgrad", "wgrad")
+OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
+LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
+# The largest finite value of each type (OCP 8-bit floating point, table 2).
+E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes a byte, the first one in the low half
+FLT_MAX: Final[float] = torch.finfo(torch.float32).max
+FP8_MAX: Final[dict[torch.dtype, float]] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, E2M1X2: 6.0}
+
+
+class Format(enum.Enum):
+    """Which FP8 type forward operands and gradients get.
+
+    ``E4M3`` everywhere E4M3; ``HYBRID`` E4M3 for input and weight, E5M2 for grad_output; ``E5M2`` is
+    refused by every recipe: no hardware multiplies E5M2 by E5M2.
+    """
+
+    E4M3 = "E4M3"
+    E5M2 = "E5M2"
+    HYBRID = "HYBRID"
+
+    def dtype(self, operand: OperandName) -> torch.dtype:
+        """The FP8 type of ``operand``."""
+        if self is Format.HYBRID and operand == "grad_output":
+            return torch.float8_e5m2
+        return torch.float8_e5m2 if self is Format.E5M2 else torch.float8_e4m3fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantizer:
+    """What one ``fp8graph::quantize`` node does: the part of a recipe that concerns one operand.
+
+    ``scaling`` says what shares one scale:
+
+    ========= ==================================================================================
+    tensor    the tensor, scale from its own amax
+    delayed   the tensor, scale from the amaxes of earlier steps
+    row       a row of the operand as the GEMM contracts it
+    block     a ``block`` of (rows, elements along the contraction dim)
+    mxfp8     a ``block``; the scale is a power of two in E8M0
+    nvfp4     a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
+    ========= ==================================================================================
+    """
+
+    dtype: torch.dtype  # torch.float8_e4m3fn, torch.float8_e5m2, or E2M1X2
+    scaling: Scaling = "tensor"
+    block: tuple[int, int] = (0, 0)  # (0, 0): not a block scaling
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    @property
+    def fp8_max(self) -> float:
+        return FP8_MAX[self.dtype]

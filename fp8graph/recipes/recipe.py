@@ -1,0 +1,260 @@
+"""Recipes: how the three operands of a GEMM are quantized. Frozen values, checked at construction.
+
+A recipe answers one question, ``recipe.quantizer(operand)``: which FP8 type, and how the scale is made.
+The names and defaults are Transformer Engine's (``transformer_engine.common.recipe``), so that a user
+who moves over keeps the numbers.
+
+To add a recipe: a frozen dataclass with ``quantizer``, and its name in ``registry.py``. If its scales are made in a
+new way: a ``Scaling``, its branch in ``numerics/quantization.py``, and what multiplies it natively in
+``hardware/devices.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+
+from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.quantizer import E2M1X2, Format, GemmName, OperandName, Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8CurrentScaling(Recipe):
+    """One scale per tensor, from the tensor's own amax ("tensorwise", "current scaling").
+
+    ``amax = max(max|x|, amax_epsilon)``; ``scale = fp8_max / amax`` in FP32, one IEEE division;
+    amax 0, inf or nan gives scale 1; an infinite scale becomes FLT_MAX; ``power_2_scale`` rounds the
+    scale down to a power of two. Source: ``compute_scale_from_amax`` in Transformer Engine's
+    ``common/recipe/recipe_common.cuh``.
+
+    Args:
+        fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.
+        power_2_scale: clear the mantissa of the scale (round down).
+        amax_epsilon: lower bound of the amax, in units of the tensor; ``0.0`` or a positive number.
+        use_fast_accum: see :class:`Recipe`.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for E5M2, a negative or non-finite epsilon, or a
+            value of the wrong type.
+    """
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+
+    name: ClassVar[str] = "tensorwise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_scale_fields()
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        return Quantizer(
+            dtype=self.fp8_format.dtype(operand),
+            power_2_scale=self.power_2_scale,
+            amax_epsilon=float(self.amax_epsilon),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8RowwiseScaling(Recipe):
+    """One scale per row of each operand as its GEMM contracts it ("rowwise", per token and per output channel).
+
+    fprop: rows of x and w; dgrad: rows of dy, columns of w; wgrad: columns of dy and x. Each scale as in
+    :class:`Float8CurrentScaling`. The defaults (E4M3 everywhere, powers of two, epsilon 1e-12) are torchao's.
+
+    Args:
+        fp8_format, use_fast_accum: see :class:`Recipe`.
+        power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
+        high_precision_wgrad: leave wgrad, the GEMM that rowwise scaling costs most, in high precision (the
+            recipe "rowwise_with_gw_hp").
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_2_scale: bool = True
+    amax_epsilon: float = 1e-12
+    high_precision_wgrad: bool = False
+
+    name: ClassVar[str] = "rowwise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_scale_fields()
+        if type(self.high_precision_wgrad) is not bool:
+            raise self._bad("high_precision_wgrad", "True or False")
+
+    def covers(self, gemm: GemmName) -> bool:
+        return not (gemm == "wgrad" and self.high_precision_wgrad)
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        return Quantizer(
+            dtype=self.fp8_format.dtype(operand),
+            scaling="row",
+            power_2_scale=self.power_2_scale,
+            amax_epsilon=float(self.amax_epsilon),
+        )
+
+
+AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
+ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(Recipe):
+    """One scale per tensor, from the amaxes of earlier steps ("delayed"). The only recipe with a state.
+
+    ``scale = fp8_max * 2^-margin / amax(history)``, 1 in the first step; the history: ``numerics/history.py``.
+    A step whose amax is 0, inf or nan changes nothing. Source: ``delayed_scaling.cu`` in Transformer Engine; not
+    copied from there: an inf in the history, and amaxes seen without gradients.
+
+    Args:
+        fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.
+        margin: headroom in powers of two, >= 0.
+        amax_history_len: steps that the history holds, >= 1.
+        amax_compute_algo: "max" over the history, "most_recent", or a function of the history [length, tensors],
+            newest in row 0, that returns the amaxes [tensors].
+        scaling_factor_compute_algo: a function ``(amax [tensors], old scale [tensors], fp8_max, recipe)`` that
+            returns the new scales [tensors]; None for the formula above. Functions are traced into the graph; code
+            compiled with one is not kept in torch's compile cache.
+        reduce_amax: take the largest amax of all ranks where a process group is set; nothing on one rank.
+        use_fast_accum: see :class:`Recipe`.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    margin: float = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: AmaxAlgorithm = "max"
+    scaling_factor_compute_algo: ScaleAlgorithm | None = None
+    reduce_amax: bool = True
+
+    name: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.margin) not in (int, float) or not (0 <= self.margin <= 100):
+            raise self._bad("margin", "a number from 0 to 100: powers of two of headroom")
+        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
+            raise self._bad("amax_history_len", "a whole number >= 1")
+        if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
+            raise self._bad("amax_compute_algo", '"max", "most_recent" or a function')
+        if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
+            raise self._bad("scaling_factor_compute_algo", "a function or None")
+        if type(self.reduce_amax) is not bool:
+            raise self._bad("reduce_amax", "True or False")
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="delayed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8BlockScaling(Recipe):
+    """One FP32 scale per tile: 1x128 for x and dy, 128x128 for w ("blockwise", DeepSeek-V3's).
+
+    A tile is (rows, elements along the contraction dim) of the operand as its GEMM contracts it; both layouts are
+    quantized from high precision; a ragged edge is a tile of its own. Each scale as in
+    :class:`Float8CurrentScaling`, except that an infinite one becomes the largest number of the input's dtype.
+    Accumulation is always split. Source: ``Float8BlockScaling`` in Transformer Engine.
+
+    Args:
+        fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
+        x_block, w_block, grad_block: the tiles of input, weight and grad_output, two whole numbers >= 1.
+        power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    x_block: tuple[int, int] = (1, 128)
+    w_block: tuple[int, int] = (128, 128)
+    grad_block: tuple[int, int] = (1, 128)
+    power_2_scale: bool = True
+    amax_epsilon: float = 0.0
+
+    name: ClassVar[str] = "blockwise"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_scale_fields()
+        if any(self.use_fast_accum):
+            raise self._bad("use_fast_accum", "(False, False, False): block scaling accumulates in FP32 only")
+        for field in ("x_block", "w_block", "grad_block"):
+            block: object = getattr(self, field)
+            if isinstance(block, list):  # TOML and JSON have no tuples
+                object.__setattr__(self, field, block := tuple(cast(list[Any], block)))
+            if not (isinstance(block, tuple) and len(cast(Any, block)) == 2):
+                raise self._bad(field, "two whole numbers >= 1: (rows, elements along the contraction dim)")
+            if not all(type(size) is int and size >= 1 for size in cast(tuple[Any, ...], block)):
+                raise self._bad(field, "two whole numbers >= 1: (rows, elements along the contraction dim)")
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        return Quantizer(
+            dtype=self.fp8_format.dtype(operand),
+            scaling="block",
+            block={"input": self.x_block, "weight": self.w_block, "grad_output": self.grad_block}[operand],
+            power_2_scale=self.power_2_scale,
+            amax_epsilon=float(self.amax_epsilon),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP8BlockScaling(Recipe):
+    """One power-of-two scale (E8M0) per 32 elements along the contraction dim ("mxfp8").
+
+    The exponent is ``amax * (1/448)`` rounded up, so nothing saturates; both layouts are quantized from high
+    precision. Source: ``MXFP8BlockScaling`` in Transformer Engine; the OCP reference rounds down instead.
+
+    Args:
+        fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    fp8_format: Format = Format.E4M3
+    use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
+
+    name: ClassVar[str] = "mxfp8"
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="mxfp8", block=(1, 32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """FP4 (E2M1), one E4M3 scale per 16 elements along the contraction dim and one FP32 scale per tensor ("nvfp4").
+
+    Weights get one scale per 16x16 tile, so that both layouts hold the same numbers. Source:
+    ``NVFP4BlockScaling`` in Transformer Engine, without its random Hadamard transform and stochastic rounding.
+
+    Args:
+        square_weight_blocks: 16x16 tiles for weights (default); False: 1x16.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+    """
+
+    fp8_format: Format = Format.E4M3  # of the block scales
+    use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    square_weight_blocks: bool = True
+
+    name: ClassVar[str] = "nvfp4"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.fp8_format is not Format.E4M3:
+            raise self._bad("fp8_format", "Format.E4M3: the type of the block scales; the data is E2M1")
+        if type(self.square_weight_blocks) is not bool:
+            raise self._bad("square_weight_blocks", "True or False")
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        square = operand == "weight" and self.square_weight_blocks
+        return Quantizer(dtype=E2M1X2, scaling="nvfp4", block=(16, 16) if square else (1, 16))

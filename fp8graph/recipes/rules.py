@@ -1,0 +1,194 @@
+"""One rule of a policy: which linears, which recipe for each of their GEMMs."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final, Literal, cast
+
+from fp8graph.errors import Fp8GraphError, PolicyError
+from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.quantizer import GEMMS, GemmName
+from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
+
+Op = Literal["linear", "matmul", "grouped_mm"]
+OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "*")
+# What `Policy.default` covers. Activation x activation products are left alone unless a rule asks.
+DEFAULT_OPS: Final[tuple[str, ...]] = ("linear", "grouped_mm")
+
+
+class _Inherit(enum.Enum):
+    """The type of :data:`INHERIT` (an enum, so that copies and pickles stay the same object)."""
+
+    INHERIT = "inherit"
+
+    def __repr__(self) -> str:
+        return "INHERIT"
+
+
+INHERIT: Final = _Inherit.INHERIT
+GemmRecipe = RecipeLike | Literal[_Inherit.INHERIT]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One line of a policy.
+
+    Args:
+        pattern: a glob over the whole FQN (``fnmatch``, case-sensitive), or a compiled regular
+            expression that must match the whole FQN.
+        recipe: a recipe object or name; ``None`` or "high_precision" leaves the GEMMs alone.
+        op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
+            "grouped_mm", or "*".
+        fprop, dgrad, wgrad: another recipe for one of the three GEMMs.
+        optional: a rule that may match nothing (the general policy's list of usual head names).
+        steps: ``(first, end)``: the rule is there from step ``first`` to before step ``end`` (None: for good); see
+            :meth:`Policy.at_step`.
+
+    Raises:
+        PolicyError: (a ``ValueError``) for a value of the wrong type; ``UnsupportedRecipeError`` for a recipe that
+            does not exist.
+    """
+
+    pattern: str | re.Pattern[str]
+    recipe: RecipeLike
+    _: KW_ONLY
+    op: str = "linear"
+    fprop: GemmRecipe = INHERIT
+    dgrad: GemmRecipe = INHERIT
+    wgrad: GemmRecipe = INHERIT
+    optional: bool = False
+    steps: tuple[int, int | None] | None = None
+
+    def __post_init__(self) -> None:
+        pattern: object = self.pattern
+        if not isinstance(pattern, (str, re.Pattern)) or (
+            isinstance(pattern, re.Pattern) and not isinstance(pattern.pattern, str)
+        ):
+            raise PolicyError(
+                f"{self}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
+            )
+        if self.op not in OPS:
+            raise PolicyError(f"{self}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
+        if type(self.optional) is not bool:
+            raise PolicyError(f"{self}: optional must be True or False.")
+        self._check_steps()
+        for name in ("recipe", *GEMMS):
+            object.__setattr__(self, name, normalized(getattr(self, name)))
+        for gemm in GEMMS:
+            try:
+                self.recipe_for(gemm)
+            except Fp8GraphError as error:
+                raise type(error)(f"{self}: {error}") from None
+
+    def _check_steps(self) -> None:
+        steps: Any = self.steps
+        if isinstance(steps, list):  # TOML and JSON have no tuples
+            steps = tuple(cast(list[Any], steps))
+            object.__setattr__(self, "steps", steps if len(steps) != 1 else (*steps, None))  # TOML has no null
+        if self.steps is None:
+            return
+        first, end = self.steps if isinstance(self.steps, tuple) and len(self.steps) == 2 else (None, None)
+        if type(first) is not int or first < 0 or (end is not None and (type(end) is not int or end <= first)):
+            raise PolicyError(f"{self}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}.")
+
+    def __str__(self) -> str:
+        if isinstance(self.pattern, re.Pattern):
+            return f"Rule(re.compile({self.pattern.pattern!r}), ...)"
+        return f"Rule({self.pattern!r}, ...)"
+
+    @property
+    def text(self) -> str:
+        """The glob or the regular expression as text."""
+        return self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
+
+    def matches(self, fqn: str, op: str) -> bool:
+        """Whether this rule decides the site ``fqn``."""
+        if self.op not in ("*", op):
+            return False
+        if isinstance(self.pattern, re.Pattern):
+            return self.pattern.fullmatch(fqn) is not None
+        return fnmatch.fnmatchcase(fqn, self.pattern)
+
+    def recipe_for(self, gemm: GemmName) -> Recipe | None:
+        """The recipe of one GEMM; ``None`` leaves it in high precision."""
+        own = cast(GemmRecipe, getattr(self, gemm))
+        return resolve_recipe(self.recipe if own is INHERIT else own)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form of a policy file: only what differs from the defaults."""
+        key = "regex" if isinstance(self.pattern, re.Pattern) else "pattern"
+        text = _inline_flags(self.pattern) + self.text
+        values: dict[str, Any] = {key: text, "recipe": recipe_to_plain(self.recipe)}
+        if self.op != "linear":
+            values["op"] = self.op
+        for gemm in GEMMS:
+            if (own := getattr(self, gemm)) is not INHERIT:
+                values[gemm] = recipe_to_plain(own)
+        if self.optional:
+            values["optional"] = True
+        if self.steps is not None:
+            values["steps"] = [step for step in self.steps if step is not None]
+        return values
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What a policy says about one site: a recipe per GEMM, and who said so."""
+
+    recipes: Mapping[GemmName, Recipe | None]
+    source: str  # 'rule 3 "*.mlp.down_proj"', "default", ...
+    rule: int | None = None  # index into Policy.rules; None: the default
+    by_user: bool = False  # a rule (not the default) asked for it
+
+
+def normalized(recipe: Any) -> Any:
+    """One form for each recipe, so that equal policies compare equal; names stay names."""
+    if isinstance(recipe, dict):
+        return resolve_recipe(cast(dict[str, Any], recipe))
+    return None if recipe == HIGH_PRECISION else recipe
+
+
+def pattern_flags(pattern: str | re.Pattern[str]) -> int | None:
+    return pattern.flags if isinstance(pattern, re.Pattern) else None
+
+
+def _inline_flags(pattern: str | re.Pattern[str]) -> str:
+    """``(?i)`` and the like: flags given to re.compile, written into the expression. Empty for a glob."""
+    letters = {re.A: "a", re.I: "i", re.L: "L", re.M: "m", re.S: "s", re.X: "x"}
+    flags = pattern_flags(pattern) or 0
+    text = "".join(letter for flag, letter in letters.items() if flags & flag)
+    return f"(?{text})" if text else ""
+
+
+def recipe_to_plain(recipe: GemmRecipe) -> Any:
+    if isinstance(recipe, Recipe):
+        return recipe.to_dict()
+    return HIGH_PRECISION if recipe is None else recipe
+
+
+def check_keys(where: str, values: object, known: set[str]) -> None:
+    if not isinstance(values, Mapping):
+        raise PolicyError(f"{where}: a table is needed, not {values!r}.")
+    if unknown := sorted(str(k) for k in cast(Mapping[str, Any], values).keys() - known):
+        raise PolicyError(f"{where}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
+
+
+def rule_from_dict(index: int, values: Any) -> Rule:
+    where = f"rule {index}"
+    check_keys(where, values, {"pattern", "regex", "recipe", "op", "optional", "steps", *GEMMS})
+    settings = dict(cast(Mapping[str, Any], values))
+    if ("pattern" in settings) == ("regex" in settings):
+        raise PolicyError(f"{where}: exactly one of 'pattern' (a glob) and 'regex' is needed.")
+    if "recipe" not in settings:
+        raise PolicyError(f"{where}: 'recipe' is missing (\"{HIGH_PRECISION}\" leaves the layer alone).")
+    pattern: Any = settings.pop("pattern", None)
+    if (regex := settings.pop("regex", None)) is not None:
+        try:
+            pattern = re.compile(regex)
+        except (re.error, TypeError) as error:
+            raise PolicyError(f"{where}: regex {regex!r} does not compile: {error}.") from None
+    return Rule(pattern, settings.pop("recipe"), **settings)

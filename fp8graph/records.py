@@ -1,0 +1,45 @@
+"""What a report is made of: one record per GEMM and per collective. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRecord:
+    """One collective of a graph."""
+
+    kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
+    direction: str  # forward or backward; step: once after both, outside of the graphs
+    tensor: str  # whose: "layers.0.up input", or the module that it was traced in
+    dtype: str  # that it travels in: FP8 goes as uint8
+    shape: tuple[int | str, ...]  # of what this rank gives; a string where it is dynamic
+    ranks: int
+    bytes_sent: int  # by each rank, see ``ir/collectives.py``; with the traced sizes where they are dynamic
+    reason: str  # why it travels so; "" where fp8graph changed nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmRecord:
+    """One row: what happened to one GEMM."""
+
+    fqn: str
+    index: int  # among the sites of one module
+    op: str
+    gemm: str  # fprop, dgrad or wgrad
+    m: int | str  # [m, k] @ [k, n] as this GEMM ran, before padding; a string when the size is dynamic
+    n: int | str
+    k: int | str
+    recipe: str | None  # None: left in high precision
+    reason: str
+    dtypes: tuple[str, str, str]  # a, b, result
+    execution: str  # "native", "emulated", "high precision"
+    required: bool  # a user's rule or region asks for FP8
+    by_profitability: bool  # left in high precision because FP8 would not be faster
+    speedup: float | None  # predicted, over high precision; None where there is none to win or to know
+    rule: int | None  # index of the policy rule that matched the site
+
+    @property
+    def name(self) -> str:
+        """The FQN, with an index for the second and further sites of one module."""
+        return f"{self.fqn}[{self.index}]" if self.index else self.fqn

@@ -1,0 +1,5 @@
+"""What was compiled, for people and for machines."""
+
+from fp8graph.report.report import GraphView, Report
+
+__all__ = ["GraphView", "Report"]

@@ -1,0 +1,61 @@
+"""The records of one graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import matmul_arguments, value
+from fp8graph.ir.sites import Gemm, Site
+from fp8graph.records import GemmRecord
+
+
+def gemm_records(compilation: Compilation) -> list[GemmRecord]:
+    """The rows of one graph. Called before the matmul nodes are replaced."""
+    return [_record(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
+
+
+def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list[GemmRecord]:
+    """``records``, those of one graph told which GEMMs were multiplied together."""
+    result: list[GemmRecord] = []
+    for record in records:
+        others = compilation.grouped.get((record.fqn, record.index, record.gemm), ())
+        more = f"; one GEMM with {', '.join(others)}" if others else ""
+        result.append(dataclasses.replace(record, reason=record.reason + more))
+    return result
+
+
+def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
+    decision = compilation.plan[gemm.node]
+    out = value(gemm.node)
+    a, b = map(value, matmul_arguments(gemm.node))
+    dtypes = [a.dtype, b.dtype]
+    if decision.recipe is not None:
+        dtypes = [decision.recipe.quantizer(view.operand).dtype for view in (gemm.a, gemm.b)]
+    sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
+    return GemmRecord(
+        fqn=site.fqn,
+        index=site.index,
+        op=site.op,
+        gemm=gemm.gemm,
+        m=sizes[0],
+        n=sizes[1],
+        k=sizes[2],
+        recipe=decision.recipe.name if decision.recipe is not None else None,
+        reason=decision.reason,
+        dtypes=(_short(dtypes[0]), _short(dtypes[1]), _short(out.dtype)),
+        execution=decision.execution,
+        required=decision.required,
+        by_profitability=decision.by_profitability,
+        speedup=decision.speedup,
+        rule=decision.resolution.rule,
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16"}
+    name = str(dtype).removeprefix("torch.")
+    return names.get(name, name.replace("float", "fp"))

@@ -1,0 +1,207 @@
+"""What was rewritten, what was not, and why: for people (``print(report)``) and for machines (``to_dict``)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
+from fp8graph.offline import KernelRecord
+from fp8graph.recipes.policy import Policy
+from fp8graph.records import CollectiveRecord, GemmRecord
+from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, size_text, summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphView:
+    """One compiled graph: its GEMMs and its text before, after each pass, and after all of them."""
+
+    name: str
+    training: bool
+    inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
+    gemms: tuple[GemmRecord, ...]
+    collectives: tuple[CollectiveRecord, ...]
+    before: str
+    after: str
+    stages: dict[str, str]
+    policy: str  # the policy it was compiled with, as text; tells apart graphs after set_policy
+    load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The rewritten dialect graph; runs eagerly, with one tensor for each of ``inputs``."""
+        if self.load_module is None:
+            raise ValueError(f"graph {self.name!r} came from a file: it has text, but no module")
+        return self.load_module()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the module."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del values["load_module"]
+        records = {"gemms": self.gemms, "collectives": self.collectives}
+        return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> GraphView:
+        """The inverse of :meth:`to_dict`."""
+        gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
+        sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
+        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
+        fields["inputs"] = tuple(values["inputs"])
+        return GraphView(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that one backend compiled."""
+
+    graphs: list[GraphView]
+    policy: Policy
+    eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
+    skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
+    unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
+    pass_seconds: float = 0.0  # that fp8graph's own passes took
+    reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
+    weights: int = 0  # quantized once per update, outside the graphs
+    weight_bytes: int = 0  # the memory that their FP8 copies take
+    load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def gemms(self) -> list[GemmRecord]:
+        """All GEMMs of all graphs."""
+        return [gemm for graph in self.graphs for gemm in graph.gemms]
+
+    @property
+    def collectives(self) -> list[CollectiveRecord]:
+        """All collectives of all graphs: what each rank sends. Those of DDP and FSDP2 lie outside of the graphs."""
+        return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
+
+    @functools.cached_property
+    def kernels(self) -> list[KernelRecord]:
+        """Every kernel that Inductor generates for the target GPU, in order; generated when first asked for.
+
+        Raises:
+            ValueError: if this report is not ``explain``'s, or its target is not a GPU.
+        """
+        if self.load_kernels is None:
+            raise ValueError('only explain(model, ..., target="sm_90") (or another GPU) generates kernels to look at')
+        return self.load_kernels()
+
+    @property
+    def unused_rules(self) -> list[str]:
+        """Rules of the current policy that matched no site, optional rules aside."""
+        current = self.policy.identity()
+        used = {gemm.rule for graph in self.graphs if graph.policy == current for gemm in graph.gemms}
+        return [
+            f"rule {index} {rule}"
+            for index, rule in enumerate(self.policy.rules)
+            if index not in used and not rule.optional
+        ]
+
+    def check(self) -> None:
+        """Raise unless the user got what the rules ask for.
+
+        Raises:
+            Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (and was not
+                left by the profitability rule), a user's rule matched nothing, or code ran in eager.
+        """
+        problems = [
+            f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}"
+            for gemm in self.gemms
+            if gemm.required and gemm.recipe is None and not gemm.by_profitability
+        ]
+        if self.graphs:
+            names = sorted({gemm.fqn for gemm in self.gemms})
+            some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+            problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
+        problems += [f"not compiled: {frame}" for frame in self.eager_frames]
+        if problems:
+            raise Fp8CoverageError("FP8 coverage check failed:\n  " + "\n  ".join(problems))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: JSON-ready."""
+        return {
+            "graphs": [graph.to_dict() for graph in self.graphs],
+            "policy": self._plain_policy(),
+            "unused_rules": self.unused_rules,
+            "eager_frames": self.eager_frames,
+            "skipped_frames": self.skipped_frames,
+            "unused_state": self.unused_state,
+            "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
+            "weights": self.weights,
+            "weight_bytes": self.weight_bytes,
+        }
+
+    def _plain_policy(self) -> Any:
+        try:
+            return self.policy.to_dict()
+        except UnsupportedRecipeError:  # a recipe with functions: nothing that could be read back
+            return self.policy.identity()
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained HTML page: the table and every graph's text."""
+        rows = gemm_rows(self.gemms)
+        # native, emulated, high-precision
+        kinds = [row[HEADER.index("execution")].replace(" ", "-") for row in rows[1:]]
+        tables = _html_table(rows, kinds)
+        if self.collectives:
+            tables += "<h2>Collectives</h2>" + _html_table(collective_rows(self.collectives))
+        texts = [
+            f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
+            f"<pre>{html.escape(text)}</pre></details>"
+            for graph in self.graphs
+            for stage, text in {"before": graph.before, **graph.stages}.items()
+        ]
+        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
+        page = (
+            "<!doctype html><html lang=en><meta charset=utf-8><title>fp8graph report</title><style>"
+            "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}"
+            "td,th{border:1px solid #ccc;padding:2px 8px;text-align:left}th{background:#eee}"
+            "tr.high-precision{color:#777}tr.emulated{background:#fff6e0}"
+            "pre{font-size:12px;overflow-x:auto;background:#f7f7f7;padding:1em}summary{cursor:pointer}</style>"
+            f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>{notes}"
+            f"{tables}<h2>Graphs</h2>{''.join(texts)}"
+        )
+        Path(path).write_text(page, encoding="utf-8")
+
+    def summary(self) -> str:
+        """One line: how many GEMMs run in FP8."""
+        return summary(self.gemms, len(self.graphs))
+
+    def __str__(self) -> str:
+        table = aligned(gemm_rows(self.gemms), ruled=True)
+        sent = aligned(collective_rows(self.collectives), ruled=True) if self.collectives else []
+        return "\n".join([self.summary(), *table, *self._notes(), *sent])
+
+    def _notes(self) -> list[str]:
+        lines: list[str] = []
+        for direction in ("forward", "backward", "step"):
+            own = [c for c in self.collectives if c.direction == direction]
+            if own:
+                sent = sum(c.bytes_sent for c in own)
+                lines.append(f"{direction}: {len(own)} collectives, of which each rank sends {size_text(sent)}")
+        if self.weights:
+            size = size_text(self.weight_bytes)
+            lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
+        lines += [f"{rule} matched nothing" for rule in self.unused_rules]
+        lines += [f"not compiled: {frame}" for frame in self.eager_frames]
+        lines += [f"runs in eager, matmuls of its own in high precision: {frame}" for frame in self.skipped_frames]
+        lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
+        return lines
+
+
+def _html_table(rows: Sequence[tuple[str, ...]], classes: Sequence[str] = ()) -> str:
+    header, *others = rows
+    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = (
+        f"<tr{f' class={kind}' if kind else ''}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
+        for kind, row in zip(classes or [""] * len(others), others, strict=True)
+    )
+    return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"

@@ -1,0 +1,1 @@
+"""What outlives a call: scaling state, copies of weights, names."""

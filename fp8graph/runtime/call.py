@@ -1,0 +1,96 @@
+"""One call of a compiled graph: what it takes beside Dynamo's inputs, prepared once and used for as long as it holds.
+
+What a call needs (the variant for its situation, pages of scaling state, FP8 copies of weights) takes hundreds of
+microseconds to find for a model of hundreds of weights. Whether what was found for the last call still holds takes
+tens: the parameters are the same objects, nobody changed policy, names or state (:class:`Epoch`), and no weight has
+changed (``weights.Unchanged``).
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8graph.ir.extra_inputs import PageLayout
+
+
+class Epoch:
+    """A number that grows when what calls were prepared with may hold no longer."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def advance(self) -> None:
+        self.now += 1
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """The function that takes the items at ``positions``: one call of C code, however many they are."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: tuple(args[position] for position in positions)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A call that was prepared: ``run(*args, *more)``."""
+
+    run: Callable[..., Any]
+    more: Sequence[torch.Tensor]  # what the graph takes after Dynamo's inputs
+    pages: slice | None  # where pages of scaling state are among them; None: neither is there one nor is one shared
+    layouts: Sequence[PageLayout]  # of the pages
+    reduces: bool  # the call takes part in reductions of amaxes over ranks
+    epoch: int
+    parameters: tuple[int, ...]  # their ids; () where any will do
+    unchanged: Callable[[Sequence[Any]], bool] | None  # whether the weights are those that ``more`` was made of
+
+
+class PreparedCalls:
+    """The prepared calls of one graph. Holds no parameter alive, and nothing for dead ones.
+
+    Args:
+        epoch: of the backend.
+        parameters: the positions of the graph's inputs that are parameters.
+    """
+
+    def __init__(self, epoch: Epoch, parameters: Sequence[int]) -> None:
+        self._epoch = epoch
+        self._pick = picker(parameters)
+        self._first = parameters[0] if parameters else None
+        self._calls: dict[Any, Prepared] = {}
+        self._alive: dict[Any, list[weakref.ref[torch.Tensor]]] = {}  # to hear of the end of their parameters
+
+    def get(self, args: Sequence[Any], situation: Any) -> Prepared | None:
+        """The call for ``args`` in ``situation`` (hashable), if one was prepared that still holds."""
+        first = 0 if self._first is None else id(args[self._first])  # one graph may serve many layers
+        prepared = self._calls.get((first, situation))
+        if prepared is None or prepared.epoch != self._epoch.now:
+            return None
+        if prepared.parameters and prepared.parameters != tuple(map(id, self._pick(args))):
+            return None
+        return prepared if prepared.unchanged is None or prepared.unchanged(args) else None
+
+    def keep(self, args: Sequence[Any], situation: Any, prepared: Prepared) -> None:
+        """Keep ``prepared`` for the calls to come."""
+        calls, alive = self._calls, self._alive
+        key = 0 if self._first is None else id(args[self._first]), situation
+        known = calls.get(key)
+        calls[key] = prepared
+        if known is None or known.parameters != prepared.parameters:
+
+            def forget(_: Any) -> None:
+                calls.pop(key, None)
+                alive.pop(key, None)
+
+            # an id tells which parameter it is for as long as that lives
+            watched = self._pick(args) if prepared.parameters else ()
+            alive[key] = [weakref.ref(parameter, forget) for parameter in watched]
+
+    def ids(self, args: Sequence[Any]) -> tuple[int, ...]:
+        """The ids of the parameters among ``args``."""
+        return tuple(map(id, self._pick(args)))

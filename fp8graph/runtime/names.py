@@ -1,0 +1,56 @@
+"""Names of parameters, by identity."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fp8graph.compat import fakes
+from fp8graph.runtime.call import Epoch
+
+
+class Names:
+    """FQNs by parameter identity. Holds no parameter alive.
+
+    Args:
+        epoch: advanced when parameters get other names.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._models: list[weakref.ref[torch.nn.Module]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def bind(self, model: torch.nn.Module) -> None:
+        self._models.append(weakref.ref(model))
+        self._learn(model)
+        self._epoch.advance()
+
+    def _learn(self, model: torch.nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            self._names[id(parameter)] = (weakref.ref(parameter), name.replace("_orig_mod.", ""))
+
+    def get(self, parameter: torch.Tensor) -> str:
+        """The FQN, or "" for a tensor that was not bound.
+
+        A bound model may have got other parameters: FSDP2 puts gathered ones in their place while a layer runs.
+        DDPOptimizer compiles with fake ones.
+        """
+        if isinstance(parameter, FakeTensor):
+            known = ((reference(), name) for reference, name in self._names.values() if name)
+            return next((n for real, n in known if real is not None and fakes.is_fake_of(parameter, real)), "")
+        if not self._has(parameter):
+            for model in filter(None, [reference() for reference in self._models]):
+                self._learn(model)
+            if not self._has(parameter):
+                self._names[id(parameter)] = weakref.ref(parameter), ""  # none: not looked for again
+        return self._names[id(parameter)][1]
+
+    def _has(self, parameter: torch.Tensor) -> bool:
+        reference, _ = self._names.get(id(parameter), (None, ""))
+        return reference is not None and reference() is parameter  # an id may be that of a dead one

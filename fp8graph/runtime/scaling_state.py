@@ -1,0 +1,331 @@
+"""The scaling state of a backend: pages of delayed scales and amax histories, shared by everything it compiled.
+
+A graph takes its state as whole pages (``numerics/history.py``): a page under a compiled graph never grows. Which
+rows a page holds is found when a graph is compiled; whose they are, at each call, by the identity of the parameters:
+one graph may serve many layers. Recompiles, eval graphs and graphs of the same layers find the same page. A graph
+that wants the rows in another combination (a changed policy) gets a new page, into which they move.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import autograd, distributed
+from fp8graph.errors import StateError
+from fp8graph.ir import collectives
+from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.numerics.history import HEADER, new_page, write_row
+from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.records import CollectiveRecord
+from fp8graph.runtime.amax_reduction import Reduction, StagedPage
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, checked, numbers_of, recipe_text
+
+_log = logging.getLogger("fp8graph")
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+
+    owner: int
+    site: str | None  # of a matmul without a weight ("" at the root), whose owner only says which model it is in
+    use: int
+    operand: OperandName
+    recipe: DelayedScaling
+
+
+@dataclass(eq=False)
+class _Page:
+    tensor: Tensor  # FP32 [rows, 2 + length]
+    layout: PageLayout  # of the graph that it was made for
+    moved: bool = False  # another page holds some of the rows now
+
+    def fits(self, layout: PageLayout) -> bool:
+        """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
+        alike = self.layout.group == layout.group and self.tensor.device == layout.device
+        return alike and self.tensor.shape[0] == len(layout.rows)
+
+
+@dataclass
+class _Row:
+    page: _Page
+    index: int
+    name: str  # in a state dict
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The pages of one graph for one set of parameters."""
+
+    layouts: Sequence[PageLayout]  # alive, so that its id stays its own
+    owners: list[weakref.ref[Tensor]]
+    pages: list[_Page]
+
+    def holds(self, owners: Sequence[Tensor]) -> bool:
+        return not any(page.moved for page in self.pages) and all(
+            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
+        )
+
+
+class State:
+    """All pages of one backend."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch  # advanced when graphs have to look for their pages again
+        self._tokens: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which a dead tensor's heir may share
+        self._rows: dict[_Key, _Row] = {}
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
+        self._created = 0
+        self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
+        self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
+        self._reductions: dict[str, Reduction] = {}  # by group
+        self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
+        self._warned = False  # of layers with one name
+        self._step_is_over = False  # what is staged may be committed
+        self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have none
+        reference = weakref.ref(self)
+
+        def after_step(*_: Any) -> None:
+            # Dynamo would trace it into a compiled optimizer.step: the next forward commits
+            if not torch.compiler.is_compiling() and (state := reference()) is not None:
+                state.commit()
+
+        autograd.after_optimizer_steps(self, after_step)
+
+    def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
+        """The pages for one call of a graph.
+
+        Args:
+            layouts: what the graph wants.
+            args: its inputs, the parameters among them.
+            names: bound names of parameters, for state dicts.
+        """
+        owners = [x for x in args if isinstance(x, torch.nn.Parameter)]
+        key = id(layouts), *map(id, owners)
+        found = self._found.get(key)
+        if found is None or not found.holds(owners):
+            self._forget_dead_layers()
+            anchor = owners[0] if owners else None
+            pages = [self._page(layout, args, anchor, names) for layout in layouts]
+            found = self._found[key] = _Found(layouts, [weakref.ref(owner) for owner in owners], pages)
+        return [page.tensor for page in found.pages]
+
+    def reduces(self, group: str, device: torch.device) -> None:
+        """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
+        if group not in self._reductions:
+            self._reductions[group] = Reduction(group, device, lambda name: self._loaded.pop(name, None))
+
+    def commit(self) -> None:
+        """If a step is over, reduce its amaxes over the ranks and record them. A collective."""
+        if not self._step_is_over or autograd.in_backward():
+            return
+        self._step_is_over = False
+        self._without_backward.clear()
+        staged = self._staged_pages()
+        with torch.no_grad():
+            for group, reduction in sorted(self._reductions.items()):
+                if not collectives.ranks_of(group):
+                    continue  # destroyed
+                pages = staged.get(group, [])
+                with torch.autograd._unsafe_preserve_version_counter(tuple(page.tensor for page in pages)):
+                    reduction.commit(pages)
+
+    def watch(self, results: Any, pages: Sequence[Tensor]) -> None:
+        """Tell from the results of a forward when its step is over: when backward has begun; or, if it has none, when
+        the same is called again (``pages`` tell: one graph may serve many layers)."""
+
+        def over(*_: Any) -> None:
+            self._step_is_over = True
+
+        functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+        for function in functions:
+            function.register_prehook(over)
+        if not functions:
+            key = tuple(map(id, pages))
+            self._step_is_over |= key in self._without_backward
+            self._without_backward.add(key)
+
+    def reductions(self) -> list[CollectiveRecord]:
+        """What each commit sends, for the report."""
+        return [reduction.record() for _, reduction in sorted(self._reductions.items())]
+
+    def _staged_pages(self) -> dict[str, list[StagedPage]]:
+        """The pages that are reduced, by group."""
+        if self._staged is None:
+            self._staged = {}
+            names: dict[_Page, list[list[str]]] = {}
+            seen: dict[str, int] = {}
+            for row in self._rows.values():
+                if row.page.layout.group is not None:
+                    # layers that are compiled one by one have one name, unless their model is bound
+                    again = seen[row.name] = seen.get(row.name, -1) + 1
+                    if again and not self._warned:
+                        self._warned = True
+                        _log.warning(
+                            "several layers are called %s. Ranks tell their amaxes apart by the order in which they "
+                            "ran first: give the model to backend.bind(model), and each has its full name.",
+                            row.name.partition("|")[0],
+                        )
+                    rows = names.setdefault(row.page, [[] for _ in row.page.layout.rows])
+                    rows[row.index].append(f"{row.name}~{again}" if again else row.name)
+            for page, rows in names.items():
+                one = StagedPage(tensor=page.tensor, layout=page.layout, names=[tuple(row) for row in rows])
+                self._staged.setdefault(str(page.layout.group), []).append(one)
+        return self._staged
+
+    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
+        entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
+        known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
+        first = known[0]
+        if first is not None and first.page.fits(layout):
+            if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(known)):
+                self._name(layout, entries, first.page, args, names)
+                return first.page
+        self._epoch.advance()
+        length = layout.recipe.amax_history_len
+        page = _Page(new_page(length, len(entries), layout.device), layout)
+        sources: dict[_Page, tuple[list[int], list[int]]] = {}
+        for index, row in enumerate(known):
+            if row is not None:
+                to, taken = sources.setdefault(row.page, ([], []))
+                to.append(index)
+                taken.append(row.index)
+        with torch.no_grad():
+            for source, (to, taken) in sources.items():
+                page.tensor[to] = source.tensor[taken].to(layout.device)
+                source.moved = True
+            if layout.group is None:
+                page.tensor[:, HEADER] = 0.0  # staged for ranks that are gone
+        self._name(layout, entries, page, args, names)
+        return page
+
+    def _name(
+        self, layout: PageLayout, entries: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
+    ) -> None:
+        """Let every name of each row lead to it, and give new ones what was loaded for them."""
+        for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
+            for key, row in zip(keys, rows, strict=True):
+                known = self._rows.get(key)
+                bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
+                # a bound weight's own name; else the module's and which of its matmuls it is
+                place, number = (bound.removesuffix(".weight"), row.use) if bound else (row.fqn, row.index)
+                name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
+                if known is not None and not bound:
+                    name = known.name  # it may have been bound elsewhere
+                self._rows[key] = _Row(page, index, name)
+                self._staged = None
+                if known is None and (loaded := self._take(name)) is not None:
+                    write_row(page.tensor, index, *loaded)
+
+    def _take(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """What ``load_state_dict`` brought for a row that did not exist yet, or other ranks had it before."""
+        if name in self._loaded:
+            return self._loaded.pop(name)
+        for reduction in self._reductions.values():
+            if name in reduction.absent:
+                return numbers_of(reduction.absent.pop(name).tensor[0])
+        place = name.partition("|")[0]
+        for other in self._loaded:
+            if other.partition("|")[0] == place:
+                _log.warning("%s: the loaded state is of recipe %s; starting afresh.", name, other.partition("|")[2])
+        return None
+
+    def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> _Key:
+        owner = args[row.parameter] if row.parameter is not None else anchor
+        token = self._token(owner) if owner is not None else 0
+        assert isinstance(row.recipe, DelayedScaling)
+        site = row.fqn if row.parameter is None else None
+        return _Key(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
+
+    def _token(self, parameter: Tensor) -> int:
+        reference, token = self._tokens.get(id(parameter), (None, 0))
+        if reference is None or reference() is not parameter:
+            self._created += 1
+            token = self._created
+            self._tokens[id(parameter)] = (weakref.ref(parameter), token)
+        return token
+
+    def _forget_dead_layers(self) -> None:
+        """Drop what belongs to parameters that no longer exist, so that their pages can go."""
+        self._tokens = {i: entry for i, entry in self._tokens.items() if entry[0]() is not None}
+        alive = {token for _, token in self._tokens.values()} | {0}
+        self._rows = {key: row for key, row in self._rows.items() if key.owner in alive}
+        self._staged = None
+        self._found = {
+            key: found for key, found in self._found.items() if all(owner() is not None for owner in found.owners)
+        }
+
+    @property
+    def unused(self) -> list[str]:
+        """Names that were loaded and that no layer has asked for."""
+        return sorted(self._loaded)
+
+    def _alive(self) -> dict[str, _Row]:
+        """The rows of the layers that still exist, by name."""
+        self._forget_dead_layers()
+        rows: dict[str, _Row] = {}
+        for row in self._rows.values():
+            if row.name in rows:
+                raise StateError(
+                    f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to what was compiled: "
+                    "give the model to backend.bind(model), and every layer has its full name from the next call on."
+                )
+            rows[row.name] = row
+        return rows
+
+    def recorded_by(self, group: str | None) -> None:
+        """The ranks of process group ``group`` (None: this one) record the same amaxes in the call that begins."""
+        self._groups.add(group)
+
+    def _not_shared(self, names: Iterable[str]) -> str:
+        """Why other ranks may have other scales; "" if all have the same."""
+        ranks = distributed.ranks_of(None)
+        if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
+            return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
+        smallest = min((1 if group is None else distributed.ranks_of(group) for group in self._groups), default=ranks)
+        if smallest < ranks:
+            return f"its amaxes were reduced over {smallest} of {ranks} ranks (autocast's amax_reduction_group)"
+        return ""
+
+    def state_dict(self) -> ScalingState:
+        """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
+        result, existing = {VERSION_KEY: torch.tensor([VERSION])}, self._alive()
+        for name, row in existing.items():
+            scale, history = numbers_of(row.page.tensor[row.index])
+            if row.page.layout.group is not None:
+                history[0] = 0.0  # staged by a step that is not over
+            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale, history
+        for reduction in self._reductions.values():  # ranks that did not run a layer save what the others do
+            for name, page in reduction.absent.items():
+                result[f"{name}|scale"], result[f"{name}|amax_history"] = numbers_of(page.tensor[0])
+        for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
+            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
+        return ScalingState(result, self._not_shared([*existing, *self._loaded]))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
+        """See :meth:`fp8graph.Backend.load_state_dict`. All or nothing."""
+        entries = checked(state_dict)
+        existing = self._alive()
+        if missing := sorted(existing.keys() - entries.keys()):
+            places = {name.partition("|")[0]: name.partition("|")[2] for name in entries}
+            place, _, recipe = missing[0].partition("|")
+            found = f"it has {place} under {places[place]}" if place in places else "nothing is known of it"
+            raise StateError(
+                f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
+                f"{place} under {recipe}; {found}. Nothing was loaded."
+            )
+        with torch.no_grad():
+            for name, row in existing.items():
+                write_row(row.page.tensor, row.index, *entries.pop(name))
+        self._loaded = entries
+        for reduction in self._reductions.values():
+            reduction.forget()

@@ -1,0 +1,79 @@
+"""Whether parameters have changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+
+from fp8graph.compat import autograd
+from fp8graph.ir.sources import local
+from fp8graph.runtime.call import picker
+
+
+class Steps:
+    """Counts what optimizers did, per parameter."""
+
+    def __init__(self) -> None:
+        self.count = 0  # steps of all optimizers
+        self.refreshes = 0  # times that the user said that weights have changed
+        self._held: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the last step of its optimizer
+        reference = weakref.ref(self)
+
+        def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if (steps := reference()) is not None:
+                steps._count(optimizer)
+
+        autograd.after_optimizer_steps(self, after_step)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self.count += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._held[id(parameter)] = weakref.ref(parameter), self.count
+
+    def of(self, parameter: Tensor) -> int:
+        reference, step = self._held.get(id(parameter), (None, 0))
+        if reference is not None and reference() is parameter:
+            return step
+        return self.count if parameter.requires_grad else 0
+
+
+class Unchanged:
+    """Tells of the parameters of one call, without looking at each copy, that none has changed since it was made.
+
+    True is certain; after False each copy is looked at. An address may come back with other memory behind it, so the
+    end of each storage is watched: weak references to storages call back when their memory is freed.
+    """
+
+    def __init__(self, steps: Steps, positions: Sequence[int], args: Sequence[Any]) -> None:
+        self._steps = steps
+        self._pick = picker(positions)
+        tensors = self._pick(args)
+        self._sharded = any(local(x) is not x for x in tensors)
+        tensors = tuple(map(local, tensors))
+        self._tracked = [i for i, x in enumerate(tensors) if not x.is_inference()]  # the others have no version
+        self._all_tracked = len(self._tracked) == len(tensors)
+        self._seen = self._state(tensors)
+        lost: list[None] = []  # not empty: some storage is gone
+        self._lost = lost
+        self._storages = [weakref.ref(x.untyped_storage(), lambda _: lost.append(None)) for x in tensors]
+
+    def _state(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
+        return self._steps.count, self._steps.refreshes, [x._version for x in tracked], [*map(Tensor.data_ptr, tensors)]
+
+    def __call__(self, args: Sequence[Any]) -> bool:
+        tensors = self._pick(args)
+        if self._sharded:
+            tensors = tuple(map(local, tensors))
+        return not self._lost and self._state(tensors) == self._seen
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Equal for tensors of one storage. Holds no data, but no other storage becomes equal to it."""
+    return StorageWeakRef(tensor.untyped_storage())

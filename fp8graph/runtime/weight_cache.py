@@ -1,0 +1,242 @@
+"""The FP8 copies of weights: made once per update of a weight, not once per call.
+
+A graph takes the copies as inputs; ``passes/cache.py`` found how each is made. Before a call, every weight whose
+parameters may have changed since its copy was made is quantized again, into the same memory. Whether they have
+changed is seen from three things, because none of them tells alone:
+
+* the version counter, which an in-place write bumps, but ``AdamW(fused=True)`` does not;
+* the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone may
+  come back: ``model.to(bfloat16).to(float32)`` frees the memory that it then gets);
+* steps of optimizers (torch's hook fires for fused ones too): a step makes stale what the optimizer holds, and
+  every trainable parameter that no optimizer was seen to hold (an optimizer may hold slices of it).
+
+Writes through ``.data`` change none of the three: ``fp8graph.refresh_weights(backend)`` after them, or
+``cache_weights=False``.
+
+Weights that are made alike are quantized together, up to ``BATCH`` at a time by one compiled function, so that
+their kernels fuse. Under delayed scaling quantizing a weight also records its amax, in a training graph; one that was
+quantized for evaluation first is quantized again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
+from fp8graph.ir.nodes import aten
+from fp8graph.ir.sources import local
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.staleness import Steps, Unchanged, storage_of
+
+BATCH: Final = 8
+Pages = Callable[[Sequence[PageLayout]], list[Tensor]]
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+@dataclass(eq=False)
+class _Copy:
+    """One quantized weight. Its tensors stay where they are, and belong to ``owners``."""
+
+    weight: QuantizedWeight
+    owners: list[weakref.ref[Tensor]]
+    tensors: dict[str, Tensor]  # by output name
+    made_of: Any = None  # what was seen of the owners when it was made
+    recorded: bool = False  # the scaling state has its amax
+
+    def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
+        return all(owner() is p for owner, p in zip(self.owners, parameters, strict=True))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The copies of one graph for one set of parameters."""
+
+    weights: Sequence[QuantizedWeight]  # alive, so that its id stays its own
+    copies: list[_Copy]
+    tensors: list[Tensor]
+    pages: list[PageLayout]  # of the weights under delayed scaling
+
+
+class Weights:
+    """The quantized weights of one backend.
+
+    Args:
+        epoch: advanced when graphs have to look for their copies again.
+    """
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._steps = Steps()
+        self._found: dict[Any, _Found] = {}
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self.quantized = 0  # how many weights were quantized so far
+
+    def refresh(self) -> None:
+        """Take every copy as stale."""
+        self._steps.refreshes += 1
+
+    def __len__(self) -> int:
+        return sum(copy.weight.linears for copy in self._copies())
+
+    @property
+    def bytes(self) -> int:
+        """The memory of all copies."""
+        return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
+
+    def tensors(
+        self, weights: Sequence[QuantizedWeight], args: Sequence[Any], pages: Pages, compile: Compile
+    ) -> list[Tensor]:
+        """The copies for one call of a graph, in the order of its inputs, as new as the parameters are.
+
+        Args:
+            weights: what the graph takes.
+            args: its other inputs, the parameters among them.
+            pages: the scaling state for page layouts.
+            compile: makes a function of a graph of dialect nodes.
+        """
+        found = self._find(weights, args)
+        stale: list[tuple[QuantizedWeight, _Copy]] = []
+        for weight, copy in zip(weights, found.copies, strict=True):
+            seen = self._steps.refreshes, *(self._state_of(args[index]) for index in weight.parameters)
+            if copy.made_of != seen:
+                copy.made_of, copy.recorded = seen, False
+                stale.append((weight, copy))
+            elif weight.records and not copy.recorded:
+                stale.append((weight, copy))
+        if stale:
+            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+                self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
+        return found.tensors
+
+    def unchanged(
+        self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
+    ) -> Callable[[Sequence[Any]], bool] | None:
+        """What tells of later arguments whether the copies that :meth:`tensors` gave are right for them; None without
+        weights."""
+        positions = sorted({index for weight in weights for index in weight.parameters})
+        if not positions:
+            return None
+        if any(isinstance(local(args[index]), FakeTensor) for index in positions):
+            return lambda _: False  # nothing is known of a fake tensor
+        return Unchanged(self._steps, positions, args)
+
+    def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
+        tensor, steps = local(parameter), self._steps.of(parameter)
+        version = 0 if tensor.is_inference() else tensor._version
+        if isinstance(tensor, FakeTensor):
+            return version, steps
+        return version, storage_of(tensor), tensor.data_ptr(), steps
+
+    def _copies(self) -> set[_Copy]:
+        return {copy for found in self._found.values() for copy in found.copies}
+
+    def _find(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> _Found:
+        owners = [[args[index] for index in weight.parameters] for weight in weights]
+        key = id(weights), *(id(owner) for several in owners for owner in several)
+        found = self._found.get(key)
+        if found is not None and all(c.belongs_to(o) for c, o in zip(found.copies, owners, strict=True)):
+            return found
+        known: dict[Any, list[_Copy]] = {}
+        for copy in self._copies():
+            known.setdefault((copy.weight.signature, *map(id, (owner() for owner in copy.owners))), []).append(copy)
+        copies: list[_Copy] = []
+        for weight, several in zip(weights, owners, strict=True):
+            alike = known.setdefault((weight.signature, *map(id, several)), [])
+            copy = next((c for c in alike if _covers(c.weight, weight) and c.belongs_to(several)), None)
+            if copy is None:
+                if alike:  # other graphs will find this one, which has more layouts than theirs
+                    self._found.clear()
+                    self._epoch.advance()
+                alike.append(copy := _new_copy(weight, several))
+            copies.append(copy)
+        self._found = {  # forget what belongs to parameters that no longer exist
+            k: f for k, f in self._found.items() if all(o() is not None for c in f.copies for o in c.owners)
+        }
+        tensors = [copy.tensors[name] for weight, copy in zip(weights, copies, strict=True) for name in weight.outputs]
+        layouts = [weight.page for weight in weights if weight.page is not None]
+        found = self._found[key] = _Found(weights, copies, tensors, layouts)
+        return found
+
+    def _quantize(
+        self,
+        stale: Sequence[tuple[QuantizedWeight, _Copy]],
+        args: Sequence[Any],
+        pages: Mapping[PageLayout, Tensor],
+        compile: Compile,
+    ) -> None:
+        # Copies of one weight in several paddings have one row, whichever of its names each knows: all are made with
+        # its scale before one records.
+        last = {
+            (storage_of(pages[weight.page]), *(id(args[index]) for index in weight.parameters)): copy
+            for weight, copy in stale
+            if weight.records and weight.page is not None
+        }
+        recorders = set(last.values())
+        alike: dict[Any, list[tuple[QuantizedWeight, _Copy]]] = {}
+        for weight, copy in stale:
+            alike.setdefault((copy in recorders, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
+        for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
+            records = key[0]
+            for batch in _batches(group):
+                inputs: list[Tensor] = []
+                buffers: list[Tensor] = []
+                for weight, copy in batch:
+                    inputs += [local(args[index]) for index in weight.parameters]
+                    inputs += [pages[weight.page]] if weight.page is not None else []
+                    buffers += copy.tensors.values()
+                    copy.recorded = weight.records
+                function = self._functions.get((key, len(batch)))
+                if function is None:
+                    (weight, copy), *_ = batch
+                    graph = copy.weight.recording if records else copy.weight.quantizing
+                    module = _module(graph, len(batch), len(inputs) // len(batch))
+                    function = self._functions[key, len(batch)] = compile(module, [*inputs, *buffers])
+                function(*inputs, *buffers)
+                torch.autograd.graph.increment_version(buffers)  # generated code does not
+        self.quantized += sum(weight.linears for weight, _ in stale)
+
+
+def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
+    """Full batches and single ones: two functions to compile at most, however many weights there are."""
+    full = len(group) - len(group) % BATCH
+    return [*(group[i : i + BATCH] for i in range(0, full, BATCH)), *([item] for item in group[full:])]
+
+
+def _covers(made: QuantizedWeight, wanted: QuantizedWeight) -> bool:
+    """Whether the copy ``made`` has the layouts of ``wanted``."""
+    return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
+
+
+def _new_copy(weight: QuantizedWeight, owners: Sequence[Tensor]) -> _Copy:
+    with torch.inference_mode(False):  # evaluated first, a model is trained later
+        device = owners[0].device
+        tensors = {
+            name: torch.empty(val.shape, dtype=val.dtype, device=device) for name, val in weight.made_outputs().items()
+        }
+    return _Copy(weight, [weakref.ref(owner) for owner in owners], tensors)
+
+
+def _module(body: fx.Graph, count: int, inputs: int) -> fx.GraphModule:
+    """``body`` for ``count`` weights, each with ``inputs`` inputs, which writes its results into further inputs."""
+    graph = fx.Graph()
+    sources = [[graph.placeholder(f"input{i}_{j}") for j in range(inputs)] for i in range(count)]
+    results: list[Any] = []
+    for placeholders in sources:
+        copies = dict(zip(body.find_nodes(op="placeholder"), placeholders, strict=True))
+        results += cast(list[Any], graph.graph_copy(body, copies))
+        for original, copy in copies.items():
+            copy.meta.update(original.meta)
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for position, result in enumerate(results):
+        with graph.inserting_before(first):
+            buffer = graph.placeholder(f"buffer{position}")
+        graph.call_function(aten.copy_.default, (buffer, result))
+    graph.output(())
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,1 @@
+"""What looks at programs without running them, and the commands of the shell."""

@@ -1,0 +1,211 @@
+"""``fp8graph bench``: what FP8 gains on this machine, and the numbers that the speed model decides with.
+
+``calibrate`` measures what ``roofline.Speed`` states: the rates that large GEMMs reach, the bandwidth of a copy and the
+cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures what a
+user gets: forward and backward of one compiled linear, bf16 and FP8 in turns, beside what the model predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph import hardware, numerics
+from fp8graph.errors import PolicyError
+from fp8graph.hardware import Hardware
+from fp8graph.hardware.speed import Speed
+from fp8graph.numerics import matmul
+from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
+
+SIZE: Final = 8192  # of the square GEMMs
+COPY: Final = 2**30  # bytes
+SHAPES: Final = ((512, 4096, 4096), (4096, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (16384, 8192, 8192))
+_RECIPES: Final[dict[Scaling, str]] = {
+    "tensor": "tensorwise", "row": "rowwise", "block": "blockwise", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+}  # fmt: skip
+
+
+def fp8_gpu() -> torch.device:
+    """The current GPU.
+
+    Raises:
+        PolicyError: there is none, or none that multiplies FP8.
+    """
+    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    found = hardware.of_device(device)
+    if device.type == "cpu" or "tensor" not in found.scalings:
+        raise PolicyError(
+            f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on an Ada, Hopper or later GPU."
+        )
+    return device
+
+
+def elapsed(run: Callable[[], Any], iterations: int) -> float:
+    """Seconds of one call, over ``iterations`` calls in a row."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    wait()
+    start = time.perf_counter()
+    for _ in range(iterations):
+        run()
+    wait()
+    return (time.perf_counter() - start) / iterations
+
+
+def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) -> float:
+    """Of one call: the fastest of ``rounds`` rounds (what disturbs a machine only makes it slower)."""
+    for _ in range(3):
+        run()
+    return min(elapsed(run, iterations) for _ in range(rounds))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What is measured so far of a device: a complete ``Speed``, and of which scalings it has the rates."""
+
+    speed: Speed
+    measured: tuple[Scaling, ...] = ()
+    failed: str = ""  # why the scaling that was tried last has no rate; it keeps that of ``RATES``
+
+
+def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
+    """Measure ``device``: first what every prediction needs, then one scaling after another, each with what was before.
+
+    Args:
+        size: of the square GEMMs; large, for the rate that large ones reach.
+        copy: bytes of the copy, many times the caches.
+    """
+    flops = 2.0 * size**3
+
+    def rate(dtype: torch.dtype) -> float:
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        return flops / seconds(lambda: a @ b)
+
+    def fp8_rate(scaling: Scaling) -> float:
+        recipe = resolve_recipe(_RECIPES[scaling])
+        assert isinstance(recipe, Recipe)
+        return flops / seconds(_scaled_mm(recipe, size, device))
+
+    fp8 = fp8_rate("tensor")
+    source = torch.empty(copy, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one = torch.ones((), device=device)
+    speed = Speed(
+        name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        bf16_flops=rate(torch.bfloat16),
+        fp32_flops=rate(torch.float32),
+        fp8_flops=fp8,
+        fp4_flops=fp8,
+        bandwidth=2 * copy / seconds(lambda: target.copy_(source)),
+        launch=seconds(lambda: one.add_(1.0), iterations=1000),  # one after the other, nothing to compute
+    )
+    yield (done := Calibration(speed=speed, measured=("tensor",)))
+    for scaling in _RECIPES:
+        if scaling == "tensor" or scaling not in found.scalings:
+            continue
+        try:
+            flops_reached = fp8_rate(scaling)
+        except (RuntimeError, ValueError) as error:  # what torch and cuBLAS raise for a GEMM that they do not have
+            yield dataclasses.replace(done, failed=f"{_RECIPES[scaling]}: {str(error).strip().splitlines()[0]}")
+            continue
+        if scaling == "nvfp4":
+            speed = dataclasses.replace(done.speed, fp4_flops=flops_reached)
+        else:
+            speed = dataclasses.replace(done.speed, rates={**done.speed.rates, scaling: flops_reached / fp8})
+        yield (done := Calibration(speed=speed, measured=(*done.measured, scaling)))
+
+
+def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    operands: tuple[OperandName, OperandName] = ("input", "weight")
+    left, right = (
+        numerics.quantize(x, recipe, operand, "rowwise") for x, operand in zip((a, b), operands, strict=True)
+    )
+    scaling = recipe.quantizer("input").scaling
+    settings: dict[str, Any] = {"scaling": scaling}
+    for side, q, operand in zip("ab", (left, right), operands, strict=True):
+        settings[f"block_{side}"] = list(recipe.quantizer(operand).block)
+        settings[f"global_scale_inv_{side}"] = q.global_scale_inv
+    args = (left.data, right.data, left.scale_inv, right.scale_inv, None, torch.bfloat16, recipe.fast_accum("fprop"))
+    return lambda: matmul.scaled_mm(*args, **settings)  # with the reordering of scales that Blackwell wants
+
+
+def describe(done: Calibration, found: Hardware) -> str:
+    """One line about what was measured last."""
+    if done.failed:
+        return f"left out: {done.failed}"
+    speed, last = done.speed, done.measured[-1]
+    if last == "tensor":
+        return (
+            f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
+            f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s"
+        )
+    reached = speed.fp4_flops if last == "nvfp4" else speed.fp8_flops * speed.rates[last]
+    return f"{_RECIPES[last]}: {reached / 1e12:.0f} TFLOP/s"
+
+
+def write(path: Path, found: Hardware, done: Calibration) -> None:
+    """A file for ``Backend(target=path)`` and ``explain(..., target=path)``, with the rates that were measured."""
+    speed = dataclasses.asdict(done.speed)
+    speed["rates"] = {name: done.speed.rates[name] for name in done.measured}
+    values = {"target": found.name, "speed": speed, "torch": torch.__version__}
+    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearResult:
+    """Forward and backward of one linear."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    recipe: str
+    bf16_ms: float
+    fp8_ms: float
+    speedup: float  # median over the rounds
+    predicted: float
+
+
+def linears(
+    device: torch.device, recipes: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES, *, rounds: int = 5
+) -> Iterator[LinearResult]:
+    """Measure each linear [tokens, inputs] -> [tokens, outputs] under each recipe, beside bf16 and the prediction."""
+    from fp8graph.backend import Backend
+    from fp8graph.recipes.policy import Policy
+
+    for tokens, inputs, outputs in shapes:
+        x = torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16, requires_grad=True)
+        dy = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
+        linear = torch.nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
+        for recipe in recipes:
+            torch._dynamo.reset()
+            backend = Backend(Policy(default=recipe, min_speedup=0))
+            plain, fp8 = (_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
+            times = [[seconds(run, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]
+            parts = [g.speedup for g in backend.report.gemms if g.speedup]
+            yield LinearResult(
+                tokens=tokens,
+                inputs=inputs,
+                outputs=outputs,
+                recipe=recipe,
+                bf16_ms=1e3 * min(before for before, _ in times),
+                fp8_ms=1e3 * min(after for _, after in times),
+                speedup=statistics.median(before / after for before, after in times),
+                predicted=statistics.harmonic_mean(parts) if parts else float("nan"),
+            )
+
+
+def _step(model: Any, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    def run() -> None:
+        model(x).backward(dy)
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+
+    return run

@@ -1,0 +1,74 @@
+"""``fp8graph doctor``: what this machine has, and what each architecture multiplies natively."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+from typing import Final
+
+import torch
+
+from fp8graph import hardware
+from fp8graph.hardware import Hardware
+from fp8graph.recipes import RECIPE_NAMES, GemmName, OperandName, Recipe, resolve_recipe
+from fp8graph.version import __version__
+
+ARCHITECTURES: Final = ("cpu", "sm_89", "sm_90", "sm_100")
+EXTRAS: Final = ("rich", "matplotlib", "plotext", "transformers", "triton")
+_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+
+
+def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
+    """ "native", "emulated", or which of the GEMMs of a bf16 linear (of experts, if ``grouped``) are native."""
+    native: list[str] = []
+    covered = [(gemm, operands) for gemm, operands in _OPERANDS.items() if recipe.covers(gemm)]
+    for gemm, operands in covered:
+        a, b = map(recipe.quantizer, operands)
+        if found.obstacle(a, b, torch.bfloat16, grouped=grouped) is None:
+            native.append(gemm)
+    if len(native) == len(covered):
+        return "native"
+    return f"{', '.join(native)} native" if native else "emulated"
+
+
+def architectures() -> list[tuple[str, ...]]:
+    """A row per recipe, and the default recipe; a column per architecture: linears, then experts."""
+    devices = [hardware.from_target(name) for name in ARCHITECTURES]
+    rows: list[tuple[str, ...]] = [("recipe", *ARCHITECTURES)]
+    for name in RECIPE_NAMES:
+        if (recipe := resolve_recipe(name)) is not None:
+            for grouped in (False, True):
+                cells = (support(device, recipe, grouped=grouped) for device in devices)
+                rows.append((f"{name}, experts" if grouped else name, *cells))
+    rows.append(("default recipe", *(hardware.default_recipe(device) for device in devices)))
+    return rows
+
+
+def machine() -> list[tuple[str, str]]:
+    """What is on this machine, and what is missing."""
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    supported = (2, 11) <= (major, minor) <= (2, 15)
+    rows = [
+        ("fp8graph", __version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__ + ("" if supported else ": untested, 2.11 to 2.15 are supported")),
+    ]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        found = hardware.of_device(device)
+        fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
+        rows.append((str(device), f"{torch.cuda.get_device_name(device)}, {found.name}{fast}"))
+    if not torch.cuda.is_available():
+        rows.append(("cuda", "no GPU: right numbers from torch's reference GEMM, no speed"))
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))
+    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all there"))
+    here = hardware.of_machine()
+    rows.append(("default recipe", f"{hardware.default_recipe(here)}, for {here.name}"))
+    return rows

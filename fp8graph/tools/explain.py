@@ -1,0 +1,103 @@
+"""``fp8graph.explain``: what would be rewritten, without weights, without a GPU, without compiling code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from fp8graph.backend import Backend, PolicyLike
+from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.offline import KernelRecord, OfflineInductor
+from fp8graph.report import Report
+
+
+def explain(
+    model: nn.Module,
+    *args: Any,
+    policy: PolicyLike | None = None,
+    training: bool | None = None,
+    target: str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Trace ``model(*args, **kwargs)`` on fake tensors and report what fp8graph does with every GEMM.
+
+    Nothing is computed and no weight is read: a model on the meta device, and inputs on it, work as well. The
+    model is not changed.
+
+    Args:
+        model: any module; a compiled one is unwrapped.
+        args, kwargs: the inputs of one call; only shapes and dtypes of tensors matter.
+        policy: see :class:`Backend`.
+        training: trace forward and backward together, or forward only under ``no_grad``. Default: training if
+            gradients are enabled here and some parameter requires one.
+        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors (meta: CPU).
+
+    Raises:
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for a policy or target that cannot be used.
+    """
+    backend = Backend(policy, compiler="eager", target=target)
+    model = getattr(model, "_orig_mod", model)
+    if training is None:
+        training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
+    _trace(backend, model, args, kwargs, training)
+
+    def kernels() -> list[KernelRecord]:
+        generating = Generating(policy, target)
+        _trace(generating, model, args, kwargs, training)
+        return generating.generator.kernels
+
+    on_gpu = target is not None and target != "cpu"
+    return dataclasses.replace(backend.report, load_kernels=kernels if on_gpu else None)
+
+
+class Generating(Backend):
+    """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
+
+    def __init__(self, policy: PolicyLike | None, target: str | None) -> None:
+        super().__init__(policy, target=target)
+        self.generator = OfflineInductor(str(target), run_eagerly)
+
+    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return compile_dialect(module, inputs, self, functools.partial(self.generator, direction="weights"))
+
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        return self.generator
+
+
+def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}  # deepcopy takes these in place of the real tensors: no weight is copied
+    for tensor in (*model.parameters(), *model.buffers()):
+        memo[id(tensor)] = _fake(tensor, mode)
+    fake_model = copy.deepcopy(model, memo)
+    for module in fake_model.modules():
+        module._compiled_call_impl = None  # what was compiled in place is traced as it was before
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
+    # A model that was called before with other shapes must not be traced with dynamic ones here.
+    static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
+    now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True})  # no backward is run
+    with mode, torch.set_grad_enabled(training), static, now:
+        torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
+
+
+def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    if isinstance(x, FakeTensor):
+        return x
+    # a meta model does not trace like a real one (attention decomposes, caches fail): trace it as a CPU model
+    device = torch.device("cpu") if x.device.type == "meta" else x.device
+    with mode:
+        fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if isinstance(x, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=x.requires_grad)
+    return fake.requires_grad_(x.requires_grad and x.is_leaf)
