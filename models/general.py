@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from fp8graph.models.families import FAMILIES
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
@@ -35,8 +36,6 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
     """The general policy, and before it what the named families keep in high precision. Unknown names add nothing."""
-    from fp8graph.models import FAMILIES
-
     kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]

@@ -37,7 +37,7 @@ _NAME = "cache"
 
 
 def cache(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.subgraph or not compilation.cache_weights:
+    if compilation.subgraph or not compilation.settings.cache_weights:
         return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
     parameters = {

@@ -59,7 +59,7 @@ class _Linear:
 
 
 def group(graph: fx.Graph, compilation: Compilation) -> None:
-    if not compilation.group:
+    if not compilation.settings.group:
         return
     found: dict[Any, list[_Linear]] = {}
     for linear in _linears(graph, compilation):

@@ -55,9 +55,9 @@ def save(graph: fx.Graph, compilation: Compilation) -> None:
         if not is_backward(node) and not {"recompute", CACHED_KEY} & {*node.meta} and "offs" not in node.kwargs:
             by_row = node.kwargs.get("scaling") == "row" and node.args[0] in free
             sharded = compilation.gathered and node.meta[OPERAND_KEY] == "weight"
-            if compilation.save == "memory" or by_row or sharded:
+            if compilation.settings.save == "memory" or by_row or sharded:
                 _quantize_again(graph, node)
-    if compilation.save_activations_in_fp8:
+    if compilation.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms)
     graph.eliminate_dead_code()
 

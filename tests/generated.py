@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8graph
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.ir import ops
+from fp8graph.ir.settings import Settings
 from fp8graph.numerics import quantization
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import OperandName, resolve_recipe
@@ -28,7 +29,7 @@ def generate(function: Callable[..., Any], inputs: Sequence[Tensor], target: str
         module = make_fx(function, decomposition_table=select_decomp_table())(*fakes)
     offline = OfflineInductor(target, run_eagerly)
     with torch.no_grad():
-        compile_dialect(module, fakes, fp8graph.Backend(target=target), offline)
+        compile_dialect(module, fakes, Settings(target=target), offline)
     return offline
 
 

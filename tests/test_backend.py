@@ -349,4 +349,5 @@ def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
     compiled = torch.compile(MLP(), backend="fp8graph", options=options)
     compiled(torch.randn(16, 32))
     backend = fp8graph.backend_of(compiled)
-    assert (backend.save, backend.cache_weights, backend.group) == ("memory", False, False)
+    settings = backend.settings
+    assert (settings.save, settings.cache_weights, settings.group) == ("memory", False, False)

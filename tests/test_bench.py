@@ -41,7 +41,7 @@ def test_a_calibration_is_a_target(calibrated: list[bench.Calibration], tmp_path
         assert set(json.loads((tmp_path / "here.json").read_text())["speed"]["rates"]) == set(done.measured)
         target, loaded = Speed.load(tmp_path / "here.json")
         assert (target, loaded) == ("cpu", done.speed)
-        assert fp8graph.Backend(target=str(tmp_path / "here.json")).hardware.speed == done.speed  # pyright: ignore
+        assert fp8graph.Backend(target=str(tmp_path / "here.json")).settings.hardware.speed == done.speed  # pyright: ignore
         assert bench.describe(done, found).startswith(("cpu (cpu): bf16 ", "rowwise: "))
 
 
@@ -55,7 +55,7 @@ def test_a_scaling_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_p
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic\nmore")
         return args[0]
 
-    monkeypatch.setattr(bench.numerics, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(bench.matmul, "scaled_mm", scaled_mm)
     found = dataclasses.replace(hardware.of_device(CPU), scalings=frozenset({"tensor", "row", "block", "nvfp4"}))
     steps = list(bench.calibrate(CPU, found, size=128, copy=4096))
     assert [done.measured for done in steps] == [

@@ -90,7 +90,11 @@ def test_a_step_that_fails_in_its_turn_is_one_line(tmp_path: Path) -> None:
 def test_every_ablation_is_a_backend() -> None:
     made = contenders.ablations(Run(), "tensorwise")
     backends = [compile(nn.Linear(4, 4))[1] for compile in made.values()]
-    assert len({str((b.policy, b.group, b.inductor_options)) for b in backends if b is not None}) == len(made) == 7
+    assert (
+        len({str((b.policy, b.settings.group, b.settings.inductor)) for b in backends if b is not None})
+        == len(made)
+        == 7
+    )
 
 
 def test_an_update_quantizes_the_weights_again() -> None:

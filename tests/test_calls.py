@@ -17,8 +17,9 @@ from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
-from fp8graph.backend import codegen, program
+from fp8graph.backend import codegen, compiling
 from fp8graph.backend.codegen import run_eagerly
+from fp8graph.ir.settings import Settings
 from fp8graph.models.family import causal_lm
 from helpers import ALL, MLP, counted_passes, eager_backend, same_bits, step
 
@@ -85,7 +86,7 @@ def test_foreseeing_wrongly_changes_no_number(recipe: str, foreseen: int, monkey
     for guess in (None, foreseen):
         torch._dynamo.reset()
         if guess is not None:
-            monkeypatch.setattr(program, "spare_inputs", lambda *_, guess=guess, **__: guess)
+            monkeypatch.setattr(compiling, "spare_inputs", lambda *_, guess=guess, **__: guess)
         runs = counted_passes(monkeypatch)
         run = torch.compile(model, backend=eager_backend(Policy(default=recipe), cache_weights=True))
         results.append([t for _ in range(3) for t in step(run, x, parameters=model.parameters())])
@@ -304,6 +305,6 @@ def test_what_quantizes_weights_asks_for_no_cuda_graphs(monkeypatch: pytest.Monk
     """It writes into tensors that stay: torch would skip the graph, and warn."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(codegen, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
-    backend = Backend(ALL, inductor_options={"triton.cudagraphs": True})
-    codegen.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], backend)
+    settings = Settings(inductor_options={"triton.cudagraphs": True})
+    codegen.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], settings)
     assert [patches["triton.cudagraphs"] for patches in asked] == [False]

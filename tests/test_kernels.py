@@ -85,7 +85,7 @@ def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
     counts: list[int] = []
     for dynamic in (False, True):
         torch._dynamo.reset()
-        backend = Generating(Policy(default=recipe, min_speedup=0), "sm_90")
+        backend = Generating(Policy(default=recipe, min_speedup=0), target="sm_90")
         model = torch.compile(torch.nn.Linear(64, 128, bias=False).bfloat16(), backend=backend, dynamic=dynamic)
         x = torch.randn(48 if not dynamic else 50, 64, dtype=torch.bfloat16, requires_grad=True)
         model(x).sum().backward()

@@ -79,5 +79,25 @@ def test_imports_go_down(name: str) -> None:
     assert above == []
 
 
+def test_there_is_no_circle() -> None:
+    graph = {name: {target for target, _ in imported(name) if target != name} for name in MODULES}
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_file_can_be_read(name: str) -> None:
+    assert len(MODULES[name].read_text(encoding="utf-8").splitlines()) <= 300
+
+
 def test_few_files_have_no_room() -> None:
     assert len([file for file in PRODUCT.glob("*.py")]) <= 8

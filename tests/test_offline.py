@@ -92,7 +92,7 @@ def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, o
 
     tests/numerics/test_native.py names the sources of both rules.
     """
-    backend = Generating(fp8graph.Policy(default="blockwise", min_speedup=0), "sm_90")
+    backend = Generating(fp8graph.Policy(default="blockwise", min_speedup=0), target="sm_90")
     model = torch.compile(nn.Linear(inputs, outputs, bias=False).bfloat16(), backend=backend)
     with torch.set_grad_enabled(training):
         y = model(torch.randn(200, inputs, dtype=torch.bfloat16, requires_grad=training))

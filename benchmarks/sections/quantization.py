@@ -70,6 +70,6 @@ def compiled(
 ) -> tuple[Callable[[], Any], list[torch.Tensor]]:
     module = make_fx(function, decomposition_table=select_decomp_table())(*inputs)
     with torch.no_grad():
-        run = compile_dialect(module, inputs, backend)
+        run = compile_dialect(module, inputs, backend.settings)
         made = run(*inputs)
     return torch.no_grad()(lambda: run(*inputs)), made

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fp8graph import hardware
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
-from fp8graph.backend.inductor_passes import Stopwatch, source_hash
+from fp8graph.backend.inductor_passes import source_hash
+from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
+from fp8graph.backend.shared import Shared
 from fp8graph.compat import dynamo
-from fp8graph.errors import Fp8CoverageError, PolicyError
-from fp8graph.models import general_policy, policy_of
-from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
-from fp8graph.recipes.autocast import DISABLED, POLICY, amax_group
+from fp8graph.errors import Fp8CoverageError
+from fp8graph.ir.settings import Settings
+from fp8graph.recipes import RecipeLike
+from fp8graph.recipes.autocast import amax_group
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
 from fp8graph.report import Report
@@ -32,9 +32,6 @@ from fp8graph.runtime.rank_agreement import agree
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.weight_cache import Weights
 
-PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
-_COMPILERS: Final = ("inductor", "eager")
-
 
 class Backend:
     """An FP8 backend for ``torch.compile(model, backend=Backend(...))``.
@@ -42,73 +39,33 @@ class Backend:
     Args:
         policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
             except heads and MoE routers, found by their usual names and by what the model's family
-            (``fp8graph.models.FAMILIES``, told from the modules' classes) says.
+            (``fp8graph.models.FAMILIES``, detected from the modules' classes) says.
         recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
             "tensorwise"); or, beside ``policy``, in place of its default.
-        strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
-            compiling), when Dynamo's recompile limit is met (new shapes would run in eager), and when a rule matched
-            nothing or a frame fell back to eager (at the next call).
-        compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
-            fast tests.
-        inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
-        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors.
-        cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
-            ``runtime/weight_cache.py``; after writing to ``.data``: :func:`refresh_weights`). They take one byte per
-            element and layout: up to the memory of bf16 weights in training, half of it in inference.
-        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize again
-            from what is kept anyway.
-        save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
-            Backward then sees them rounded; forward does not.
-        group: multiply once where linears of one module share their input (q, k and v; gate and up). Under recipes with
-            one scale a tensor their weights, and their gradients, then share it.
+        settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
+            cache_weights, save, save_activations_in_fp8, group.
 
     Raises:
         PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        TypeError: for an argument that does not exist.
     """
 
-    def __init__(
-        self,
-        policy: PolicyLike | None = None,
-        *,
-        recipe: RecipeLike = None,
-        strict: bool = False,
-        compiler: Literal["inductor", "eager"] = "inductor",
-        inductor_options: Mapping[str, Any] | None = None,
-        target: str | None = None,
-        cache_weights: bool = True,
-        save: Literal["speed", "memory"] = "speed",
-        save_activations_in_fp8: bool = False,
-        group: bool = True,
-    ) -> None:
-        if compiler not in _COMPILERS:
-            raise PolicyError(f"compiler must be one of {', '.join(_COMPILERS)}, not {compiler!r}.")
-        if save not in ("speed", "memory"):
-            raise PolicyError(f"save must be 'speed' or 'memory', not {save!r}.")
-        if save_activations_in_fp8 and save != "memory":
-            raise PolicyError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
-        flags = {
-            "strict": strict,
-            "cache_weights": cache_weights,
-            "save_activations_in_fp8": save_activations_in_fp8,
-            "group": group,
-        }
-        for name, value in flags.items():
-            if type(value) is not bool:
-                raise PolicyError(f"{name} must be True or False, not {value!r}.")
-        self.strict: Final = strict
-        self.compiler: Final = compiler
-        self.inductor_options: Final = _checked_inductor_options(inductor_options)
-        self.target: Final = target
-        self.hardware: Final = hardware.from_target(target) if target is not None else None
-        self.epoch: Final = Epoch()
-        self.names: Final = Names(self.epoch)
-        self.state: Final = State(self.epoch)
-        self.cache_weights: Final = cache_weights
-        self.save: Final = save
-        self.save_activations_in_fp8: Final = save_activations_in_fp8
-        self.group: Final = group
-        self.weights: Final = Weights(self.epoch)
-        self.stopwatch: Final = Stopwatch()
+    def __init__(self, policy: PolicyLike | None = None, *, recipe: RecipeLike = None, **settings: Any) -> None:
+        if unknown := sorted(settings.keys() - set(Settings.names())):
+            raise TypeError(
+                f"Backend has no argument {unknown[0]!r}. Arguments: policy, recipe, {', '.join(Settings.names())}."
+            )
+        self.settings: Final = Settings(**settings)
+        epoch = Epoch()
+        self._shared: Final = Shared(
+            settings=self.settings,
+            policies=Policies(self.settings.hardware),
+            generator=self,
+            epoch=epoch,
+            names=Names(epoch),
+            state=State(epoch),
+            weights=Weights(epoch),
+        )
         self._programs: list[Program] = []
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
@@ -118,14 +75,34 @@ class Backend:
         self.set_policy(policy, recipe=recipe)
 
     @property
+    def policy(self) -> Policy:
+        """The policy that decides now."""
+        return self._shared.policies.current
+
+    @property
+    def names(self) -> Names:
+        """What the parameters of bound models are called."""
+        return self._shared.names
+
+    @property
+    def state(self) -> State:
+        """The pages of delayed scaling."""
+        return self._shared.state
+
+    @property
+    def weights(self) -> Weights:
+        """The FP8 copies of weights."""
+        return self._shared.weights
+
+    @property
     def inner_compile(self) -> Callable[..., Any] | None:
         """What compile_fx calls for each graph after the passes; None: Inductor."""
-        return run_eagerly if self.compiler == "eager" else None
+        return run_eagerly if self.settings.compiler == "eager" else None
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """A function that quantizes weights. A CPU runs the reference: it has no launches to save."""
         on_cpu = all(x.device.type == "cpu" for x in inputs)
-        return module if on_cpu or self.compiler == "eager" else compile_dialect(module, inputs, self)
+        return module if on_cpu or self.settings.compiler == "eager" else compile_dialect(module, inputs, self.settings)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -133,7 +110,7 @@ class Backend:
         if frame:
             self._frames.add(frame)
         self._agree()
-        program = Program(self, module, example_inputs)
+        program = Program(self._shared, module, example_inputs)
         self._programs.append(program)
         return program
 
@@ -146,10 +123,8 @@ class Backend:
         if kind in self._agreed:
             return
         self._agreed.add(kind)
-        lines = [f"rule {index} {rule!r}" for index, rule in enumerate(self.policy.rules)]
-        settings = ("target", "cache_weights", "group", "save", "save_activations_in_fp8")
-        lines += [f"default {self.policy.default!r}", f"min_speedup {self.policy.min_speedup}"]
-        lines += [f"{name} {getattr(self, name)}" for name in settings]
+        lines = [*self._shared.policies.lines()]
+        lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
         lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
         text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function lies elsewhere on each rank
         agree(text, amax_group(), kind)
@@ -160,29 +135,8 @@ class Backend:
         Cheap for a policy that decides as the last one did: ``backend.set_policy(policy.at_step(step))`` may stand in
         a training loop. A policy with a schedule is taken as it is at step 0.
         """
-        self._families: dict[tuple[str, ...], tuple[Policy, str]] = {}
-        self._chosen = policy is not None
-        if policy is None:
-            default = hardware.default_recipe(self.hardware or hardware.of_machine())
-            self.policy = general_policy(default)
-        else:
-            self.policy = Policy.coerce(policy)
-        if recipe is not None:
-            resolve_recipe(recipe)
-            self.policy = Policy(self.policy.rules, default=recipe, min_speedup=self.policy.min_speedup)
-        if self.policy.scheduled:
-            self.policy = self.policy.at_step(0)
-        self._families[()] = self.policy, self.policy.identity()
-        self.epoch.advance()
-
-    def policy_of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy for a graph of models of ``families`` (theirs, unless the user chose one), and its identity."""
-        if self._chosen:
-            families = ()
-        if families not in self._families:
-            policy = policy_of(families, self.policy.default)
-            self._families[families] = policy, policy.identity()
-        return self._families[families]
+        self._shared.policies.set(policy, recipe)
+        self._shared.epoch.advance()
 
     def bind(self, model: torch.nn.Module) -> None:
         """Learn the full names of ``model``'s parameters, by identity.
@@ -223,7 +177,7 @@ class Backend:
     @property
     def pass_seconds(self) -> float:
         """Time in fp8graph's own passes so far."""
-        return self.stopwatch.seconds
+        return self._shared.stopwatch.seconds
 
     @property
     def report(self) -> Report:
@@ -257,7 +211,7 @@ class Backend:
             backend = reference()
             if backend is None or dynamo.fp8graph_backend(found) is not backend:
                 return
-            if backend.strict:
+            if backend.settings.strict:
                 raise Fp8CoverageError(
                     f"strict mode: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
                     "dynamic=True if it is a size, or raise torch._dynamo.config.recompile_limit."
@@ -276,12 +230,20 @@ class Backend:
                 "Give these layers recipe None, or compile without strict."
             )
 
-    def may_rewrite(self, region: str | Recipe | None, inner_regions: set[Any]) -> bool:
-        """Whether any GEMM could get a recipe: if not, Inductor's options stay exactly the user's."""
-        recipes = [resolve_recipe(self.policy.default)]
-        recipes += [rule.recipe_for(gemm) for rule in self.policy.rules for gemm in GEMMS]
-        quiet = (None, DISABLED, POLICY)
-        return any(r is not None for r in recipes) or any(r not in quiet for r in (region, *inner_regions))
+    def arguments(self) -> dict[str, Any]:
+        """What makes another Backend like this one: its settings, and the policy that decides now."""
+        settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
+        if self._shared.policies.chosen:
+            return {"policy": self.policy, **settings}
+        return {"recipe": self.policy.default, **settings}  # there may be another GPU, and the family adds to it
+
+    def refresh_weights(self) -> None:
+        """Quantize every weight again before its next use: after weights were written through ``.data``.
+
+        Such writes change neither a tensor's version nor its address, and no optimizer step is seen. Updates by
+        torch's optimizers and in-place writes are noticed without this.
+        """
+        self._shared.weights.refresh()
 
     def backend_for(self, _options: Mapping[str, Any]) -> Backend:
         """Itself: what is compiled by name asks for the backend of its options."""
@@ -293,21 +255,19 @@ class Backend:
 
     def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], ScalingState]]:
         """A pickled model takes the settings and the scaling state along; it is compiled again where it is loaded."""
-        settings = {name: getattr(self, name) for name in inspect.signature(Backend).parameters if name != "recipe"}
-        if not self._chosen:  # the default policy is made again: there may be another GPU, and the family adds to it
-            settings |= {"policy": None, "recipe": self.policy.default}
-        return _restored, (settings, self.state_dict())
+        return _restored, (self.arguments(), self.state_dict())
 
 
-def _restored(settings: dict[str, Any], state: Mapping[str, Any]) -> Backend:
-    backend = Backend(**settings)
+def _restored(arguments: dict[str, Any], state: Mapping[str, Any]) -> Backend:
+    backend = Backend(**arguments)
     backend.load_state_dict(state)
     return backend
 
 
-def _checked_inductor_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    checked = dict(options or {})
-    known = torch._inductor.list_options()
-    if unknown := sorted(k for k in checked if k.replace("-", "_") not in known):
-        raise PolicyError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
-    return {key.replace("-", "_"): value for key, value in checked.items()}
+# what help() and editors show: the settings by name, not **settings
+Backend.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
+    [
+        *(p for p in inspect.signature(Backend).parameters.values() if p.name != "settings"),
+        *inspect.signature(Settings).parameters.values(),
+    ]
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -14,10 +14,8 @@ from torch._inductor.compile_fx import compile_fx
 from fp8graph.backend.inductor_passes import LowerPass, source_hash
 from fp8graph.compat import dynamo, inductor
 from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
+from fp8graph.ir.settings import Settings
 from fp8graph.passes import WEIGHT_LOWERING
-
-if TYPE_CHECKING:
-    from fp8graph.backend.backend import Backend
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:
@@ -44,10 +42,10 @@ def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) 
 
 
 def compile_dialect(
-    module: fx.GraphModule, inputs: list[Any], backend: Backend, inner_compile: Callable[..., Any] | None = None
+    module: fx.GraphModule, inputs: list[Any], settings: Settings, inner_compile: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """Generate code for a graph of dialect nodes that has no gradients."""
-    options = {**inductor.codegen_patches(backend.hardware, inputs), **backend.inductor_options}
+    options = {**inductor.codegen_patches(settings.hardware, inputs), **settings.inductor}
     options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
     options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}

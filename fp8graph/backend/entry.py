@@ -11,6 +11,7 @@ from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
 from fp8graph.compat import dynamo
 from fp8graph.errors import PolicyError
+from fp8graph.ir.settings import Settings
 from fp8graph.recipes import RecipeLike
 
 
@@ -28,12 +29,8 @@ def backend_of(compiled: Any) -> Backend:
 
 
 def refresh_weights(backend: Backend) -> None:
-    """Quantize every weight again before its next use: after weights were written through ``.data``.
-
-    Such writes change neither a tensor's version nor its address, and no optimizer step is seen. Updates by
-    torch's optimizers and in-place writes are noticed without this.
-    """
-    backend.weights.refresh()
+    """:meth:`Backend.refresh_weights`."""
+    backend.refresh_weights()
 
 
 def compile(  # noqa: A001  (the public name is torch's)
@@ -41,9 +38,8 @@ def compile(  # noqa: A001  (the public name is torch's)
     policy: PolicyLike | None = None,
     *,
     recipe: RecipeLike = None,
-    strict: bool = False,
     regions: Regions | None = None,
-    **torch_compile_kwargs: Any,
+    **kwargs: Any,
 ) -> torch.nn.Module:
     """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
 
@@ -51,20 +47,24 @@ def compile(  # noqa: A001  (the public name is torch's)
     ``torch.compile(model)`` returns. The backend: ``fp8graph.backend_of(model)``.
 
     Args:
-        policy, recipe, strict: see :class:`Backend`.
+        policy, recipe: see :class:`Backend`.
         regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block once, however many
             layers there are; a list of class names says which. None compiles the model as a whole. What lies around
             the blocks is compiled where it multiplies, and runs in eager in between. Layers share code as long as
             Dynamo finds nothing that tells them apart: a key-value cache does (pass ``use_cache=False`` in training).
-        torch_compile_kwargs: ``fullgraph``, ``dynamic``, ``options`` (of this backend, as by name), ...
+        kwargs: the other arguments of :class:`Backend` (``strict``, ``target``, ``save``, ...), and those of
+            ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options`` (of this backend, as by name).
+
+    Raises:
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
     """
-    kwargs = {"policy": policy, "recipe": recipe, "strict": strict}
-    options = {k: v for k, v in kwargs.items() if v not in (None, False)}
-    options |= torch_compile_kwargs.pop("options", None) or {}
-    if (mode := torch_compile_kwargs.pop("mode", None)) is not None:
+    options = {"policy": policy, "recipe": recipe, **Settings.taken_from(kwargs), **(kwargs.pop("options", None) or {})}
+    if (inductor := options.pop("inductor_options", None)) is not None:
+        options["inductor"] = inductor
+    if (mode := kwargs.pop("mode", None)) is not None:
         options["mode"] = mode
     backend = NamedBackend().backend_for({"options": options})
     backend.bind(model)
     for module in [model] if regions is None else regions_of(model, regions):
-        dynamo.compile_in_place(module, backend=backend, **torch_compile_kwargs)
+        dynamo.compile_in_place(module, backend=backend, **kwargs)
     return model

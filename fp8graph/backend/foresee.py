@@ -56,9 +56,9 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
                 own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
                 native = own[0].scaling in _device(weight_of[node], compilation).scalings
                 fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
-                can_join = compilation.group and native and fits
+                can_join = compilation.settings.group and native and fits
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
-                if compilation.cache_weights and site.parameter is not None:
+                if compilation.settings.cache_weights and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
             for recipe in recipes.values():
                 if isinstance(recipe, DelayedScaling):
@@ -66,7 +66,7 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
                         (recipe, FP8_MAX[recipe.quantizer(operand).dtype], operand == "grad_output")
                         for operand in OPERANDS
                         if (training or operand == "input")
-                        and (operand != "weight" or not compilation.cache_weights or site.parameter is None)
+                        and (operand != "weight" or not compilation.settings.cache_weights or site.parameter is None)
                     }
     return sum(weights.values()) + len(pages)
 
@@ -99,7 +99,7 @@ def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterat
 def _device(weight: fx.Node, compilation: Compilation) -> hardware.Hardware:
     example = weight.meta.get("example_value")
     device = example.device if isinstance(example, torch.Tensor) else torch.device("cpu")
-    return compilation.hardware or hardware.of_device(device)
+    return compilation.settings.hardware or hardware.of_device(device)
 
 
 def _rows(weight: fx.Node) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from fp8graph.backend.backend import Backend
+from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import PolicyError
+from fp8graph.ir.settings import Settings
 
 # Backend's arguments, and torch's own two under short names
-_OPTIONS: Final = (*(n for n in inspect.signature(Backend).parameters if n != "inductor_options"), "mode", "inductor")
+_SETTINGS: Final = (name for name in Settings.names() if name != "inductor_options")
+_OPTIONS: Final = ("policy", "recipe", *_SETTINGS, "mode", "inductor")
 
 
 class NamedBackend:
@@ -54,10 +55,10 @@ class NamedBackend:
         if not isinstance(inductor, Mapping):
             raise PolicyError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
         if mode is not None:
-            modes = torch._inductor.list_mode_options()
-            if mode not in modes:
-                raise PolicyError(f"mode must be one of {', '.join(modes)}, not {mode!r}.")
-            inductor = {**modes[mode], **inductor}
+            try:
+                inductor = {**options_of_mode(mode), **inductor}
+            except KeyError as error:
+                raise PolicyError(f"mode must be one of {error.args[0]}, not {mode!r}.") from None
         return Backend(**options, inductor_options=inductor)
 
 

@@ -112,3 +112,20 @@ def fix_cpu_loop_split() -> None:
 
     try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
     CppScheduling.try_loop_split = try_loop_split
+
+
+def option_names() -> set[str]:
+    """The names of Inductor's options."""
+    return set(torch._inductor.list_options())
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """The options that a mode of ``torch.compile`` stands for.
+
+    Raises:
+        KeyError: for another mode, with the names of all.
+    """
+    modes = torch._inductor.list_mode_options()
+    if mode not in modes:
+        raise KeyError(", ".join(modes))
+    return modes[mode]

@@ -13,6 +13,7 @@ from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight, SpareInputs
 from fp8graph.ir.nodes import value
 from fp8graph.ir.places import Parameter
+from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Decision, Site
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
@@ -23,8 +24,7 @@ class Compilation:
     """What the passes of one graph share. Filled from the left: names -> sites -> plan."""
 
     policy: Policy
-    hardware: Hardware | None = None  # None: that of the tensors' device
-    cuda_graphs: bool = False  # launches cost the host nothing: Inductor records CUDA graphs
+    settings: Settings = field(default_factory=Settings)
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
@@ -33,12 +33,8 @@ class Compilation:
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
     spares: SpareInputs = field(default_factory=SpareInputs)
     pages: tuple[PageLayout, ...] = ()  # found by pass `state`
-    cache_weights: bool = False  # quantize weights once per update, outside the graph
     gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
-    save: str = "speed"  # what backward keeps: see pass `save`
-    save_activations_in_fp8: bool = False
     weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
-    group: bool = True  # multiply once where linears share their input
     grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
@@ -47,7 +43,7 @@ class Compilation:
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """What ``node`` is decided for: the target, or the device of its result."""
-        return self.hardware or of_device(value(node).device)
+        return self.settings.hardware or of_device(value(node).device)
 
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""

@@ -16,7 +16,7 @@ from torch._logging import trace_structured
 from fp8graph.report.report import GraphView
 from fp8graph.report.tables import left_alone, summary
 
-_log: Final = logging.getLogger(__name__)
+_log: Final = logging.getLogger("fp8graph.report")
 
 
 def announce(view: GraphView) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,58 +21,15 @@ from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.numerics.history import HEADER, new_page, write_row
-from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.recipes import DelayedScaling
 from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, checked, numbers_of, recipe_text
 
 _log = logging.getLogger("fp8graph")
-
-
-@dataclass(frozen=True)
-class _Key:
-    """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
-
-    owner: int
-    site: str | None  # of a matmul without a weight ("" at the root), whose owner only says which model it is in
-    use: int
-    operand: OperandName
-    recipe: DelayedScaling
-
-
-@dataclass(eq=False)
-class _Page:
-    tensor: Tensor  # FP32 [rows, 2 + length]
-    layout: PageLayout  # of the graph that it was made for
-    moved: bool = False  # another page holds some of the rows now
-
-    def fits(self, layout: PageLayout) -> bool:
-        """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
-        alike = self.layout.group == layout.group and self.tensor.device == layout.device
-        return alike and self.tensor.shape[0] == len(layout.rows)
-
-
-@dataclass
-class _Row:
-    page: _Page
-    index: int
-    name: str  # in a state dict
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The pages of one graph for one set of parameters."""
-
-    layouts: Sequence[PageLayout]  # alive, so that its id stays its own
-    owners: list[weakref.ref[Tensor]]
-    pages: list[_Page]
-
-    def holds(self, owners: Sequence[Tensor]) -> bool:
-        return not any(page.moved for page in self.pages) and all(
-            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
-        )
 
 
 class State:
@@ -82,11 +38,13 @@ class State:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch  # advanced when graphs have to look for their pages again
         self._tokens: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which a dead tensor's heir may share
-        self._rows: dict[_Key, _Row] = {}
+        self._rows: dict[RowKey, Row] = {}
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
         self._created = 0
         self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
-        self._found: dict[Any, _Found] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
+        self._found: dict[
+            Any, FoundPages
+        ] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
@@ -116,7 +74,7 @@ class State:
             self._forget_dead_layers()
             anchor = owners[0] if owners else None
             pages = [self._page(layout, args, anchor, names) for layout in layouts]
-            found = self._found[key] = _Found(layouts, [weakref.ref(owner) for owner in owners], pages)
+            found = self._found[key] = FoundPages(layouts, [weakref.ref(owner) for owner in owners], pages)
         return [page.tensor for page in found.pages]
 
     def reduces(self, group: str, device: torch.device) -> None:
@@ -162,7 +120,7 @@ class State:
         """The pages that are reduced, by group."""
         if self._staged is None:
             self._staged = {}
-            names: dict[_Page, list[list[str]]] = {}
+            names: dict[Page, list[list[str]]] = {}
             seen: dict[str, int] = {}
             for row in self._rows.values():
                 if row.page.layout.group is not None:
@@ -182,7 +140,7 @@ class State:
                 self._staged.setdefault(str(page.layout.group), []).append(one)
         return self._staged
 
-    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> _Page:
+    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> Page:
         entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
         known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
         first = known[0]
@@ -192,8 +150,8 @@ class State:
                 return first.page
         self._epoch.advance()
         length = layout.recipe.amax_history_len
-        page = _Page(new_page(length, len(entries), layout.device), layout)
-        sources: dict[_Page, tuple[list[int], list[int]]] = {}
+        page = Page(new_page(length, len(entries), layout.device), layout)
+        sources: dict[Page, tuple[list[int], list[int]]] = {}
         for index, row in enumerate(known):
             if row is not None:
                 to, taken = sources.setdefault(row.page, ([], []))
@@ -209,7 +167,7 @@ class State:
         return page
 
     def _name(
-        self, layout: PageLayout, entries: Sequence[Sequence[_Key]], page: _Page, args: Sequence[Any], names: Any
+        self, layout: PageLayout, entries: Sequence[Sequence[RowKey]], page: Page, args: Sequence[Any], names: Any
     ) -> None:
         """Let every name of each row lead to it, and give new ones what was loaded for them."""
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
@@ -221,7 +179,7 @@ class State:
                 name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
                 if known is not None and not bound:
                     name = known.name  # it may have been bound elsewhere
-                self._rows[key] = _Row(page, index, name)
+                self._rows[key] = Row(page, index, name)
                 self._staged = None
                 if known is None and (loaded := self._take(name)) is not None:
                     write_row(page.tensor, index, *loaded)
@@ -239,12 +197,12 @@ class State:
                 _log.warning("%s: the loaded state is of recipe %s; starting afresh.", name, other.partition("|")[2])
         return None
 
-    def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> _Key:
+    def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
         owner = args[row.parameter] if row.parameter is not None else anchor
         token = self._token(owner) if owner is not None else 0
         assert isinstance(row.recipe, DelayedScaling)
         site = row.fqn if row.parameter is None else None
-        return _Key(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
+        return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
 
     def _token(self, parameter: Tensor) -> int:
         reference, token = self._tokens.get(id(parameter), (None, 0))
@@ -269,10 +227,10 @@ class State:
         """Names that were loaded and that no layer has asked for."""
         return sorted(self._loaded)
 
-    def _alive(self) -> dict[str, _Row]:
+    def _alive(self) -> dict[str, Row]:
         """The rows of the layers that still exist, by name."""
         self._forget_dead_layers()
-        rows: dict[str, _Row] = {}
+        rows: dict[str, Row] = {}
         for row in self._rows.values():
             if row.name in rows:
                 raise StateError(

@@ -17,7 +17,10 @@ from torch.utils import _pytree as pytree
 
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.errors import PolicyError
+from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
+from fp8graph.recipes import RecipeLike
 from fp8graph.report import Report
 
 
@@ -25,8 +28,9 @@ def explain(
     model: nn.Module,
     *args: Any,
     policy: PolicyLike | None = None,
+    recipe: RecipeLike = None,
     training: bool | None = None,
-    target: str | None = None,
+    backend: Backend | None = None,
     **kwargs: Any,
 ) -> Report:
     """Trace ``model(*args, **kwargs)`` on fake tensors and report what fp8graph does with every GEMM.
@@ -36,39 +40,55 @@ def explain(
 
     Args:
         model: any module; a compiled one is unwrapped.
-        args, kwargs: the inputs of one call; only shapes and dtypes of tensors matter.
-        policy: see :class:`Backend`.
+        args, kwargs: the inputs of one call; only shapes and dtypes of tensors matter. Arguments of :class:`Backend`
+            among them (``target="sm_90"``, ``save="memory"``, ...) are settings: the report is of the program that
+            a backend with these settings runs.
+        policy, recipe: see :class:`Backend`.
         training: trace forward and backward together, or forward only under ``no_grad``. Default: training if
             gradients are enabled here and some parameter requires one.
-        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors (meta: CPU).
+        backend: take its policy and settings, in place of all of these.
 
     Raises:
-        PolicyError, UnsupportedRecipeError: (``ValueError``) for a policy or target that cannot be used.
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for a policy or a setting that cannot be used.
     """
-    backend = Backend(policy, compiler="eager", target=target)
+    arguments: dict[str, Any] = Settings.taken_from(kwargs)
+    if backend is not None:
+        given = [name for name, value in (("policy", policy), ("recipe", recipe)) if value is not None]
+        if given or arguments:
+            raise PolicyError(
+                f"explain(backend=...) has its own {', '.join([*given, *arguments])}: give one or the other."
+            )
+        arguments = backend.arguments()
+    else:
+        arguments |= {"policy": policy, "recipe": recipe}
+    arguments |= {"compiler": "eager", "strict": False}
+    tracing = Backend(**arguments)
     model = getattr(model, "_orig_mod", model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    _trace(backend, model, args, kwargs, training)
+    _trace(tracing, model, args, kwargs, training)
 
     def kernels() -> list[KernelRecord]:
-        generating = Generating(policy, target)
+        generating = Generating(**arguments)
         _trace(generating, model, args, kwargs, training)
         return generating.generator.kernels
 
-    on_gpu = target is not None and target != "cpu"
-    return dataclasses.replace(backend.report, load_kernels=kernels if on_gpu else None)
+    target = tracing.settings.hardware
+    on_gpu = target is not None and target.name != "cpu"
+    return dataclasses.replace(tracing.report, load_kernels=kernels if on_gpu else None)
 
 
 class Generating(Backend):
     """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
 
-    def __init__(self, policy: PolicyLike | None, target: str | None) -> None:
-        super().__init__(policy, target=target)
-        self.generator = OfflineInductor(str(target), run_eagerly)
+    def __init__(self, policy: PolicyLike | None = None, **settings: Any) -> None:
+        super().__init__(policy, **settings)
+        assert self.settings.hardware is not None
+        self.generator = OfflineInductor(self.settings.hardware.name, run_eagerly)
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return compile_dialect(module, inputs, self, functools.partial(self.generator, direction="weights"))
+        generate = functools.partial(self.generator, direction="weights")
+        return compile_dialect(module, inputs, self.settings, generate)
 
     @property
     def inner_compile(self) -> Callable[..., Any]:

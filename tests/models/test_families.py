@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,6 +67,11 @@ def plain_graphs(model: Any, inputs: dict[str, Any]) -> int:
     torch.compile(model, backend=count)(**inputs)
     torch._dynamo.reset()
     return len(graphs)
+
+
+def test_every_file_of_a_family_is_listed() -> None:
+    files = {file.stem for file in Path(fp8graph.models.__path__[0]).glob("*.py")}
+    assert files - {"__init__", "families", "family", "general"} == FAMILIES.keys()
 
 
 def test_every_family_has_bounds() -> None:

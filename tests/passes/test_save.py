@@ -176,7 +176,7 @@ def test_bytes_saved_per_layer(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"save": "disk"}, "save must be 'speed' or 'memory'"),
+        ({"save": "disk"}, "save must be one of speed, memory, not 'disk'"),
         ({"save_activations_in_fp8": True}, 'needs save="memory"'),
         ({"save_activations_in_fp8": 1, "save": "memory"}, "must be True or False"),
     ],

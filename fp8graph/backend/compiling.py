@@ -1,0 +1,174 @@
+"""Compile one variant of a Dynamo graph: passes, code generation, and what is kept beside the code."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from fp8graph.backend.codegen import add_spare_inputs, copy_dynamo_graph, run_eagerly, with_taken_inputs
+from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.foresee import spare_inputs
+from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, source_hash
+from fp8graph.backend.renaming import Decided
+from fp8graph.backend.shared import Shared
+from fp8graph.backend.situation import Situation
+from fp8graph.backend.stored import Stored, read
+from fp8graph.compat import inductor
+from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.extra_inputs import SpareInputs
+from fp8graph.recipes import DelayedScaling, has_code
+from fp8graph.report import GraphView
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """A compiled graph under the names of one layer."""
+
+    run: Callable[..., Any]
+    spares: int  # inputs after Dynamo's: copies of weights, pages, and those that nobody took
+    decided: Decided
+    reduces: bool  # takes part in reductions of amaxes, even if this graph has none to give
+
+    @property
+    def findings(self) -> Findings:
+        return self.decided.findings
+
+
+class Compiler:
+    """Compiles the variants of one graph."""
+
+    def __init__(self, shared: Shared, graph: DynamoGraph) -> None:
+        self._shared = shared
+        self._graph = graph
+
+    def compilation(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Compilation:
+        """What the passes are told of the graph, in ``situation`` and with parameters called ``names``."""
+        graph, first = self._graph, len(self._graph.sources)
+        return Compilation(
+            policy=self._shared.policies.of(graph.families)[0],
+            settings=self._shared.settings,
+            region=situation.region,
+            sources=graph.sources,
+            records_amaxes=graph.gradients,
+            amax_group=situation.amax_group,
+            spares=SpareInputs(indices=range(first, first + spares)),
+            gathered=graph.gathered,
+            parameters=graph.parameters(names),
+        )
+
+    def variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> Variant:
+        """Compile the graph for ``inputs``, whose values do not matter."""
+        shared, graph, settings = self._shared, self._graph, self._shared.settings
+        options = dict(settings.inductor)
+        identity = self._identity(situation, names)
+        recipes = graph.recipes(shared.policies.of(graph.families)[0], situation)
+        spares = spare_inputs(graph.module, self.compilation(situation, names), training=graph.gradients)
+        first = options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+        if shared.policies.may_rewrite([situation.region, *graph.regions()]):
+            options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
+        while True:
+            joint = JointPass(
+                self.compilation(situation, names, spares),
+                None if any(has_code(recipe) for recipe in recipes) else identity,
+                first=first,
+                check=shared.generator.check_records if settings.strict else None,
+                stopwatch=shared.stopwatch,
+            )
+            try:
+                compiled = self._run_compile_fx(
+                    joint, options, inputs, spares, inner_compile=shared.generator.inner_compile
+                )
+                break
+            except TooFewInputs as found:
+                spares = found.wanted
+        stored = self._stored(situation, names, joint, self._key(identity, options, spares), spares)
+        delayed_scaling = any(isinstance(recipe, DelayedScaling) and recipe.reduce_amax for recipe in recipes)
+        return Variant(
+            run=compiled,
+            spares=spares,
+            decided=Decided.of(stored.findings, self.compilation(situation, names), stored.view),
+            reduces=graph.gradients and delayed_scaling and situation.amax_group is not None,
+        )
+
+    def _run_compile_fx(
+        self,
+        joint: JointPass,
+        options: dict[str, Any],
+        inputs: Sequence[Any],
+        spares: int,
+        *,
+        inner_compile: Callable[..., Any] | None,
+    ) -> Callable[..., Any]:
+        options = dict(options)
+        first = options.pop("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+        patches = {
+            **options,
+            "joint_custom_pre_pass": joint,
+            "post_grad_custom_pre_pass": LowerPass(source_hash(), first, self._shared.stopwatch),
+        }
+        if inner_compile is not None:
+            patches["force_disable_caches"] = True
+        # compile_fx takes the module; Dynamo reads its graph again
+        module = copy_dynamo_graph(self._graph.module, self._graph.gradients)
+        more = add_spare_inputs(module, spares, inputs)
+        inner = with_taken_inputs(inner_compile or compile_fx_inner)
+        return cast(
+            Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
+        )
+
+    def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
+        """Run the passes without code generation: for a report that was not kept, for ``.module``."""
+        compilation = self.compilation(situation, names, spares)
+        joint = JointPass(compilation, "", keep_module=True, stopwatch=self._shared.stopwatch)
+        with torch.set_grad_enabled(self._graph.gradients), self._graph.tracing_anew():
+            self._run_compile_fx(joint, {}, self._graph.fake_inputs, spares, inner_compile=run_eagerly)
+        return joint
+
+    def _stored(self, situation: Situation, names: tuple[str, ...], joint: JointPass, key: str, spares: int) -> Stored:
+        """What is known of a variant. On a compile cache hit no pass ran: that was kept beside the code."""
+        keeps = self._shared.settings.compiler == "inductor" and joint.uuid() is not None
+        found = read(key) if keeps and joint.records is None else None
+        if found is None:
+            if joint.records is None:
+                joint = self._trace(situation, names, spares)
+            view = GraphView(
+                name=self._graph.name,
+                training=joint.training,
+                inputs=joint.inputs,
+                gemms=joint.records or (),
+                collectives=joint.collectives,
+                before=joint.before,
+                after=list(joint.stages.values())[-1],
+                stages=joint.stages,
+                policy=situation.policy,
+            )
+            found = Stored(view=view, findings=joint.findings)
+            if keeps:
+                found.write(key)
+        inputs = found.findings.inputs
+
+        def module() -> fx.GraphModule:
+            return cast(fx.GraphModule, self._trace(situation, names, inputs).module)
+
+        return dataclasses.replace(found, view=dataclasses.replace(found.view, load_module=module))
+
+    def _identity(self, situation: Situation, names: tuple[str, ...]) -> str:
+        """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
+        settings = self._shared.settings
+        decides = settings.strict, settings.decisions(), settings.hardware, settings.cuda_graphs
+        parts = source_hash(), repr((situation, names, decides)), self._graph.identity()
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def _key(self, identity: str, options: dict[str, Any], spares: int) -> str:
+        """The name under which the report of this graph is kept beside torch's compiled code."""
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        settings = repr((state, spares, sorted((name, str(value)) for name, value in options.items())))
+        return hashlib.sha256("\n".join((identity, self._graph.code(), settings)).encode()).hexdigest()

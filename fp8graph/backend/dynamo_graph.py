@@ -1,0 +1,122 @@
+"""What Dynamo hands over: a graph and its inputs, as all variants of it are compiled from them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from fp8graph.backend.codegen import accelerator_of
+from fp8graph.backend.situation import Situation, region_text
+from fp8graph.compat import distributed, dynamo, fakes
+from fp8graph.errors import Fp8GraphError
+from fp8graph.ir.places import Parameter
+from fp8graph.models.general import families_of
+from fp8graph.recipes import Recipe
+from fp8graph.recipes.autocast import REGION_KEY, region_recipe
+from fp8graph.recipes.policy import Policy
+
+
+class DynamoGraph:
+    """One graph of Dynamo's. Keeps no parameter alive."""
+
+    def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+        self.module = module
+        self.context = TracingContext.try_get()
+        self.gradients = torch.is_grad_enabled()
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self.sources = tuple(map(dynamo.source_name, placeholders))
+        self._parameters = {
+            index: source
+            for index, (source, x) in enumerate(zip(self.sources, example_inputs, strict=True))
+            if isinstance(x, torch.nn.Parameter)
+        }
+        whole = distributed.gathered_by_fsdp()
+        self.gathered = frozenset(index for index in self._parameters if id(example_inputs[index]) in whole)
+        # for variants that are compiled later; the real inputs must not be kept alive
+        self.fake_inputs = [
+            fakes.fake_input(node, x, self.context) for node, x in zip(placeholders, example_inputs, strict=True)
+        ]
+        self.families = tuple(families_of(_module_classes(module)))
+        self.device = accelerator_of(example_inputs)
+
+    @property
+    def positions(self) -> list[int]:
+        """Which of the inputs are parameters."""
+        return list(self._parameters)
+
+    def parameters(self, names: Sequence[str]) -> dict[int, Parameter]:
+        """The parameters by position, bound to ``names`` (none: they are not bound)."""
+        bound = names or ("",) * len(self._parameters)
+        return {
+            index: Parameter(source=source, index=index, bound=name)
+            for (index, source), name in zip(self._parameters.items(), bound, strict=True)
+        }
+
+    def tracing(self) -> contextlib.AbstractContextManager[Any]:
+        """Dynamo's context, for what is compiled after Dynamo has gone on."""
+        return tracing(self.context) if self.context is not None else contextlib.nullcontext()
+
+    def tracing_anew(self) -> contextlib.AbstractContextManager[Any]:
+        """A context like Dynamo's that knows nothing of earlier compilations."""
+        if self.context is None:
+            return contextlib.nullcontext()
+        return tracing(TracingContext(self.context.fake_mode))
+
+    @property
+    def name(self) -> str:
+        """For people: the class of the outermost module, and whether it trains."""
+        kind = "training" if torch.is_grad_enabled() else "inference"
+        for node in self.module.graph.nodes:
+            if stack := node.meta.get("nn_module_stack"):
+                owner = next(iter(stack.values()))[1]
+                return f"{owner if isinstance(owner, str) else owner.__name__} {kind}".rpartition(".")[2]
+        return f"function {kind}"
+
+    def regions(self) -> set[Any]:
+        """The autocast regions inside of the graph, None among them for what lies in none."""
+        custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
+        return {values.get(REGION_KEY) for values in custom}
+
+    def recipes(self, policy: Policy, situation: Situation) -> set[Recipe]:
+        """Every recipe that may apply to a GEMM of this graph."""
+        found: set[Recipe] = set(policy.recipes())
+        for region in (situation.region, *self.regions()):
+            with contextlib.suppress(Fp8GraphError):  # `assign` says so, and where
+                recipe = region_recipe(region)
+                if isinstance(recipe, Recipe):
+                    found.add(recipe)
+        return found
+
+    def identity(self) -> str:
+        """What of this graph decides how it is rewritten, beside its code: modules, regions, parameters."""
+        digest = hashlib.sha256()
+        regions = sorted(str(region) for region in self.regions() if region is not None)
+        digest.update(repr([(region, region_text(region)) for region in regions]).encode())
+        digest.update(repr((self._parameters, sorted(self.gathered))).encode())
+        for node in self.module.graph.nodes:
+            stack = node.meta.get("nn_module_stack") or {}
+            path = next(reversed(stack.values()))[0] if stack else ""
+            digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
+        return digest.hexdigest()
+
+    def code(self) -> str:
+        """The code of this graph, and what its inputs look like."""
+        digest = hashlib.sha256(self.module.code.encode())
+        for x in self.fake_inputs:
+            if isinstance(x, torch.Tensor):
+                facts = tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, x.requires_grad
+                digest.update(repr((facts, str(x.device))).encode())
+        return digest.hexdigest()
+
+
+def _module_classes(module: fx.GraphModule) -> Iterator[Any]:
+    """The classes of the modules that Dynamo's graph was traced through (or their full names), the outer ones first."""
+    for node in module.graph.nodes:
+        for _, owner in (node.meta.get("nn_module_stack") or {}).values():
+            yield owner

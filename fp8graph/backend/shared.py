@@ -1,0 +1,53 @@
+"""What all graphs of one backend share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import fx
+
+from fp8graph.backend.inductor_passes import Stopwatch
+from fp8graph.backend.policies import Policies
+from fp8graph.ir.settings import Settings
+from fp8graph.records import GemmRecord
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.weight_cache import Weights
+
+
+class Generator(Protocol):
+    """What makes code of rewritten graphs, and checks what was rewritten: the backend."""
+
+    @property
+    def inner_compile(self) -> Callable[..., Any] | None:
+        """What compile_fx calls for each graph after the passes; None: Inductor."""
+        ...
+
+    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """A function that quantizes weights."""
+        ...
+
+    def check_strictly(self, *, everything: bool) -> None:
+        """Strict mode, at a call."""
+        ...
+
+    def check_records(self, records: Sequence[GemmRecord]) -> None:
+        """Strict mode, for the GEMMs of one graph."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """Settings, policy, and what outlives a call."""
+
+    settings: Settings
+    policies: Policies
+    generator: Generator
+    epoch: Epoch
+    names: Names
+    state: State
+    weights: Weights
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)

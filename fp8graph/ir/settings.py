@@ -1,0 +1,100 @@
+"""What a user sets, beside the policy: one object for all who must know."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from fp8graph import hardware
+from fp8graph.compat import inductor
+from fp8graph.errors import PolicyError
+from fp8graph.hardware import Hardware
+from fp8graph.hardware.roofline import launches_are_replayed
+
+_DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, and compiled code depends on it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of a :class:`~fp8graph.Backend`, and the options of ``torch.compile(backend="fp8graph")``.
+
+    An option is a field here, and whoever reads it.
+
+    Args:
+        strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
+            compiling), when Dynamo's recompile limit is met (new shapes would run in eager), and when a rule matched
+            nothing or a frame fell back to eager (at the next call).
+        compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
+            fast tests.
+        inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
+        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors.
+        cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
+            ``runtime/weight_cache.py``; after writing to ``.data``: :func:`refresh_weights`). They take one byte per
+            element and layout: up to the memory of bf16 weights in training, half of it in inference.
+        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize again
+            from what is kept anyway.
+        save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
+            Backward then sees them rounded; forward does not.
+        group: multiply once where linears of one module share their input (q, k and v; gate and up). Under recipes with
+            one scale per tensor their weights, and their gradients, then share it.
+
+    Raises:
+        PolicyError: (a ``ValueError``) for a value that cannot be used.
+    """
+
+    strict: bool = False
+    compiler: Literal["inductor", "eager"] = "inductor"
+    inductor_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    target: str | None = field(default=None, metadata=_DECIDES)
+    cache_weights: bool = field(default=True, metadata=_DECIDES)
+    save: Literal["speed", "memory"] = field(default="speed", metadata=_DECIDES)
+    save_activations_in_fp8: bool = field(default=False, metadata=_DECIDES)
+    group: bool = field(default=True, metadata=_DECIDES)
+
+    def __post_init__(self) -> None:
+        for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
+            if (value := getattr(self, name)) not in values:
+                raise PolicyError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
+        if self.save_activations_in_fp8 and self.save != "memory":
+            raise PolicyError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
+        for name in ("strict", "cache_weights", "save_activations_in_fp8", "group"):
+            if type(value := getattr(self, name)) is not bool:
+                raise PolicyError(f"{name} must be True or False, not {value!r}.")
+        assert self.hardware or self.target is None  # is right, or raises
+        assert isinstance(self.inductor, dict)  # the same
+
+    @staticmethod
+    def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
+        """The settings among the keyword ``arguments`` of a function, removed from them."""
+        return {name: arguments.pop(name) for name in Settings.names() if name in arguments}
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Of all settings, in order."""
+        return tuple(field.name for field in dataclasses.fields(Settings))
+
+    @functools.cached_property
+    def hardware(self) -> Hardware | None:
+        """The target; None: that of the tensors."""
+        return hardware.from_target(self.target) if self.target is not None else None
+
+    @functools.cached_property
+    def inductor(self) -> dict[str, Any]:
+        """Inductor's options under the names that Inductor's config has."""
+        options = dict(self.inductor_options or {})
+        known = inductor.option_names()
+        if unknown := sorted(name for name in options if name.replace("-", "_") not in known):
+            raise PolicyError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
+        return {name.replace("-", "_"): value for name, value in options.items()}
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Whether launches cost the host nothing: Inductor records CUDA graphs."""
+        return launches_are_replayed(self.inductor)
+
+    def decisions(self) -> dict[str, Any]:
+        """What decides how graphs are rewritten: equal on all ranks, and part of the key of compiled code."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}

@@ -1,0 +1,56 @@
+"""Pages of scaling state: which rows they hold, and which of them a graph takes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fp8graph.ir.extra_inputs import PageLayout
+from fp8graph.recipes import DelayedScaling, OperandName
+
+
+@dataclass(frozen=True)
+class RowKey:
+    """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+
+    owner: int
+    site: str | None  # of a matmul without a weight ("" at the root), whose owner only says which model it is in
+    use: int
+    operand: OperandName
+    recipe: DelayedScaling
+
+
+@dataclass(eq=False)
+class Page:
+    tensor: Tensor  # FP32 [rows, 2 + length]
+    layout: PageLayout  # of the graph that it was made for
+    moved: bool = False  # another page holds some of the rows now
+
+    def fits(self, layout: PageLayout) -> bool:
+        """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
+        alike = self.layout.group == layout.group and self.tensor.device == layout.device
+        return alike and self.tensor.shape[0] == len(layout.rows)
+
+
+@dataclass
+class Row:
+    page: Page
+    index: int
+    name: str  # in a state dict
+
+
+@dataclass(frozen=True)
+class FoundPages:
+    """The pages of one graph for one set of parameters."""
+
+    layouts: Sequence[PageLayout]  # alive, so that its id stays its own
+    owners: list[weakref.ref[Tensor]]
+    pages: list[Page]
+
+    def holds(self, owners: Sequence[Tensor]) -> bool:
+        return not any(page.moved for page in self.pages) and all(
+            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
+        )
