@@ -144,23 +144,21 @@ def host(lines: list[Line], path: Path) -> Path | None:
     modes = sorted({line["mode"] for line in found})
     if not found:
         return None
-    figure, columns = _axes(4.2 * len(modes) + 1.6, 3.4, len(modes), sharey=True)
+    figure, columns = _axes(3.6 * len(modes) + 2.6, 3.4, len(modes))
     names = list(dict.fromkeys(line["contender"] for line in found))
     palette = ["#404040", "#55a868", "#4c72b0", "#937860", "#8172b3", "#dd8452"]
     colors = {name: palette[index % len(palette)] for index, name in enumerate(names)}
     for axes, mode in zip(columns, modes, strict=True):
-        ends: list[tuple[float, str]] = []
         for name in names:
             points = sorted((x["layers"], x["us"]) for x in found if (x["mode"], x["contender"]) == (mode, name))
             if points:
-                axes.plot(*zip(*points, strict=True), "o-", color=colors[name], markersize=3.5, linewidth=1.3)
-                ends.append((points[-1][1], name))
+                style: dict[str, Any] = {"color": colors[name], "markersize": 3.5, "linewidth": 1.3}
+                axes.plot(*zip(*points, strict=True), "o-", label=name, **style)
         axes.set_title(mode, fontsize=10)
         axes.set_xlabel("layers")
         axes.set_xticks(sorted({line["layers"] for line in found}))
         axes.set_ylim(bottom=0)
-        if axes is columns[-1]:
-            _name_lines(axes, ends, colors)
+    figure.legend(*columns[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=9)
     columns[0].set_ylabel("CPU time around the\ncompiled code [us per call]")
     figure.suptitle("Host time of a call", x=0.01, ha="left", fontsize=11)
     return _save(figure, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch._dynamo.exc import ShortenTraceback
 
 __all__ = [
+    "ConfigError",
     "Fp8CoverageError",
     "Fp8GraphError",
     "PolicyError",
@@ -28,11 +29,15 @@ class Fp8GraphError(ShortenTraceback):
         return type(self), (str(self),)
 
 
-class PolicyError(Fp8GraphError, ValueError):
-    """A policy, rule, option or policy file that cannot be used as written."""
+class ConfigError(Fp8GraphError, ValueError):
+    """An argument, option, target, mesh or file that cannot be used as given."""
 
 
-class UnsupportedRecipeError(Fp8GraphError, ValueError):
+class PolicyError(ConfigError):
+    """A policy, rule or policy file that cannot be used as written, or on which ranks do not agree."""
+
+
+class UnsupportedRecipeError(ConfigError):
     """A recipe that does not exist, or whose fields ask for something no hardware does."""
 
 

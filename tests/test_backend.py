@@ -334,7 +334,7 @@ def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], messa
 
 
 def test_backend_of_something_else() -> None:
-    with pytest.raises(fp8graph.PolicyError, match="was not compiled with the fp8graph backend"):
+    with pytest.raises(fp8graph.ConfigError, match="was not compiled with the fp8graph backend"):
         fp8graph.backend_of(torch.compile(MLP(), backend="eager"))
 
 

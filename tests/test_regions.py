@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fp8graph
-from fp8graph import Policy, PolicyError, Rule
+from fp8graph import ConfigError, Policy, Rule
 from fp8graph.backend.regions import regions_of
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
@@ -87,5 +87,5 @@ def test_a_model_in_which_nothing_repeats(caplog: pytest.LogCaptureFixture) -> N
 
 @pytest.mark.parametrize("regions", ["Auto", ["LlamaLayer"]])
 def test_regions_that_are_none(regions: Any) -> None:
-    with pytest.raises(PolicyError, match="regions"):
+    with pytest.raises(ConfigError, match="regions"):
         fp8graph.compile(MLP(), regions=regions)

@@ -336,5 +336,5 @@ def test_generated_code_quantizes_alike_weights_together() -> None:
 
 
 def test_a_bad_option() -> None:
-    with pytest.raises(fp8graph.PolicyError, match="cache_weights must be True or False"):
+    with pytest.raises(fp8graph.ConfigError, match="cache_weights must be True or False"):
         Backend(cache_weights="yes")  # pyright: ignore[reportArgumentType]

@@ -46,7 +46,7 @@ class Backend:
             cache_weights, save, save_activations_in_fp8, group.
 
     Raises:
-        PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
         TypeError: for an argument that does not exist.
     """
 

@@ -10,7 +10,7 @@ from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
 from fp8graph.compat import dynamo
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings
 from fp8graph.recipes import RecipeLike
 
@@ -19,12 +19,12 @@ def backend_of(compiled: Any) -> Backend:
     """The :class:`Backend` behind a compiled module or function, also one compiled by name.
 
     Raises:
-        PolicyError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
+        ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
     """
     pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
     backend = next(filter(None, (dynamo.fp8graph_backend(dynamo.orig_backend(piece)) for piece in pieces)), None)
     if backend is None:
-        raise PolicyError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+        raise ConfigError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
     return backend
 
 
@@ -56,7 +56,7 @@ def compile(  # noqa: A001  (the public name is torch's)
             ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options`` (of this backend, as by name).
 
     Raises:
-        PolicyError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
     """
     options = {"policy": policy, "recipe": recipe, **Settings.taken_from(kwargs), **(kwargs.pop("options", None) or {})}
     if (inductor := options.pop("inductor_options", None)) is not None:

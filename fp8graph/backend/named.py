@@ -9,7 +9,7 @@ from torch import fx
 
 from fp8graph.backend.backend import Backend
 from fp8graph.compat.inductor import options_of_mode
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings
 
 # Backend's arguments, and torch's own two under short names
@@ -46,19 +46,19 @@ class NamedBackend:
 
     def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
         if unknown := sorted(options.keys() - set(_OPTIONS)):
-            raise PolicyError(
+            raise ConfigError(
                 f"fp8graph has no option {unknown[0]!r}. Options: {', '.join(_OPTIONS)}. "
                 'Inductor\'s own options go into a dict: options={"inductor": {...}}.'
             )
         mode = options.pop("mode", mode)
         inductor = options.pop("inductor", None) or {}
         if not isinstance(inductor, Mapping):
-            raise PolicyError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
+            raise ConfigError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
         if mode is not None:
             try:
                 inductor = {**options_of_mode(mode), **inductor}
             except KeyError as error:
-                raise PolicyError(f"mode must be one of {error.args[0]}, not {mode!r}.") from None
+                raise ConfigError(f"mode must be one of {error.args[0]}, not {mode!r}.") from None
         return Backend(**options, inductor_options=inductor)
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 
 _log = logging.getLogger("fp8graph")
 Regions = Literal["auto"] | Sequence[str]
@@ -28,11 +28,11 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
             blocks' classes.
 
     Raises:
-        PolicyError: (a ``ValueError``) for anything else, or a class that no module of the model has.
+        ConfigError: (a ``ValueError``) for anything else, or a class that no module of the model has.
     """
     if isinstance(regions, str):
         if regions != "auto":
-            raise PolicyError(f"regions must be 'auto' or a list of class names, not {regions!r}.")
+            raise ConfigError(f"regions must be 'auto' or a list of class names, not {regions!r}.")
         blocks = list(_repeated(model))
         if not blocks:
             _log.warning("regions='auto': no block of %s repeats; it is compiled as a whole.", type(model).__name__)
@@ -41,7 +41,7 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
         classes = sorted({type(module).__name__ for module in model.modules()})
         for name in regions:
             if name not in classes:
-                raise PolicyError(f"regions: no module is a {name!r}. Classes: {', '.join(classes)}.")
+                raise ConfigError(f"regions: no module is a {name!r}. Classes: {', '.join(classes)}.")
         blocks = [module for module in model.modules() if type(module).__name__ in regions]
     within = {id(inner) for block in blocks for inner in block.modules()}
     outermost = [block for block in blocks if not any(block in [*other.modules()][1:] for other in blocks)]

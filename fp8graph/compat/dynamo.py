@@ -173,3 +173,9 @@ def current_frame_id() -> str:
     """The id of the frame that Dynamo is compiling, "" outside a compile."""
     compile_id = CompileContext.current_compile_id()
     return str(compile_id).split("/")[0] if compile_id is not None else ""
+
+
+def register_backend(backend: Any, name: str) -> None:
+    """Let ``torch.compile`` find ``backend`` by name. An installation has an entry point; a bare checkout has none."""
+    if name not in torch._dynamo.list_backends(exclude_tags=()):
+        torch._dynamo.register_backend(backend, name=name)

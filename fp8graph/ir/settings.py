@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fp8graph import hardware
 from fp8graph.compat import inductor
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.roofline import launches_are_replayed
 
@@ -42,7 +42,7 @@ class Settings:
             one scale per tensor their weights, and their gradients, then share it.
 
     Raises:
-        PolicyError: (a ``ValueError``) for a value that cannot be used.
+        ConfigError: (a ``ValueError``) for a value that cannot be used.
     """
 
     strict: bool = False
@@ -57,12 +57,12 @@ class Settings:
     def __post_init__(self) -> None:
         for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
             if (value := getattr(self, name)) not in values:
-                raise PolicyError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
+                raise ConfigError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
         if self.save_activations_in_fp8 and self.save != "memory":
-            raise PolicyError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
+            raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
         for name in ("strict", "cache_weights", "save_activations_in_fp8", "group"):
             if type(value := getattr(self, name)) is not bool:
-                raise PolicyError(f"{name} must be True or False, not {value!r}.")
+                raise ConfigError(f"{name} must be True or False, not {value!r}.")
         assert self.hardware or self.target is None  # is right, or raises
         assert isinstance(self.inductor, dict)  # the same
 
@@ -87,7 +87,7 @@ class Settings:
         options = dict(self.inductor_options or {})
         known = inductor.option_names()
         if unknown := sorted(name for name in options if name.replace("-", "_") not in known):
-            raise PolicyError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
+            raise ConfigError(f"Inductor has no option {unknown[0]!r} (see torch._inductor.list_options()).")
         return {name.replace("-", "_"): value for name, value in options.items()}
 
     @property

@@ -13,6 +13,12 @@ OperandName = Literal["input", "weight", "grad_output"]
 Layout = Literal["rowwise", "columnwise"]
 Scaling = Literal["tensor", "delayed", "row", "block", "mxfp8", "nvfp4"]
 GEMMS: Final[tuple[GemmName, ...]] = ("fprop", "dgrad", "wgrad")
+# a and b of each: fprop x @ w.T, dgrad dy @ w, wgrad dy.T @ x
+GEMM_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
 OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 # The largest finite value of each type (OCP 8-bit floating point, table 2).

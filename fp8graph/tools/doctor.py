@@ -11,29 +11,20 @@ import torch
 
 from fp8graph import hardware
 from fp8graph.hardware import Hardware
-from fp8graph.recipes import RECIPE_NAMES, GemmName, OperandName, Recipe, resolve_recipe
+from fp8graph.hardware.support import support_of
+from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.version import __version__
 
 ARCHITECTURES: Final = ("cpu", "sm_89", "sm_90", "sm_100")
 EXTRAS: Final = ("rich", "matplotlib", "plotext", "transformers", "triton")
-_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
-    "fprop": ("input", "weight"),
-    "dgrad": ("grad_output", "weight"),
-    "wgrad": ("grad_output", "input"),
-}
 
 
 def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
     """ "native", "emulated", or which of the GEMMs of a bf16 linear (of experts, if ``grouped``) are native."""
-    native: list[str] = []
-    covered = [(gemm, operands) for gemm, operands in _OPERANDS.items() if recipe.covers(gemm)]
-    for gemm, operands in covered:
-        a, b = map(recipe.quantizer, operands)
-        if found.obstacle(a, b, torch.bfloat16, grouped=grouped) is None:
-            native.append(gemm)
-    if len(native) == len(covered):
+    support = support_of(found, recipe, grouped=grouped)
+    if support:
         return "native"
-    return f"{', '.join(native)} native" if native else "emulated"
+    return f"{', '.join(support.native)} native" if support.native else "emulated"
 
 
 def architectures() -> list[tuple[str, ...]]:

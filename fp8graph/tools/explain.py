@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import RecipeLike
@@ -49,13 +49,13 @@ def explain(
         backend: take its policy and settings, in place of all of these.
 
     Raises:
-        PolicyError, UnsupportedRecipeError: (``ValueError``) for a policy or a setting that cannot be used.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for a policy or a setting that cannot be used.
     """
     arguments: dict[str, Any] = Settings.taken_from(kwargs)
     if backend is not None:
         given = [name for name, value in (("policy", policy), ("recipe", recipe)) if value is not None]
         if given or arguments:
-            raise PolicyError(
+            raise ConfigError(
                 f"explain(backend=...) has its own {', '.join([*given, *arguments])}: give one or the other."
             )
         arguments = backend.arguments()

@@ -182,5 +182,5 @@ def test_bytes_saved_per_layer(recipe: str) -> None:
     ],
 )
 def test_bad_options(settings: Any, message: str) -> None:
-    with pytest.raises(fp8graph.PolicyError, match=message):
+    with pytest.raises(fp8graph.ConfigError, match=message):
         fp8graph.Backend(ALL, **settings)
