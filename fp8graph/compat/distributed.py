@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
+import torch
 import torch.distributed as dist
+
+from fp8graph.errors import Fp8GraphError
+
+SHARD: Final = "_local_tensor"  # the attribute in which a DTensor keeps its shard
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a graph takes of a tensor: a DTensor's shard."""
+    return getattr(tensor, SHARD, tensor)
 
 
 def process_group(group: Any) -> Any:
@@ -28,16 +41,53 @@ def default_store() -> Any:
 def gathered_by_fsdp() -> set[int]:
     """The ids of the parameters that FSDP2 gathers for the calls of a layer and frees between them.
 
-    FSDP2 says it nowhere in public. Without this (an empty set) their FP8 copies would be kept whole on every rank.
+    FSDP2 says it nowhere in public. FP8 copies of these would be kept whole on every rank, so nothing is guessed.
+
+    Raises:
+        Fp8GraphError: there are FSDP2 modules, and this torch keeps their parameters elsewhere.
     """
     found: set[int] = set()
-    if not dist.is_available():
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
+    if fsdp is None or not dist.is_available():
         return found
     from torch.distributed import _composable_state
 
-    for reference in list(_composable_state._module_state_mapping.values()):
-        group = getattr(reference(), "_fsdp_param_group", None)
-        for sharded in getattr(group, "fsdp_params", ()):
-            if (parameter := getattr(sharded, "_unsharded_param", None)) is not None:
-                found.add(id(parameter))
+    states = getattr(_composable_state, "_module_state_mapping", None)
+    if states is None:
+        # each class of modules that FSDP2 shards gets a subclass
+        if any(issubclass(kind, torch.nn.Module) for kind in fsdp.FSDPModule.__subclasses__()):
+            raise _unknown_fsdp("torch.distributed._composable_state._module_state_mapping")
+        return found
+    for module, reference in list(states.items()):
+        if isinstance(module, fsdp.FSDPModule) and (state := reference()) is not None:
+            for group in _parameter_groups(state):
+                for sharded in _read(group, "fsdp_params"):
+                    # there from the first gather on, and until then declared by the class
+                    if hasattr(sharded, "_unsharded_param") or not _declares(sharded, "_unsharded_param"):
+                        found.add(id(_read(sharded, "_unsharded_param")))
     return found
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 (2.11 has the other): one per mesh
+        return state._fsdp_param_groups
+    group = _read(state, "_fsdp_param_group")
+    return [] if group is None else [group]  # None: a module without parameters of its own
+
+
+def _read(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise _unknown_fsdp(f"{type(owner).__name__}.{name}")
+    return getattr(owner, name)
+
+
+def _declares(owner: Any, name: str) -> bool:
+    return any(name in inspect.get_annotations(kind) for kind in type(owner).__mro__)
+
+
+def _unknown_fsdp(missing: str) -> Fp8GraphError:
+    return Fp8GraphError(
+        f"torch {torch.__version__} has no {missing}: fp8graph cannot tell which weights FSDP2 gathers, and would keep "
+        "whole FP8 copies of them on every rank. Install a torch version that fp8graph supports (`fp8graph doctor` "
+        "names them), or do not compile modules under fully_shard with fp8graph."
+    )
