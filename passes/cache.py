@@ -21,8 +21,8 @@ from typing import cast
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
+from fp8graph.compat import aot
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
@@ -142,7 +142,8 @@ def _extract(
 
 def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
     node = graph.placeholder(f"input{position}")
-    node.meta.update(val=val, desc=PlainAOTInput(position))
+    node.meta["val"] = val
+    aot.set_input_position(node, position)
     return node
 
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import fx
-from torch._inductor.pattern_matcher import stable_topological_sort
 
 from fp8graph.analysis.siblings import can_be_slices, kin, size_in_group
 from fp8graph.analysis.sums import are_summed, take_out_of_sum
+from fp8graph.compat.inductor import stable_topological_sort
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value, update_views

@@ -1,15 +1,21 @@
-"""Autograd and optimizers: backward, hooks."""
+"""Autograd and optimizers: backward, hooks, the versions of tensors."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Final, cast
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _hooks_of_the_dead: Final[list[Any]] = []
+
+# How often a tensor was written to; an inference tensor has no version. Called for each parameter in each call.
+version: Final[Callable[[Tensor], int]] = attrgetter("_version")
 
 
 def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
@@ -31,3 +37,14 @@ def in_backward() -> bool:
 def saved_tensors_hooks() -> bool:
     """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
     return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def unnoticed_writes(tensors: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Autograd takes what is written to ``tensors`` for no change: what was saved for backward reads it."""
+    tensors = tensors if isinstance(tensors, Tensor) else tuple(tensors)
+    return cast(AbstractContextManager[None], torch.autograd._unsafe_preserve_version_counter(tensors))
+
+
+def without_autocast() -> AbstractContextManager[None]:
+    """No autocast of any device inside a ``with``; ``torch.autocast`` turns off one."""
+    return cast(AbstractContextManager[None], torch._C._DisableAutocast())

@@ -1,17 +1,20 @@
-"""Dynamo: sources of inputs, frames and how they fail, the backend behind what torch calls."""
+"""Dynamo: backends by name, sources of inputs, wrappers of modules, frames and how they fail."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+import torch._dynamo
 from torch import fx
+from torch._dynamo import device_interface
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.utils import get_compilation_metrics
@@ -21,6 +24,8 @@ _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of reco
 P = ParamSpec("P")
 R = TypeVar("R")
 
+SET_GRAD_ENABLED: Final[Any] = torch._C._set_grad_enabled  # what ``torch.no_grad`` is in Dynamo's graph
+
 
 def source_name(node: fx.Node) -> str:
     """Dynamo's name of a graph input, like ``L['self']._parameters['w']``.
@@ -29,6 +34,21 @@ def source_name(node: fx.Node) -> str:
     """
     name: Any = getattr(getattr(node, "_dynamo_source", None), "name", "")
     return cast(str, name() if callable(name) else name)
+
+
+def copy_source(node: fx.Node, copy: fx.Node) -> None:
+    """Give a copied node of a graph the source of the original, if that has one."""
+    if hasattr(node, "_dynamo_source"):
+        copy._dynamo_source = node._dynamo_source  # pyright: ignore
+
+
+def describe_own_input(placeholder: fx.Node) -> None:
+    """Make an input that Dynamo does not know: without a source, and for a tensor that stays where it is.
+
+    A CUDA graph does not copy such a tensor, nor a parameter.
+    """
+    placeholder._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
+    placeholder.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
 def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None:
@@ -52,6 +72,27 @@ def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
         module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
     else:
         module.compile(**kwargs)
+
+
+def original_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile(module)`` wraps; any other as it is."""
+    return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
+
+
+def name_in_original(fqn: str) -> str:
+    """The name of a parameter without the parts that :func:`original_module` takes off."""
+    return fqn.replace("_orig_mod.", "")
+
+
+def undo_compile_in_place(module: torch.nn.Module) -> None:
+    """Let calls of the module (not of those in it) be as they were before ``module.compile()``."""
+    module._compiled_call_impl = None
+
+
+def static_shapes() -> contextlib.AbstractContextManager[None]:
+    """Take the sizes of each call for fixed, though the same code was called with other sizes before."""
+    config = cast(Any, torch._dynamo).config
+    return cast("contextlib.AbstractContextManager[None]", config.patch({"automatic_dynamic_shapes": False}))
 
 
 def orig_backend(compiled: Any) -> Any:
@@ -179,3 +220,25 @@ def register_backend(backend: Any, name: str) -> None:
     """Let ``torch.compile`` find ``backend`` by name. An installation has an entry point; a bare checkout has none."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(backend, name=name)
+
+
+def cuda_interface() -> Any:
+    """What torch's compilers ask of CUDA devices: a class, with a class ``Worker`` in it."""
+    return device_interface.CudaInterface
+
+
+@contextlib.contextmanager
+def cuda_answered_by(interface: Any) -> Generator[None]:
+    """Let ``interface``, a kind of :func:`cuda_interface`, answer torch's compilers; undone on exit."""
+    device_interface.get_interface_for_device("cuda")  # the lazy registration comes first
+    interfaces = {name: device_interface.device_interfaces.get(name) for name in ("cuda", "cuda:0")}
+    try:
+        for name in interfaces:
+            device_interface.register_interface_for_device(name, interface)
+        yield
+    finally:
+        for name, original in interfaces.items():
+            if original is None:
+                device_interface.device_interfaces.pop(name, None)
+            else:
+                device_interface.register_interface_for_device(name, original)

@@ -1,14 +1,19 @@
-"""Fake tensors."""
+"""Fake tensors, and the contexts in which they are traced."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._guards import TracingContext as TracingContext
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._guards import tracing as tracing
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
@@ -42,3 +47,8 @@ def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
     The fake mode remembers, in both directions; only privately.
     """
     return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """No fake mode, and no other, inside a ``with``."""
+    return _disable_current_modes()

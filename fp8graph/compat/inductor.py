@@ -1,22 +1,58 @@
-"""Inductor: the options that our graphs need, its defects."""
+"""Inductor: how it is called, the options that our graphs need, its defects; code generation alone."""
 
 from __future__ import annotations
 
+import functools
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import sympy
 import torch
+import torch._inductor
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
-from torch._inductor.ops_handler import OpsHandler
+from torch._inductor.compile_fx import compile_fx as compile_fx
+from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+from torch._inductor.dependencies import StarDep as StarDep
+from torch._inductor.dependencies import WeakDep as WeakDep
+from torch._inductor.graph import GraphLowering
+from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
-from torch._inductor.virtualized import ops
 from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
+
+
+def known_options() -> list[str]:
+    """The names of Inductor's options."""
+    return torch._inductor.list_options()
+
+
+def options_of_modes() -> dict[str, dict[str, Any]]:
+    """The options that each ``mode`` of torch.compile stands for."""
+    return cast("dict[str, dict[str, Any]]", torch._inductor.list_mode_options())
+
+
+def default_option(name: str) -> Any:
+    """What Inductor does where nobody gives the option ``name``, like "triton.cudagraphs"."""
+    return functools.reduce(getattr, name.split("."), inductor_config)
+
+
+def with_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Inductor's options inside a ``with``."""
+    return cast(AbstractContextManager[None], inductor_config.patch(dict(options)))
+
+
+def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tell torch that ``function`` takes its arguments as one list, which it empties."""
+    function._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def inductor_cache_folder() -> Path:
@@ -68,11 +104,18 @@ def gpu_codegen_patches() -> dict[str, Any]:
     return {name: value for name, value in patches.items() if name in known}
 
 
-def exact_quotient(a: Any, b: Any) -> Any:
-    """``a / b`` in Inductor's GPU code, FP32, rounded to nearest. Torch 2.11 has no operation for it."""
-    if hasattr(OpsHandler, "div_rn"):
-        return ops.div_rn(a, b)
-    return ops.inline_asm_elementwise(a, b, asm="div.rn.f32 $0, $1, $2;", constraints="=f,f,f", dtype=torch.float32)
+def without_loading(load: Callable[[Any], Any]) -> AbstractContextManager[Any]:
+    """Let Inductor generate its text and call ``load(lowering)``, a GraphLowering, where it would load the text."""
+    return mock.patch.object(GraphLowering, "compile_to_module", load)
+
+
+def without_triton_driver() -> AbstractContextManager[Any]:
+    """Keep Inductor from giving triton the driver of the GPU, which need not be there."""
+    from torch._inductor.runtime import triton_helpers
+
+    def leave_it() -> None: ...
+
+    return mock.patch.object(triton_helpers, "set_driver_to_gpu", leave_it)
 
 
 def forget_device_facts() -> None:

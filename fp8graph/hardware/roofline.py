@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch._inductor import config as inductor_config
 
+from fp8graph.compat import inductor
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import hints
 from fp8graph.recipes import Layout, Scaling
@@ -53,7 +53,7 @@ _GEMM_LAUNCHES: Final[dict[Scaling, int]] = {"mxfp8": 3, "nvfp4": 3}  # brings t
 
 def launches_are_replayed(inductor_options: Mapping[str, Any]) -> bool:
     """Whether Inductor records CUDA graphs: ``mode="reduce-overhead"`` and ``"max-autotune"`` set this option."""
-    return bool(inductor_options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+    return bool(inductor_options.get("triton.cudagraphs", inductor.default_option("triton.cudagraphs")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir import ops
 from fp8graph.ir.keys import NO_GRAD_KEY
 
@@ -75,10 +76,10 @@ def fake_mode_of(node: fx.Node) -> Any:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the value of ``node`` is a view of its first argument (or may be: reshape)."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    schema = node.target._schema
-    aliases = [a.alias_info for a in schema.returns if a.alias_info is not None and not a.alias_info.is_write]
+    returns = schema(node.target).returns
+    aliases = [a.alias_info for a in returns if a.alias_info is not None and not a.alias_info.is_write]
     return bool(aliases) or node.target in SAME_VALUES
 
 

@@ -23,9 +23,9 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from fp8graph.compat import fakes
+from fp8graph.compat.ops import pytree
 from fp8graph.numerics import decoding, experts, history, matmul, quantization, tiles
 
 _SCHEMAS: Final[dict[str, str]] = {

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+
+from fp8graph.compat import aot
 
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
 # What follows in brackets leads to the model, not into it: L['args'][0] where a decorator took (*args, **kwargs), as
@@ -35,22 +35,11 @@ def split_source(text: str) -> tuple[str, str]:
     return root, text.strip(".")
 
 
-_SHARD: Final = "_local_tensor"  # of a DTensor
-
-
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
     """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
 
     None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body). What a graph
-    takes of a DTensor is its shard (:func:`local`).
+    takes of a DTensor is its shard (``distributed.local``).
     """
     for node in graph.find_nodes(op="placeholder"):
-        desc = node.meta.get("desc")
-        if isinstance(desc, SubclassGetAttrAOTInput) and desc.attr == _SHARD:
-            desc = desc.base
-        yield node, desc.idx if isinstance(desc, PlainAOTInput) else None
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What a graph takes of a tensor: a DTensor's shard."""
-    return getattr(tensor, _SHARD, tensor)
+        yield node, aot.input_position(node)

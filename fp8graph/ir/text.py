@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.ops import schema
 from fp8graph.ir.nodes import is_backward, module_path
 from fp8graph.ir.sources import split_source
 
@@ -43,8 +44,7 @@ def _argument_text(argument: Any) -> str:
 
 def _argument_names(node: fx.Node) -> list[str]:
     """``name=`` for the settings of a dialect op; its tensors speak for themselves."""
-    schema = cast(Any, node.target)._schema.arguments
-    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema]
+    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema(node.target).arguments]
 
 
 class GraphText:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from fp8graph.compat import torch_build
+from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.edit import INHERITED
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.ir.nodes import fake_mode_of, value

@@ -5,15 +5,12 @@ On a CPU, and run eagerly, none of it changes a number.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch._inductor import config as inductor_config
-from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
-from torch._inductor.virtualized import V, ops
 
-from fp8graph.compat import inductor
+from fp8graph.compat import lowerings
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -60,21 +57,6 @@ def largest(x: Tensor) -> Tensor:
     return torch.ops.fp8graph_hints.largest(x)
 
 
-def _store(x: Any) -> Any:
-    x.realize()
-    return x
-
-
-def _divide(a: Any, b: Any) -> Any:
-    return make_pointwise(inductor.exact_quotient if a.get_device().type == "cuda" else ops.truediv)(a, b)
-
-
-def _largest(x: Any) -> Any:
-    few = V.graph.sizevars.statically_known_leq(x.get_numel(), FEW)
-    with inductor_config.patch(split_reductions=inductor_config.split_reductions and not few):
-        return lowerings[torch.ops.aten.amax.default](x)
-
-
-register_lowering(torch.ops.fp8graph_hints.largest.default, type_promotion_kind=None)(_largest)
-register_lowering(torch.ops.fp8graph_hints.stored.default, type_promotion_kind=None)(_store)
-register_lowering(torch.ops.fp8graph_hints.divide.default, type_promotion_kind=None, broadcast=True)(_divide)
+lowerings.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
+lowerings.lower_to_stored(torch.ops.fp8graph_hints.stored.default)
+lowerings.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)

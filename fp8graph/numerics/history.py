@@ -32,6 +32,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fp8graph.compat import autograd
 from fp8graph.numerics.formats import inverse
 from fp8graph.numerics.hints import divide
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
@@ -54,7 +55,7 @@ def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> T
 def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
     """Give a tensor another state, scale [1] and history [length], in place."""
     # an autograd graph may hold the page for a backward to come: it is to read the new scales
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(page):
+    with torch.no_grad(), autograd.unnoticed_writes(page):
         page[row, :1] = scale.to(page.device)
         page[row, 1:2] = scale.reciprocal().to(page.device)
         page[row, HEADER:] = history.to(page.device)

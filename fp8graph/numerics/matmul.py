@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fp8graph.compat import torch_build
+from fp8graph.compat import ops, torch_build
 from fp8graph.numerics.decoding import decode
 from fp8graph.numerics.experts import Span, group_of_rows, padded_offsets, spans
 from fp8graph.numerics.tiles import (
@@ -67,7 +67,7 @@ def scaled_mm(
     if scales_a.ndim != scales_b.ndim:  # [] of an own amax and [1] of a table: Inductor's templates want one shape
         scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
     fp4 = global_scale_inv_a is not None and global_scale_inv_b is not None
-    result = torch._scaled_mm(
+    result = ops.scaled_mm(
         data_a,  # [m, k] row-major
         data_b.t(),  # [k, n] column-major: no copy
         scales_a,
@@ -108,7 +108,7 @@ def scaled_grouped_mm(
     ragged_k = b.ndim == 2
     if native and a.device.type != "cpu":
         ends = padded_offsets(offs, multiple) if ragged_k else offs
-        return torch._scaled_grouped_mm(
+        return ops.scaled_grouped_mm(
             a,  # [t, k] or [m, t], row-major
             b.transpose(-2, -1),  # column-major: no copy
             _scales_of_rows(a, scale_inv_a, offs, scaling, ragged_k),

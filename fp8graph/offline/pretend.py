@@ -11,9 +11,8 @@ from unittest import mock
 
 import torch
 import torch.cuda
-from torch._dynamo import device_interface
 
-from fp8graph.compat import inductor
+from fp8graph.compat import dynamo, inductor
 
 # What Inductor reads of torch.cuda.get_device_properties: H100/H200 SXM and B200.
 _MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148}
@@ -47,7 +46,9 @@ def pretend(target: str) -> Generator[None]:
     def answer(result: Any) -> Any:
         return staticmethod(lambda *_, **__: result)  # pyright: ignore[reportUnknownLambdaType]
 
-    class Worker(device_interface.CudaInterface.Worker):
+    cuda = dynamo.cuda_interface()
+
+    class Worker(cuda.Worker):
         current_device: Any = answer(0)
         get_device_properties: Any = answer(properties)
 
@@ -62,7 +63,7 @@ def pretend(target: str) -> Generator[None]:
         "raise_if_triton_unavailable": None,
     }
     functions = {name: answer(result) for name, result in members.items()}
-    interface = type("OfflineCuda", (device_interface.CudaInterface,), {**functions, "Worker": Worker})
+    interface = type("OfflineCuda", (cuda,), {**functions, "Worker": Worker})
 
     class Driver(CudaDriver):  # knows its target; cannot load or launch anything
         def __init__(self) -> None: ...
@@ -76,10 +77,6 @@ def pretend(target: str) -> Generator[None]:
         def get_current_stream(self, device: Any = None) -> int:
             return 0
 
-    from torch._inductor.runtime import triton_helpers
-
-    device_interface.get_interface_for_device("cuda")  # the lazy registration comes first
-    interfaces = {name: device_interface.device_interfaces.get(name) for name in ("cuda", "cuda:0")}
     driver = triton.runtime.driver
     active = driver._active
     with contextlib.ExitStack() as stack:
@@ -90,18 +87,12 @@ def pretend(target: str) -> Generator[None]:
         }
         for name, result in replacements.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer(result)))
-        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", answer(None)))
+        stack.enter_context(inductor.without_triton_driver())
+        stack.enter_context(dynamo.cuda_answered_by(interface))
         try:
-            for name in interfaces:
-                device_interface.register_interface_for_device(name, interface)
             driver.set_active(Driver())
             inductor.forget_device_facts()
             yield
         finally:
-            for name, original in interfaces.items():
-                if original is None:
-                    device_interface.device_interfaces.pop(name, None)
-                else:
-                    device_interface.register_interface_for_device(name, original)
             driver._active = active
             inductor.forget_device_facts()

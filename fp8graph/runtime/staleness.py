@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
-from fp8graph.ir.sources import local
+from fp8graph.compat.distributed import local
 from fp8graph.runtime.call import picker
 
 
@@ -65,7 +65,8 @@ class Unchanged:
 
     def _state(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
-        return self._steps.count, self._steps.refreshes, [x._version for x in tracked], [*map(Tensor.data_ptr, tensors)]
+        versions = [*map(autograd.version, tracked)]
+        return self._steps.count, self._steps.refreshes, versions, [*map(Tensor.data_ptr, tensors)]
 
     def __call__(self, args: Sequence[Any]) -> bool:
         tensors = self._pick(args)

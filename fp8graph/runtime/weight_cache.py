@@ -27,11 +27,12 @@ from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 
+from fp8graph.compat import autograd
+from fp8graph.compat.distributed import local
+from fp8graph.compat.fakes import FakeTensor
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import aten
-from fp8graph.ir.sources import local
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.staleness import Steps, Unchanged, storage_of
 
@@ -111,7 +112,7 @@ class Weights:
             elif weight.records and not copy.recorded:
                 stale.append((weight, copy))
         if stale:
-            with torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
+            with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
         return found.tensors
 
@@ -129,7 +130,7 @@ class Weights:
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
         tensor, steps = local(parameter), self._steps.of(parameter)
-        version = 0 if tensor.is_inference() else tensor._version
+        version = 0 if tensor.is_inference() else autograd.version(tensor)
         if isinstance(tensor, FakeTensor):
             return version, steps
         return version, storage_of(tensor), tensor.data_ptr(), steps

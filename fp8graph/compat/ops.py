@@ -1,0 +1,51 @@
+"""torch's operators: those without a public name, their type and schemas, their arguments as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload as OpOverload
+from torch.utils import _pytree as pytree
+
+__all__ = ["OpOverload", "copy_each", "pytree", "scaled_grouped_mm", "scaled_mm", "schema"]
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b) + bias``: a [m, k] row-major, b [k, n] column-major, both FP8 or FP4."""
+    return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    ends: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """:func:`scaled_mm` for each group of rows, or of columns, that ends where ``ends`` says."""
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, ends, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target.copy_(source)`` for each pair, in few kernels."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def schema(op: Any) -> Any:
+    """The schema of an op: its arguments and returns, with types and aliases."""
+    return cast(OpOverload, op)._schema
