@@ -6,7 +6,7 @@ instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keep
 
 from __future__ import annotations
 
-from torch._dynamo.exc import ShortenTraceback
+from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
 
 __all__ = [
     "ConfigError",

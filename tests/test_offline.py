@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ import fp8graph
 from fp8graph import offline
 from fp8graph.numerics import history
 from fp8graph.offline import KernelRecord
-from fp8graph.offline.generate import mock
 from fp8graph.tools.explain import Generating
 from generated import (
     generate,

@@ -15,19 +15,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
-from unittest import mock
+from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.utils._python_dispatch import _disable_current_modes
 
+from fp8graph.compat import fakes, inductor
 from fp8graph.errors import Fp8GraphError
 from fp8graph.offline.kernels import Direction, KernelRecord
 from fp8graph.offline.launches import launches
@@ -63,17 +58,17 @@ class OfflineInductor:
     ) -> Callable[..., Any]:
         direction = direction or ("backward" if kwargs.get("is_backward") else "forward")
 
-        def keep(lowering: GraphLowering) -> Any:
-            code = cast(Any, lowering.codegen()[0]).value
+        def keep(lowering: Any) -> Any:
+            code = lowering.codegen()[0].value
             self.code.append((direction, code))
             for launch in launches(code, lowering.scheduler):
                 self.kernels.append(KernelRecord(graph=direction, target=self.target, **vars(launch)))
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 
         moved, cuda_inputs = _on_cuda(module, inputs)
-        with pretend(self.target), mock.patch.object(GraphLowering, "compile_to_module", keep):
-            with inductor_config.patch({"force_disable_caches": True, "compile_threads": 1}):
-                compile_fx_inner(moved, cuda_inputs, **kwargs)
+        with pretend(self.target), inductor.without_loading(keep):
+            with inductor.with_options({"force_disable_caches": True, "compile_threads": 1}):
+                inductor.compile_fx_inner(moved, cuda_inputs, **kwargs)
         return self._run(module, inputs)
 
 
@@ -93,7 +88,7 @@ def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMod
         node.args, node.kwargs = (map_aggregate(x, _to_cuda) for x in (node.args, node.kwargs))
         for key in ("val", "tensor_meta"):
             node.meta.pop(key, None)
-    mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    mode = next(x.fake_mode for x in inputs if isinstance(x, fakes.FakeTensor))
     with mode:
         moved = [
             torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_DEVICE)
@@ -103,7 +98,7 @@ def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMod
         ]
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
-    with _disable_current_modes():
+    with fakes.without_modes():
         FakeTensorProp(copy, mode).propagate_dont_convert_inputs(*moved)
     return copy, moved
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torch._inductor import config as inductor_config
-
+from fp8graph.compat import inductor
 from fp8graph.offline import cubin
 from fp8graph.offline.cubin import Compiled
 from fp8graph.offline.pretend import pretend
@@ -89,7 +88,7 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
             tuner.configs = [c for c in tuner.configs if cubin.text_of(c) == configuration]
         if not tuner.configs:
             return []
-        with inductor_config.patch(use_static_cuda_launcher=False):  # keep triton's object: it has the code
+        with inductor.with_options({"use_static_cuda_launcher": False}):  # keep triton's object: it has the code
             tuner.precompile(warm_cache_only=True)
         signature = [kind for kind in tuner.triton_meta["signature"].values() if kind != "constexpr"]
         return [

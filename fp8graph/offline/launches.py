@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-from torch._inductor.dependencies import StarDep, WeakDep
+from fp8graph.compat.inductor import StarDep, WeakDep
 
 _CALL: Final = re.compile(
     r"^\s+(?:(?P<triton>\w+\.run\(.*\))$|.*?(?P<extern>extern_kernels\.\w+|torch\.ops\.[\w.]+)\()"

@@ -11,8 +11,7 @@ import json
 import logging
 from typing import Final
 
-from torch._logging import trace_structured
-
+from fp8graph.compat.logs import trace_artifact
 from fp8graph.report.report import GraphView
 from fp8graph.report.tables import left_alone, summary
 
@@ -29,9 +28,4 @@ def announce(view: GraphView) -> None:
         _log.debug("%s: graph after %s:\n%s", view.name, stage, text)
     texts["report"] = json.dumps(view.to_dict()["gemms"], indent=1)
     for position, (stage, text) in enumerate(texts.items()):
-        name, payload = f"fp8graph_{position:02}_{stage}", text
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda name=name: {"name": name, "encoding": "string"},
-            payload_fn=lambda payload=payload: payload,
-        )
+        trace_artifact(f"fp8graph_{position:02}_{stage}", text)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph.compat import distributed
+from fp8graph.compat import distributed, ops
 from fp8graph.ir import collectives
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics import history
@@ -135,7 +135,7 @@ class Reduction:
             joined[:, history.HEADER].masked_fill_(~torch.cat(waits).to(device), 0.0)
             settings = (fp8_max, recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
             new = history.updated_page(joined, [amax], *settings, packed=True)
-            torch._foreach_copy_(tensors, list(new.split([len(tensor) for tensor in tensors])))
+            ops.copy_each(tensors, new.split([len(tensor) for tensor in tensors]))
 
     def _absent_page(self, name: str, recipe: DelayedScaling, fp8_max: float) -> StagedPage:
         layout = PageLayout(

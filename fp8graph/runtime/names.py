@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from fp8graph.compat import fakes
+from fp8graph.compat import dynamo, fakes
+from fp8graph.compat.fakes import FakeTensor
 from fp8graph.runtime.call import Epoch
 
 
@@ -33,7 +33,7 @@ class Names:
 
     def _learn(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            self._names[id(parameter)] = (weakref.ref(parameter), name.replace("_orig_mod.", ""))
+            self._names[id(parameter)] = (weakref.ref(parameter), dynamo.name_in_original(name))
 
     def get(self, parameter: torch.Tensor) -> str:
         """The FQN, or "" for a tensor that was not bound.

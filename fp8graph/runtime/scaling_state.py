@@ -94,7 +94,7 @@ class State:
                 if not collectives.ranks_of(group):
                     continue  # destroyed
                 pages = staged.get(group, [])
-                with torch.autograd._unsafe_preserve_version_counter(tuple(page.tensor for page in pages)):
+                with autograd.unnoticed_writes([page.tensor for page in pages]):
                     reduction.commit(pages)
 
     def watch(self, results: Any, pages: Sequence[Tensor]) -> None:

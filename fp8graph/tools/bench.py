@@ -185,7 +185,7 @@ def linears(
         dy = torch.randn(tokens, outputs, device=device, dtype=torch.bfloat16)
         linear = torch.nn.Linear(inputs, outputs, bias=False, device=device, dtype=torch.bfloat16)
         for recipe in recipes:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             backend = Backend(Policy(default=recipe, min_speedup=0))
             plain, fp8 = (_step(torch.compile(linear, backend=b), x, dy) for b in ("inductor", backend))
             times = [[seconds(run, rounds=1) for run in (plain, fp8)] for _ in range(rounds)]

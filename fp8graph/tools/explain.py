@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils import _pytree as pytree
 
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.compat import aot, dynamo
+from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
+from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
@@ -63,7 +63,7 @@ def explain(
         arguments |= {"policy": policy, "recipe": recipe}
     arguments |= {"compiler": "eager", "strict": False}
     tracing = Backend(**arguments)
-    model = getattr(model, "_orig_mod", model)
+    model = dynamo.original_module(model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     _trace(tracing, model, args, kwargs, training)
@@ -102,12 +102,10 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
         memo[id(tensor)] = _fake(tensor, mode)
     fake_model = copy.deepcopy(model, memo)
     for module in fake_model.modules():
-        module._compiled_call_impl = None  # what was compiled in place is traced as it was before
+        dynamo.undo_compile_in_place(module)
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
     # A model that was called before with other shapes must not be traced with dynamic ones here.
-    static = torch._dynamo.config.patch({"automatic_dynamic_shapes": False})
-    now = torch._functorch.config.patch({"force_non_lazy_backward_lowering": True})  # no backward is run
-    with mode, torch.set_grad_enabled(training), static, now:
+    with mode, torch.set_grad_enabled(training), dynamo.static_shapes(), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
 
 
