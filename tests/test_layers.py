@@ -101,3 +101,57 @@ def test_a_file_can_be_read(name: str) -> None:
 
 def test_few_files_have_no_room() -> None:
     assert len([file for file in PRODUCT.glob("*.py")]) <= 8
+
+
+# Outside of compat: ``backend`` names some itself, ``errors`` lies below compat.
+MAY_NAME_PRIVATE_TORCH = {"compat", "backend", "errors"}
+
+
+def is_private(name: str) -> bool:
+    """``torch._x``, ``torch.x._y``; not ``torch.__version__``, and no op, whatever it is called."""
+    parts = name.split(".")
+    hidden = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return parts[0] == "torch" and parts[1:2] != ["ops"] and hidden
+
+
+def names_of_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Each name of torch that a file imports or reads, like "torch.nn.Linear", with the line."""
+    known = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+                known |= {alias.asname: alias.name} if alias.asname else {}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}", node.lineno
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        inner, path = node, list[str]()
+        while isinstance(inner, ast.Attribute):
+            path.insert(0, inner.attr)
+            inner = inner.value
+        if path and isinstance(inner, ast.Name) and inner.id in known:
+            yield ".".join([known[inner.id], *path]), inner.lineno
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) not in MAY_NAME_PRIVATE_TORCH])
+def test_what_is_private_in_torch_has_a_name_in_compat(name: str) -> None:
+    """ruff knows a list of names (TID251); this knows them all."""
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    assert [f"line {line}: {text}" for text, line in names_of_torch(tree) if is_private(text)] == []
+
+
+def test_private_names_are_recognised() -> None:
+    text = """
+import torch, torch._a
+from torch.utils import _b as b
+import torch.distributed as dist
+dist.x._c, torch.d._e.f, b.g, torch.__version__, torch.ops._h.i, torch.nn.Linear
+"""
+    found = {name for name, _ in names_of_torch(ast.parse(text)) if is_private(name)}
+    assert found == {"torch._a", "torch.utils._b", "torch.utils._b.g"} | {
+        "torch.distributed.x._c",
+        "torch.d._e",
+        "torch.d._e.f",
+    }

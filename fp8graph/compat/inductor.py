@@ -29,16 +29,6 @@ from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
 
 
-def known_options() -> list[str]:
-    """The names of Inductor's options."""
-    return torch._inductor.list_options()
-
-
-def options_of_modes() -> dict[str, dict[str, Any]]:
-    """The options that each ``mode`` of torch.compile stands for."""
-    return cast("dict[str, dict[str, Any]]", torch._inductor.list_mode_options())
-
-
 def default_option(name: str) -> Any:
     """What Inductor does where nobody gives the option ``name``, like "triton.cudagraphs"."""
     return functools.reduce(getattr, name.split("."), inductor_config)
