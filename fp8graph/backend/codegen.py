@@ -8,11 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, detect_fake_mode
-from torch._inductor.compile_fx import compile_fx
 
 from fp8graph.backend.inductor_passes import LowerPass, source_hash
 from fp8graph.compat import dynamo, inductor
+from fp8graph.compat.autograd import unnoticed_writes
+from fp8graph.compat.fakes import TracingContext, detect_fake_mode
+from fp8graph.compat.inductor import compile_fx
 from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.passes import WEIGHT_LOWERING
@@ -34,11 +35,10 @@ def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) 
         values = list(args)
         args.clear()  # boxed calling convention: the caller's references go
         # a page may be saved for the backward of another call, which is to read what this one writes
-        with torch.autograd._unsafe_preserve_version_counter(tuple(values[index] for index in written)):
+        with unnoticed_writes([values[index] for index in written]):
             return module(*values)
 
-    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
-    return run
+    return inductor.boxed(run)
 
 
 def compile_dialect(
@@ -61,9 +61,8 @@ def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.Grap
     graph.output(graph.graph_copy(module.graph, copies))
     enabled = gradients
     for original, copy in copies.items():
-        if hasattr(original, "_dynamo_source"):
-            copy._dynamo_source = original._dynamo_source  # pyright: ignore
-        if original.target is torch._C._set_grad_enabled:
+        dynamo.copy_source(original, copy)
+        if original.target is dynamo.SET_GRAD_ENABLED:
             enabled = cast(bool, original.args[0])
         elif gradients and not enabled:
             copy.meta["custom"] = {**(original.meta.get("custom") or {}), NO_GRAD_KEY: True}
@@ -86,9 +85,7 @@ def add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any])
     for index, fake in enumerate(fakes):
         with module.graph.inserting_after(last):
             last = module.graph.placeholder(f"fp8graph_input_{index}")
-        last._dynamo_source = None  # pyright: ignore[reportAttributeAccessIssue]
-        # a tensor that stays where it is, like a parameter: no copy of it for a CUDA graph
-        last.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+        dynamo.describe_own_input(last)
         last.meta["example_value"] = fake
     module.recompile()
     return fakes

@@ -10,8 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from fp8graph.backend.codegen import add_spare_inputs, copy_dynamo_graph, run_eagerly, with_taken_inputs
 from fp8graph.backend.dynamo_graph import DynamoGraph
@@ -22,6 +20,7 @@ from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.backend.stored import Stored, read
 from fp8graph.compat import inductor
+from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Compilation, Findings
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.recipes import DelayedScaling, has_code
@@ -71,7 +70,7 @@ class Compiler:
         identity = self._identity(situation, names)
         recipes = graph.recipes(shared.policies.of(graph.families)[0], situation)
         spares = spare_inputs(graph.module, self.compilation(situation, names), training=graph.gradients)
-        first = options.pop("joint_custom_pre_pass", inductor_config.joint_custom_pre_pass)
+        first = options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
         if shared.policies.may_rewrite([situation.region, *graph.regions()]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
         while True:
@@ -108,7 +107,7 @@ class Compiler:
         inner_compile: Callable[..., Any] | None,
     ) -> Callable[..., Any]:
         options = dict(options)
-        first = options.pop("post_grad_custom_pre_pass", inductor_config.post_grad_custom_pre_pass)
+        first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
         patches = {
             **options,
             "joint_custom_pre_pass": joint,

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
 
 from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.situation import Situation, region_text
 from fp8graph.compat import distributed, dynamo, fakes
+from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.places import Parameter
 from fp8graph.models.general import families_of

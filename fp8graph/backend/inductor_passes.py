@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
 from fp8graph.ir.compilation import Compilation, Findings

@@ -13,8 +13,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.compiling import Compiler, Variant
@@ -22,6 +20,7 @@ from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.compat import fakes
+from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.recipes.autocast import amax_group, current_region
 from fp8graph.report import GraphView

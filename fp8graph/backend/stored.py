@@ -22,9 +22,10 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.compat import inductor
+from fp8graph.compat.fakes import FakeTensorMode
+from fp8graph.compat.ops import OpOverload
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.report import GraphView
@@ -74,7 +75,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, fx.Graph):
             return _graph_of, (_lines(obj),)
-        if isinstance(obj, torch._ops.OpOverload):
+        if isinstance(obj, OpOverload):
             return _op_of, tuple(str(obj).split("."))
         return NotImplemented
 
