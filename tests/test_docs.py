@@ -1,0 +1,82 @@
+"""The hand-written pages name files, modules and floors that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_layers import FLOORS
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+FOLDERS = "benchmarks docs examples fp8graph models passes tests".split()
+PATH = re.compile(
+    rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w.*/-]*"  # below a folder of the repository
+    r"|(?<=\]\()[^)#:]+(?=[)#])"  # the target of a link
+    r"|(?<![\w/.*])\w+\.(?:py|md)\b"  # the bare name of a Python file or a page
+)
+MODULE = re.compile(r"(?<![\w/.-])fp8graph(?:\.[A-Za-z_]\w*)+")
+
+
+def text_of(page: Path) -> str:
+    """The page, with ``*`` for what the reader is to fill in: ``passes/<name>.py``."""
+    return re.sub(r"<[^>\n]+>", "*", page.read_text(encoding="utf-8"))
+
+
+def paths(page: Path) -> Iterator[str]:
+    """The paths that a page names, each once. ``.`` at the end is the sentence's."""
+    yield from dict.fromkeys(match[0].rstrip(".") for match in PATH.finditer(text_of(page)))
+
+
+def exists(path: str, page: Path) -> bool:
+    if "/" not in path:  # a file that the text around it places
+        return (ROOT / path).exists() or any(any((ROOT / folder).rglob(path)) for folder in FOLDERS)
+    if "*" in path:
+        return any(ROOT.glob(path))
+    return (ROOT / path).exists() or (page.parent / path).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    assert [path for path in paths(page) if not exists(path, page)] == []
+
+
+def resolves(name: str) -> bool:
+    """Whether ``name`` is a module, or an attribute of one."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_modules_exist(page: Path) -> None:
+    assert [name for name in dict.fromkeys(MODULE.findall(text_of(page))) if not resolves(name)] == []
+
+
+def test_what_is_looked_for() -> None:
+    page = ROOT / "docs" / "architecture.md"
+    assert {"fp8graph/ir/ops.py", "passes/match.py", "fp8graph/compat/"} <= set(paths(page))
+    assert not exists("fp8graph/graph.py", page)
+    assert not exists("graph.py", page)
+    assert resolves("fp8graph.numerics.quantize")
+    assert not resolves("fp8graph.spec")
+
+
+def test_the_floors_of_the_page_are_those_of_the_test() -> None:
+    """Top down, ``a | b   what they are``; ``__init__`` is the face of the package."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = page.split("```text\n")[1].split("```")[0].splitlines()
+    floors = [re.split(r" {2,}", line)[0].split(" | ") for line in picture]
+    assert [set(floor) for floor in reversed(floors)] == [{room or "__init__" for room in floor} for floor in FLOORS]
