@@ -192,5 +192,5 @@ def test_an_amax_reduction_group_is_a_group_around_compiled_code() -> None:
         with fp8graph.autocast(amax_reduction_group="dp"):
             return x @ x
 
-    with pytest.raises(Exception, match="goes around compiled code, not into it"):
+    with pytest.raises(Exception, match="can only surround compiled code, not be inside it"):
         torch.compile(inside, backend=eager_backend(), fullgraph=True)(torch.randn(4, 4))

@@ -1,8 +1,8 @@
-"""``fp8graph.autocast``: give a region of the user's code another recipe, as Transformer Engine's autocast does.
+"""``fp8graph.autocast``: give a region of the user's code its own recipe, as Transformer Engine's autocast does.
 
 Inside compiled code the region travels as a string on every node (``torch.fx.traceback.annotate``), forward
 and backward. Outside, Dynamo's guards cannot see it: a thread-local stack holds it, and the compiled callable
-picks a variant at call time (``program.py``).
+picks a variant at call time (``backend/program.py``).
 """
 
 from __future__ import annotations
@@ -50,23 +50,24 @@ def autocast(
     """Run the GEMMs of a region with ``recipe``, whatever the policy says. Backward inherits.
 
     The innermost region wins. It covers the same sites as a policy's default (linears and grouped matmuls,
-    heads included); activation x activation matmuls stay with the policy.
+    heads included); the policy still decides for activation x activation matmuls.
 
     Args:
         enabled: ``False`` leaves every GEMM of the region in high precision.
         recipe: a recipe or its name; ``None`` (with ``enabled=True``) returns to the policy. Inside compiled
             code recipes go by name, a string (``register_recipe`` gives yours a name).
-        amax_reduction_group: the ranks whose amaxes delayed scaling reduces: a ProcessGroup or a DeviceMesh of one
-            dimension; ``None`` is that of the region outside, or all ranks. For regions around compiled code.
+        amax_reduction_group: the ranks over which delayed scaling reduces amaxes: a ProcessGroup or a
+            one-dimensional DeviceMesh; ``None`` means the enclosing region's, or all ranks. Only for regions around
+            compiled code.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a group that is none, or one inside of
-            compiled code.
+        UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a value that is not a group, or a
+            group given inside compiled code.
     """
     if torch.compiler.is_compiling():
         # Dynamo traces these lines: strings, and exceptions of Python. Names are checked when the graph is compiled.
         if amax_reduction_group is not None:
-            raise ValueError("autocast(amax_reduction_group=...) goes around compiled code, not into it")
+            raise ValueError("autocast(amax_reduction_group=...) can only surround compiled code, not be inside it")
         region = DISABLED if not enabled else POLICY if recipe is None else recipe
         return annotate({REGION_KEY: region})
     if amax_reduction_group is not None:

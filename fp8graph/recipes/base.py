@@ -1,4 +1,4 @@
-"""What every recipe has."""
+"""The base of all recipes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8graph.recipes.quantizer import FLT_MAX, GEMMS, Format, GemmName, Operand
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Base of all recipes. Subclasses say how each operand is quantized.
+    """The base of all recipes. Subclasses say how each operand is quantized.
 
     Args:
         fp8_format: a :class:`Format`, or its name.
@@ -21,7 +21,7 @@ class Recipe:
             Transformer Engine: fast in fprop, split in dgrad and wgrad.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -55,7 +55,7 @@ class Recipe:
             raise self._bad("power_2_scale", "True or False")
         epsilon = values.amax_epsilon
         if type(epsilon) not in (int, float) or not (0.0 <= epsilon <= FLT_MAX):
-            raise self._bad("amax_epsilon", "a finite number >= 0 that FP32 holds")
+            raise self._bad("amax_epsilon", "a finite number >= 0 that fits in FP32")
 
     def _bad(self, field: str, wanted: str) -> UnsupportedRecipeError:
         return UnsupportedRecipeError(
@@ -75,7 +75,7 @@ class Recipe:
         return self.use_fast_accum[GEMMS.index(gemm)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: ``{"type": class name, field: value, ...}`` (see :func:`recipe_from_dict`)."""
+        """The recipe as plain values: ``{"type": class name, field: value, ...}`` (see :func:`recipe_from_dict`)."""
         values: dict[str, Any] = {"type": type(self).__name__}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -31,24 +31,24 @@ from fp8graph.recipes.rules import (
     rule_from_dict,
 )
 
-# Above what the speed model cannot tell: measured rates of one kind of GPU differ by 4 % (roofline.py).
+# Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (roofline.py).
 MIN_SPEEDUP: Final = 1.05
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Ordered rules; the first full match wins; ``default`` covers what no rule matched.
+    """Ordered rules: the first full match wins, and ``default`` covers layers that no rule matches.
 
     Args:
         rules: :class:`Rule` objects.
-        default: recipe of the linears and grouped matmuls that no rule matches. Activation x activation
-            matmuls (``op="matmul"``) are left alone unless a rule asks.
-        min_speedup: a GEMM is rewritten only where the speed model of the target predicts at least this
-            gain over bf16 (the default leaves out what is within the model's own error); 0 rewrites whatever is legal.
+        default: the recipe of linears and grouped matmuls that no rule matches. Activation x activation
+            matmuls (``op="matmul"``) are left alone unless a rule asks for them.
+        min_speedup: a GEMM is rewritten only if the target's speed model predicts at least this speedup over
+            bf16 (the default excludes gains within the model's own error); 0 rewrites whatever is legal.
             CPUs and emulated GEMMs have no speed model.
 
     Raises:
-        PolicyError, UnsupportedRecipeError: (``ValueError``) for values that cannot be used.
+        PolicyError, UnsupportedRecipeError: (``ValueError``) for invalid values.
     """
 
     rules: Sequence[Rule] = ()
@@ -59,7 +59,7 @@ class Policy:
     def __post_init__(self) -> None:
         rules: object = self.rules
         if isinstance(rules, Rule) or not isinstance(rules, Iterable):
-            raise PolicyError(f"Policy(rules=...): a list of Rule is needed, not {rules!r}.")
+            raise PolicyError(f"Policy(rules=...): rules must be a list of Rule objects, not {rules!r}.")
         object.__setattr__(self, "rules", tuple(cast(Iterable[Rule], rules)))
         for rule in self.rules:
             if not isinstance(rule, Rule):
@@ -68,7 +68,7 @@ class Policy:
         resolve_recipe(self.default)
         speedup: object = self.min_speedup
         if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
-            raise PolicyError(f"Policy(min_speedup={speedup!r}): a finite number >= 0 is needed.")
+            raise PolicyError(f"Policy(min_speedup={speedup!r}): min_speedup must be a finite number >= 0.")
 
     def resolve(self, fqn: str, op: str) -> Resolution:
         """The recipes of the three GEMMs of site ``fqn``."""
@@ -89,21 +89,21 @@ class Policy:
 
     @property
     def scheduled(self) -> bool:
-        """Whether some rule is not there in every step."""
+        """Whether some rule applies to certain steps only."""
         return any(rule.steps is not None for rule in self.rules)
 
     def at_step(self, step: int) -> Policy:
-        """The policy of one training step: the rules that are there then, without their schedule.
+        """The policy of one training step: the rules that apply at that step, without their schedule.
 
         ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. Call
-        ``backend.set_policy(policy.at_step(step))`` before each step: a change recompiles, and what was compiled
-        for an earlier policy is used again when that comes back.
+        ``backend.set_policy(policy.at_step(step))`` before each step: switching to a new policy triggers a recompile,
+        switching back to one used before does not.
 
         Raises:
             PolicyError: (a ``ValueError``) for a step that is not a whole number >= 0.
         """
         if type(step) is not int or step < 0:
-            raise PolicyError(f"Policy.at_step({step!r}): a whole number >= 0 is needed.")
+            raise PolicyError(f"Policy.at_step({step!r}): the step must be a whole number >= 0.")
         there = [r for r in self.rules if r.steps is None or r.steps[0] <= step < (r.steps[1] or math.inf)]
         return dataclasses.replace(self, rules=[dataclasses.replace(rule, steps=None) for rule in there])
 
@@ -113,7 +113,7 @@ class Policy:
         return {recipe for recipe in named if recipe is not None}
 
     def identity(self) -> str:
-        """A text that is equal for policies that decide alike: names are resolved to what they stand for now."""
+        """A text that is equal for policies that decide alike: names are resolved to their current recipes."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression shows 200 characters of it: the text and the flags say it all
         patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
@@ -155,7 +155,7 @@ class Policy:
             kind = "JSON" if file.suffix == ".json" else "TOML"
             raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
         if not isinstance(values, dict):
-            raise PolicyError(f"policy file {file}: a table of rules is needed, not {values!r}.")
+            raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r}.")
         try:
             return Policy.from_dict(cast(dict[str, Any], values))
         except Fp8GraphError as error:

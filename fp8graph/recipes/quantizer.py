@@ -1,4 +1,4 @@
-"""What one operand of a GEMM becomes: formats, layouts, what shares a scale."""
+"""How one operand of a GEMM is quantized: its format, its layouts, what shares a scale."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ GEMM_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
 OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 # The largest finite value of each type (OCP 8-bit floating point, table 2).
-E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes a byte, the first one in the low half
+E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes per byte, the first one in the low half
 FLT_MAX: Final[float] = torch.finfo(torch.float32).max
 FP8_MAX: Final[dict[torch.dtype, float]] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, E2M1X2: 6.0}
 
 
 class Format(enum.Enum):
-    """Which FP8 type forward operands and gradients get.
+    """The FP8 types of forward operands and of gradients.
 
-    ``E4M3`` everywhere E4M3; ``HYBRID`` E4M3 for input and weight, E5M2 for grad_output; ``E5M2`` is
-    refused by every recipe: no hardware multiplies E5M2 by E5M2.
+    ``E4M3`` uses E4M3 everywhere; ``HYBRID`` uses E4M3 for input and weight, and E5M2 for grad_output. Every recipe
+    refuses ``E5M2``: no hardware multiplies E5M2 by E5M2.
     """
 
     E4M3 = "E4M3"
@@ -47,7 +47,7 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """What one ``fp8graph::quantize`` node does: the part of a recipe that concerns one operand.
+    """How one ``fp8graph::quantize`` node quantizes: the part of a recipe that concerns one operand.
 
     ``scaling`` says what shares one scale:
 

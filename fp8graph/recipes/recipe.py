@@ -4,8 +4,8 @@ A recipe answers one question, ``recipe.quantizer(operand)``: which FP8 type, an
 The names and defaults are Transformer Engine's (``transformer_engine.common.recipe``), so that a user
 who moves over keeps the numbers.
 
-To add a recipe: a frozen dataclass with ``quantizer``, and its name in ``registry.py``. If its scales are made in a
-new way: a ``Scaling``, its branch in ``numerics/quantization.py``, and what multiplies it natively in
+To add a recipe, write a frozen dataclass with ``quantizer`` and put its name into ``registry.py``. If its scales are
+made in a new way, it also needs a ``Scaling``, a branch in ``numerics/quantization.py``, and a row in
 ``hardware/devices.py``.
 """
 
@@ -68,11 +68,11 @@ class Float8RowwiseScaling(Recipe):
     Args:
         fp8_format, use_fast_accum: see :class:`Recipe`.
         power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
-        high_precision_wgrad: leave wgrad, the GEMM that rowwise scaling costs most, in high precision (the
+        high_precision_wgrad: leave wgrad, the GEMM for which rowwise scaling costs most, in high precision (the
             recipe "rowwise_with_gw_hp").
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     fp8_format: Format = Format.E4M3
@@ -106,7 +106,7 @@ ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"],
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedScaling(Recipe):
-    """One scale per tensor, from the amaxes of earlier steps ("delayed"). The only recipe with a state.
+    """One scale per tensor, from the amaxes of earlier steps ("delayed"). It is the only recipe with state.
 
     ``scale = fp8_max * 2^-margin / amax(history)``, 1 in the first step; the history: ``numerics/history.py``.
     A step whose amax is 0, inf or nan changes nothing. Source: ``delayed_scaling.cu`` in Transformer Engine; not
@@ -115,17 +115,17 @@ class DelayedScaling(Recipe):
     Args:
         fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.
         margin: headroom in powers of two, >= 0.
-        amax_history_len: steps that the history holds, >= 1.
+        amax_history_len: the number of steps in the history, >= 1.
         amax_compute_algo: "max" over the history, "most_recent", or a function of the history [length, tensors],
             newest in row 0, that returns the amaxes [tensors].
         scaling_factor_compute_algo: a function ``(amax [tensors], old scale [tensors], fp8_max, recipe)`` that
             returns the new scales [tensors]; None for the formula above. Functions are traced into the graph; code
             compiled with one is not kept in torch's compile cache.
-        reduce_amax: take the largest amax of all ranks where a process group is set; nothing on one rank.
+        reduce_amax: use the largest amax of all ranks if there is a process group; has no effect on one rank.
         use_fast_accum: see :class:`Recipe`.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     margin: float = 0
@@ -168,7 +168,7 @@ class Float8BlockScaling(Recipe):
         power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     fp8_format: Format = Format.E4M3
@@ -216,7 +216,7 @@ class MXFP8BlockScaling(Recipe):
         fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     fp8_format: Format = Format.E4M3
@@ -239,7 +239,7 @@ class NVFP4BlockScaling(Recipe):
         square_weight_blocks: 16x16 tiles for weights (default); False: 1x16.
 
     Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for a value that cannot work.
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     fp8_format: Format = Format.E4M3  # of the block scales

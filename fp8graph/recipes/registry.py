@@ -1,4 +1,4 @@
-"""Recipes by name: those that are built in, and a user's."""
+"""Recipes by name: the built-in ones, and the user's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp8graph.recipes.recipe import (
 
 
 def has_code(recipe: Recipe) -> bool:
-    """Whether a field is a function: nothing that a cache key could name."""
+    """Whether a field is a function, which no cache key can name."""
     return any(callable(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
 
 
@@ -45,7 +45,7 @@ def register_recipe(name: str, recipe: Recipe) -> None:
         UnsupportedRecipeError: for a built-in name, an empty name, or something that is not a recipe.
     """
     if not isinstance(name, str) or not name or name == HIGH_PRECISION or name in RECIPE_NAMES:
-        raise UnsupportedRecipeError(f"register_recipe({name!r}, ...): the name is taken or empty.")
+        raise UnsupportedRecipeError(f"register_recipe({name!r}, ...): the name is empty or already taken.")
     if not isinstance(recipe, Recipe):
         raise UnsupportedRecipeError(
             f"register_recipe({name!r}, {recipe!r}): the second argument must be a recipe object."
@@ -82,7 +82,7 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     fields = dict(values)
     kind = fields.pop("type", None)
     if not isinstance(kind, str) or kind not in _TYPES:
-        raise UnsupportedRecipeError(f"recipe type {kind!r} is unknown. Known: {', '.join(_TYPES)}.")
+        raise UnsupportedRecipeError(f"unknown recipe type {kind!r}. Available: {', '.join(_TYPES)}.")
     recipe_type = _TYPES[kind]
     known = {field.name for field in dataclasses.fields(recipe_type)}
     if unknown := sorted(str(name) for name in fields.keys() - known):

@@ -1,4 +1,4 @@
-"""One rule of a policy: which linears, which recipe for each of their GEMMs."""
+"""One rule of a policy: the layers it matches, and a recipe for each of their GEMMs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GemmRecipe = RecipeLike | Literal[_Inherit.INHERIT]
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a policy.
+    """One rule of a policy: the layers it matches, and a recipe for each of their GEMMs.
 
     Args:
         pattern: a glob over the whole FQN (``fnmatch``, case-sensitive), or a compiled regular
@@ -44,8 +44,8 @@ class Rule:
         op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
             "grouped_mm", or "*".
         fprop, dgrad, wgrad: another recipe for one of the three GEMMs.
-        optional: a rule that may match nothing (the general policy's list of usual head names).
-        steps: ``(first, end)``: the rule is there from step ``first`` to before step ``end`` (None: for good); see
+        optional: the rule may match nothing (as in the general policy's list of usual head names).
+        steps: ``(first, end)``: the rule applies from step ``first`` until before step ``end`` (None: forever); see
             :meth:`Policy.at_step`.
 
     Raises:
@@ -106,7 +106,7 @@ class Rule:
         return self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
 
     def matches(self, fqn: str, op: str) -> bool:
-        """Whether this rule decides the site ``fqn``."""
+        """Whether this rule applies to the site ``fqn``."""
         if self.op not in ("*", op):
             return False
         if isinstance(self.pattern, re.Pattern):
@@ -172,7 +172,7 @@ def recipe_to_plain(recipe: GemmRecipe) -> Any:
 
 def check_keys(where: str, values: object, known: set[str]) -> None:
     if not isinstance(values, Mapping):
-        raise PolicyError(f"{where}: a table is needed, not {values!r}.")
+        raise PolicyError(f"{where}: expected a table, not {values!r}.")
     if unknown := sorted(str(k) for k in cast(Mapping[str, Any], values).keys() - known):
         raise PolicyError(f"{where}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
 
