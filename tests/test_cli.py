@@ -43,7 +43,7 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
         (["explain", "nosuch"], "cannot build a causal language model from 'nosuch'"),
         (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
         (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
-        (["explain", "llama", "--target", "h100"], "target must be 'cpu' or like 'sm_90'"),
+        (["explain", "llama", "--target", "h100"], "target must be 'cpu', like 'sm_90', or a calibration FILE.json"),
         (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
         (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
     ],

@@ -70,10 +70,10 @@ def test_why_emulated_is_in_the_report() -> None:
         for name, target in [("blockwise", "cpu"), ("mxfp8", "sm_90"), ("nvfp4", "sm_90"), ("rowwise", "sm_89")]
     }
     assert reasons == {
-        "blockwise": "default; emulated: cpu has no FP8 GEMM with one scale a tile",
+        "blockwise": "default; emulated: cpu has no FP8 GEMM with one scale per tile",
         "mxfp8": "default; emulated: sm_90 has no MXFP8 GEMM",
         "nvfp4": "default; emulated: sm_90 has no NVFP4 GEMM",
-        "rowwise": "default; emulated: sm_89 has no FP8 GEMM with one scale a row",
+        "rowwise": "default; emulated: sm_89 has no FP8 GEMM with one scale per row",
     }
 
 
@@ -84,11 +84,11 @@ def test_why_emulated_is_in_the_report() -> None:
         ("rowwise", "sm_90", torch.float16, None),
         ("rowwise", "sm_90a", torch.float32, None),
         ("rowwise", "sm_100", torch.float16, None),
-        ("rowwise", "sm_100", torch.float32, "one scale a row gives float32 results on sm_90 with CUDA 12.9 or later"),
+        ("rowwise", "sm_100", torch.float32, "one scale per row gives float32 results only on sm_90 with CUDA 12.9"),
         ("blockwise", "sm_90", torch.bfloat16, None),
         (Float8BlockScaling(x_block=(2, 64)), "sm_90", torch.bfloat16, "no GEMM for tiles of 2x64 and 128x128"),
         (Float8BlockScaling(x_block=(128, 128)), "sm_90", torch.bfloat16, "no GEMM for tiles of 128x128 and 128x128"),
-        ("blockwise", "sm_100", torch.bfloat16, "sm_100 has no FP8 GEMM with one scale a tile"),
+        ("blockwise", "sm_100", torch.bfloat16, "sm_100 has no FP8 GEMM with one scale per tile"),
         ("mxfp8", "sm_100", torch.bfloat16, None),
         ("nvfp4", "sm_100", torch.bfloat16, None),
         ("mxfp8", "sm_120", torch.bfloat16, "sm_120 has no MXFP8 GEMM"),

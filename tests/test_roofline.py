@@ -370,7 +370,7 @@ def test_a_rate_that_was_not_measured_is_the_constant(tmp_path: Path) -> None:
     assert speed.rates == {**RATES, "row": 0.7}
     _, speed = Speed.load(written(tmp_path / "graphs.json", host_launch=0))
     assert speed.host_launch == 0
-    with pytest.raises(fp8graph.PolicyError, match="one number is needed for each of tensor"):
+    with pytest.raises(fp8graph.PolicyError, match="give one number for each of tensor"):
         Speed.load(written(tmp_path / "unknown.json", rates={"rowise": 0.9}))
 
 

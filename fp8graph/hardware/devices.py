@@ -1,7 +1,7 @@
-"""What a device can multiply: native low-precision GEMMs or emulation.
+"""The low-precision GEMMs that each device multiplies natively. All others are emulated.
 
 Per-tensor FP8 from sm_89 (Ada), rows and blocks from sm_90 (Hopper), MXFP8 and NVFP4 from sm_100 (Blackwell). On CPU
-torch has a reference ``_scaled_mm`` for tensors and rows: right numbers, no speed.
+torch has a reference ``_scaled_mm`` for tensors and rows: it gives the right numbers without the speed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _ALIGNMENT: Final[dict[Scaling, tuple[int, int, int]]] = {
 _NAMES: Final[dict[Scaling, str]] = {
     "tensor": "FP8 GEMM",
     "delayed": "FP8 GEMM",
-    "row": "FP8 GEMM with one scale a row",
-    "block": "FP8 GEMM with one scale a tile",
+    "row": "FP8 GEMM with one scale per row",
+    "block": "FP8 GEMM with one scale per tile",
     "mxfp8": "MXFP8 GEMM",
     "nvfp4": "NVFP4 GEMM",
 }
@@ -39,7 +39,7 @@ _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 
 
 
 def alignment(a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-    """What m, n and k of a native GEMM [m, k] @ [k, n] are multiples of; operands are padded with zeros to it.
+    """What m, n and k of a native GEMM [m, k] @ [k, n] must be multiples of; operands are padded to them with zeros.
 
     Where one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128, k / 128]
     of that side with rows 16 bytes apart (its documentation, "Scaling factors layouts": L4, k / 128 rounded up to 4);
@@ -53,11 +53,11 @@ def alignment(a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device, as far as low precision is concerned."""
+    """One device: what it multiplies in low precision, and how fast it is."""
 
     name: str  # "cpu", "sm_90", "sm_100", or the device type
     scalings: frozenset[str]  # those that torch._scaled_mm multiplies
-    speed: Speed | None = None  # None: not known, or nothing to win (a CPU)
+    speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
     grouped: frozenset[str] = frozenset()  # those that torch._scaled_grouped_mm multiplies
     cuda: tuple[int, ...] | None = torch_build.CUDA_VERSION  # torch's; None: not known, or a CPU build
 
@@ -79,7 +79,7 @@ class Hardware:
         return None
 
     def _without_cublas(self, scaling: Scaling, out_dtype: torch.dtype) -> str | None:
-        """Why torch does not multiply rows or tiles: cuBLASLt does on sm_90, from CUDA 12.9 on. None if it does.
+        """Why torch does not multiply rows or tiles (cuBLASLt does on sm_90, from CUDA 12.9 on), or None if it does.
 
         Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp,
         ``get_scale_mode`` in aten/src/ATen/cuda/CUDABlas.cpp. Where cuBLASLt has none, rows go to a CUTLASS kernel,
@@ -88,23 +88,23 @@ class Hardware:
         old = self.cuda is not None and self.cuda < (12, 9)
         has = f"torch has {'.'.join(map(str, self.cuda))}" if self.cuda is not None and old else f"this is {self.name}"
         if scaling == "block":
-            return f"one scale a tile needs CUDA 12.9 or later, {has}" if old else None
+            return f"one scale per tile needs CUDA 12.9 or later, {has}" if old else None
         if out_dtype == torch.float32 and (old or self.name.removesuffix("a") != "sm_90"):
-            return f"one scale a row gives float32 results on sm_90 with CUDA 12.9 or later only, {has}"
+            return f"one scale per row gives float32 results only on sm_90 with CUDA 12.9 or later, {has}"
         return None
 
     def _grouped_obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if a.scaling not in self.grouped:
             return f"{self.name} has no grouped {_NAMES[a.scaling]}"
         if out_dtype != torch.bfloat16:
-            return f"grouped FP8 GEMMs give bf16 results only, not {str(out_dtype).removeprefix('torch.')}"
+            return f"grouped FP8 GEMMs only produce bf16 output, not {str(out_dtype).removeprefix('torch.')}"
         if torch.float8_e5m2 in (a.dtype, b.dtype):
             return "grouped FP8 GEMMs take E4M3 only"
         return None
 
 
 def from_target(target: str, device_name: str = "") -> Hardware:
-    """The hardware named by ``target``: "cpu", "sm_XX", or the path of a calibration (``roofline.Speed.load``).
+    """The hardware named by ``target``: "cpu", "sm_XX", or the path of a calibration (``Speed.load``).
 
     Raises:
         PolicyError: (a ``ValueError``) for anything else.
@@ -116,7 +116,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
         return replace(from_target(target), speed=speed)
     match = re.fullmatch(r"sm_(\d+)(\d)a?", target) if isinstance(target, str) else None
     if match is None:
-        raise PolicyError(f"target must be 'cpu' or like 'sm_90', not {target!r}.")
+        raise PolicyError(f"target must be 'cpu', like 'sm_90', or a calibration FILE.json, not {target!r}.")
     major, minor = int(match[1]), int(match[2])
     scalings: set[Scaling] = set()
     if (major, minor) >= (8, 9):
@@ -125,7 +125,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
         scalings |= {"row"}
     if (major, minor) == (9, 0):  # Blackwell's block scaling is MXFP8
         scalings |= {"block"}
-    # one scale a row; what has fewer scales is multiplied with copies of them
+    # one scale per row; operands with fewer scales use copies of them
     grouped: set[Scaling] = {"tensor", "delayed", "row"} if (major, minor) == (9, 0) else set()
     if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
         scalings |= {"mxfp8", "nvfp4"}
@@ -138,7 +138,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
 
 
 def default_recipe(device: Hardware) -> str:
-    """The recipe where the user names none: MXFP8 where the device multiplies it, else one scale per tensor."""
+    """The recipe to use if the user names none: MXFP8 if the device multiplies it, else one scale per tensor."""
     return "mxfp8" if "mxfp8" in device.scalings else "tensorwise"
 
 

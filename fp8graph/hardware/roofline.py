@@ -1,18 +1,18 @@
 """Would FP8 be faster? A roofline model of one GEMM, in high precision and in FP8, quantization included.
 
 A GEMM takes the longer of its arithmetic and its memory traffic. In FP8 the arithmetic is faster and its operands
-are half as wide, but somebody has to quantize them: a pass that writes FP8 (behind a fused producer it reads
-nothing more), one more that reads for the amax where the scale depends on the tensor itself, and the launches.
-What several GEMMs share (q, k and v read one tensor) each pays a part of (``profit.py``). Weights that are kept in
-FP8 cost nothing.
+are half as wide, but they have to be quantized: that takes a pass that writes FP8 (behind a fused producer it reads
+nothing more), one more that reads for the amax if the scale depends on the tensor itself, and the launches.
+GEMMs that share a quantization (q, k and v read one tensor) split its cost (``analysis/profit.py``). Weights that are
+cached in FP8 cost nothing.
 
 A launch costs twice: the GPU waits between two kernels, and the host has to issue each, while the GPU works on earlier
-ones. So a GEMM takes the longer of the two; only one that is small waits for the host. In a CUDA graph
+ones. So a GEMM takes the longer of the two; only a small one waits for the host. In a CUDA graph
 (``mode="reduce-overhead"``, ``"max-autotune"``) the host issues nothing (:meth:`Speed.replayed`).
 
 The constants are the vendors' peak rates times what GEMMs reach of them; ``fp8graph bench --calibrate`` measures a
-machine and writes a file that takes their place (``Backend(target="h200.json")``). They decide where FP8 cannot win
-(few rows, small matrices), not which of two fast things is faster: within 10 % they should not be believed.
+machine and writes a file that replaces them (``Backend(target="h200.json")``). They show where FP8 cannot win
+(few rows, small matrices), not which of two fast variants is faster: do not trust differences below 10 %.
 
 Sources: NVIDIA's data sheets and architecture white papers, dense rates. Of these large GEMMs reached 78 to 81 % in
 bf16 (769 to 798 TFLOP/s) and a copy 90 % (4.3 TB/s) on an H200 SXM; in FP8 63 to 68 % (1,240 to 1,347 TFLOP/s with
@@ -58,7 +58,7 @@ def launches_are_replayed(inductor_options: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """One operand of a GEMM, as far as its quantization costs time."""
+    """One operand of a GEMM: what determines the time of its quantization."""
 
     elements: int
     layouts: frozenset[Layout] = frozenset({"rowwise"})  # FP8 copies that are written

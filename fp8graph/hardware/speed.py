@@ -1,4 +1,4 @@
-"""What GPUs do in a second, by their names: of data sheets, or measured."""
+"""The speed of GPUs by name, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATES: Final[Mapping[str, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a GPU does in a second. Rates are those that large GEMMs reach, not the peaks."""
+    """What a GPU does per second. Rates are those that large GEMMs reach, not the peaks."""
 
     name: str
     bf16_flops: float  # and fp16
@@ -37,20 +37,20 @@ class Speed:
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:-1]}
         if set(self.rates) != set(RATES):
-            raise PolicyError(f"Speed(rates=...): one number is needed for each of {', '.join(RATES)}.")
+            raise PolicyError(f"Speed(rates=...): give one number for each of {', '.join(RATES)}.")
         for name, value in (*numbers.items(), *self.rates.items()):
             if type(value) not in (int, float) or not (value > 0 or (name == "host_launch" and value == 0)):
-                raise PolicyError(f"Speed({name}={value!r}): a number > 0 is needed.")
+                raise PolicyError(f"Speed({name}={value!r}): {name} must be a number > 0.")
 
     @staticmethod
     def load(path: str | Path) -> tuple[str, Speed]:
         """The target ("sm_90") and its measured speed, as ``fp8graph bench --calibrate`` wrote them.
 
-        Of a scaling that the file leaves out (it could not be measured) the rate is that of ``RATES``. A file without
+        A scaling that the file leaves out (it could not be measured) gets its rate from ``RATES``. A file without
         "host_launch" gets the default.
 
         Raises:
-            PolicyError: the file is missing, is no calibration, or has a rate of an unknown scaling.
+            PolicyError: the file is missing, is not a calibration, or has a rate for an unknown scaling.
         """
         try:
             values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -58,15 +58,15 @@ class Speed:
             speed["rates"] = {**RATES, **speed.get("rates", {})}
             return values["target"], Speed(**speed)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PolicyError(f"{path}: not a calibration of fp8graph bench --calibrate: {error}") from None
+            raise PolicyError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
 
     def replayed(self) -> Speed:
-        """The same in a CUDA graph: the host launches nothing."""
+        """The same speed in a CUDA graph, where the host launches nothing."""
         return dataclasses.replace(self, host_launch=0.0)
 
 
 def _speed(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float) -> Speed:
-    """From peak TFLOPS and TB/s: GEMMs reach 80 % of the one in bf16, 68 % in FP8, copies 90 % of the other."""
+    """Achievable rates from data-sheet peaks: 80 % of the FLOPS for bf16 GEMMs, 68 % for FP8, 90 % of the bandwidth."""
     return Speed(
         name=name,
         bf16_flops=0.80e12 * bf16,
@@ -78,7 +78,7 @@ def _speed(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidt
     )
 
 
-# By what torch.cuda.get_device_name says of them, the more specific name first: dense TFLOPS in bf16 (accumulated in
+# By the name that torch.cuda.get_device_name gives, the more specific one first: dense TFLOPS in bf16 (accumulated in
 # FP32, which GeForce does at half of its FP16 rate), FP8, FP4 (that of FP8 where there is none) and FP32; TB/s.
 BOARDS: Final[Mapping[str, Speed]] = {
     name: _speed(name, *numbers)
@@ -108,7 +108,7 @@ _BY_TARGET: Final = {"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103
 def of_target(target: str, device_name: str = "") -> Speed | None:
     """The speed of a board by its name, or of an "sm_XX"; None if neither is known.
 
-    An unknown name, or that of a laptop's GPU, is taken for the architecture's: sm_90 for an H100 SXM.
+    An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 that of an H100 SXM.
     """
     if "Laptop" not in device_name:
         for name, speed in BOARDS.items():
