@@ -1,6 +1,6 @@
-"""The ``fp8graph`` command: demo, explain, doctor, bench.
+"""The ``fp8graph`` command: demo, explain, doctor and bench.
 
-Exit codes: 0 fine, 1 failed, 2 cannot run, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 cannot run, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh",
         nargs="+",
         metavar="dp=,fsdp=,tp=,sp",
-        help="predict the training step on so many GPUs instead: replicas (DDP), shards (FSDP2), tensor and "
-        "sequence parallel; --batch and --seq are those of one replica, the default target is sm_90",
+        help="predict a training step on a mesh of GPUs instead: replicas (DDP), shards (FSDP2), tensor and "
+        "sequence parallelism; --batch and --seq are those of one replica, the default target is sm_90",
     )
     explain.add_argument("--graph", metavar="STAGE", help="print the graph: before, after, or the name of a pass")
     explain.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--html", type=Path, help="write the report as an HTML page")
     explain.set_defaults(run=_explain)
 
-    doctor = commands.add_parser("doctor", help="what is native, emulated or missing on this machine")
+    doctor = commands.add_parser("doctor", help="show what is native, emulated or missing on this machine")
     doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
-        "bench", help="measure what FP8 gains on this GPU, beside what the speed model predicts"
+        "bench", help="measure what FP8 gains on this GPU, and compare with the speed model's prediction"
     )
     bench.add_argument("--recipe", nargs="+", default=["tensorwise", "rowwise"], help="(default tensorwise rowwise)")
     bench.add_argument(
-        "--calibrate", type=Path, metavar="FILE.json", help="measure the speed model's numbers instead, for target=FILE"
+        "--calibrate", type=Path, metavar="FILE.json", help="measure the speed model's rates instead, for target=FILE"
     )
     bench.set_defaults(run=_bench)
     return parser
@@ -143,7 +143,7 @@ def _plan(options: argparse.Namespace) -> int:
     from fp8graph.tools.explain import explain
 
     if options.inference or options.html is not None or options.graph is not None:
-        raise PolicyError("--mesh predicts a training step: it goes with none of --inference, --html, --graph.")
+        raise PolicyError("--mesh predicts a training step: it cannot be combined with --inference, --html or --graph.")
     meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
     device, network = hardware.from_target(target), Network.of_target(target)
     recipes = None if options.recipe is None else (options.recipe,)
@@ -190,16 +190,16 @@ def _bench(options: argparse.Namespace) -> int:
     for recipe in options.recipe:
         resolve_recipe(recipe)
     if options.calibrate is not None and options.calibrate.suffix != ".json":
-        raise PolicyError(f"{options.calibrate}: a target is told from a file by its ending; use FILE.json.")
+        raise PolicyError(f"{options.calibrate}: a calibration file must end in .json.")
     device = bench.fp8_gpu()
     found = hardware.of_device(device)
     if options.calibrate is not None:
         for done in bench.calibrate(device, found):
-            bench.write(options.calibrate, found, done)  # at once: what comes after may end this process
+            bench.write(options.calibrate, found, done)  # at once: the next measurement may end this process
             print(bench.describe(done, found), flush=True)
         print(f'wrote {options.calibrate}: Backend(target="{options.calibrate}")')
         return 0
-    table = Table(title="one linear, forward and backward, FP8 beside bf16 + torch.compile")
+    table = Table(title="one linear, forward and backward: FP8 compared with bf16 under torch.compile")
     for column in ("tokens x in -> out", "recipe", "bf16 ms", "FP8 ms", "speedup", "predicted"):
         table.add_column(column, justify="right")
     for r in bench.linears(device, options.recipe):
@@ -215,6 +215,6 @@ def _doctor(_options: argparse.Namespace) -> int:
     from fp8graph.tools import doctor
 
     print("\n".join(aligned(doctor.machine())))
-    print("\nLinears, and experts (grouped matmuls), in bf16; what is not native is emulated:\n")
+    print("\nbf16 linears and experts (grouped matmuls). Recipes that are not native are emulated:\n")
     print("\n".join(aligned(doctor.architectures())))
     return 0

@@ -86,7 +86,7 @@ def test_linears() -> None:
     [
         ([], "nothing to measure: cpu has no fast FP8 GEMM"),
         (["--calibrate", "x.json"], "nothing to measure"),
-        (["--calibrate", "x.txt"], "x.txt: a target is told from a file by its ending"),
+        (["--calibrate", "x.txt"], "x.txt: a calibration file must end in .json"),
         (["--recipe", "rowise"], "rowise"),
     ],
 )

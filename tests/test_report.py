@@ -265,7 +265,7 @@ def test_a_function_that_dynamo_cannot_trace_is_said() -> None:
     (frame,) = report.skipped_frames
     assert frame.startswith("forward (test_report.py:")
     assert frame.endswith(": Data-dependent branching")
-    assert f"runs in eager, matmuls of its own in high precision: {frame}" in str(report)
+    assert f"runs in eager, with its own matmuls in high precision: {frame}" in str(report)
     assert report.to_dict()["skipped_frames"] == [frame]
     assert {g.fqn for g in report.gemms} == {"gate", "up", "down"}
     report.check()  # not an error by itself: a rule that names the matmul matches nothing

@@ -54,21 +54,21 @@ def without(*keys: str) -> Callable[[dict[str, Tensor]], Any]:
 
 
 BAD = [
-    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.nan])), "up.input.*holds nan", id="nan scale"),
-    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.inf])), "up.input.*holds inf", id="inf scale"),
-    pytest.param(replaced(f"{UP}|scale", torch.tensor([0.0])), "up.input.*holds 0.0", id="zero scale"),
-    pytest.param(replaced(f"{UP}|scale", torch.tensor([-1.0])), "up.input.*holds -1.0", id="negative scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.nan])), "up.input.*contains nan", id="nan scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([math.inf])), "up.input.*contains inf", id="inf scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([0.0])), "up.input.*contains 0.0", id="zero scale"),
+    pytest.param(replaced(f"{UP}|scale", torch.tensor([-1.0])), "up.input.*contains -1.0", id="negative scale"),
     pytest.param(replaced(f"{UP}|scale", torch.ones(2)), "up.input", id="two scales"),
     pytest.param(replaced(f"{UP}|scale", torch.ones(1).double()), "not a vector of FP32", id="dtype"),
     pytest.param(replaced(f"{UP}|scale", 1.0), "not a vector of FP32", id="a number"),
-    pytest.param(replaced(f"{UP}|amax_history", torch.tensor([0, 1, math.nan, 2])), "holds nan", id="nan history"),
-    pytest.param(replaced(f"{UP}|amax_history", torch.zeros(3)), "history of 3, its recipe one of 4", id="length"),
+    pytest.param(replaced(f"{UP}|amax_history", torch.tensor([0, 1, math.nan, 2])), "contains nan", id="nan history"),
+    pytest.param(replaced(f"{UP}|amax_history", torch.zeros(3)), "length 3, its recipe one of 4", id="length"),
     pytest.param(without(f"{UP}|amax_history"), "truncated: up.input.*no amax_history", id="truncated"),
     pytest.param(without(f"{UP}|scale", f"{UP}|amax_history"), "1 of 9 tensors are missing.*up.input", id="a layer"),
     pytest.param(without("fp8graph.state_version"), "'fp8graph.state_version' is missing", id="no version"),
-    pytest.param(replaced("fp8graph.state_version", torch.tensor([2])), "version 2, this fp8graph", id="version"),
+    pytest.param(replaced("fp8graph.state_version", torch.tensor([2])), "version 2, but this fp8graph", id="version"),
     pytest.param(replaced("model.weight", torch.ones(2)), "unknown entry 'model.weight'", id="another state dict"),
-    pytest.param(lambda state: [*state], "a mapping is needed, not list", id="no mapping"),
+    pytest.param(lambda state: [*state], "expected a mapping, not list", id="no mapping"),
     pytest.param(lambda state: {}, "is missing", id="empty"),
 ]
 

@@ -1,4 +1,4 @@
-"""What was compiled, for people and for machines."""
+"""The report of what was compiled, for people and for machines."""
 
 from fp8graph.report.report import GraphView, Report
 

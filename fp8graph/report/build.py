@@ -19,7 +19,7 @@ def gemm_records(compilation: Compilation) -> list[GemmRecord]:
 
 
 def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list[GemmRecord]:
-    """``records``, those of one graph told which GEMMs were multiplied together."""
+    """The records of one graph, each with the GEMMs that it was fused with."""
     result: list[GemmRecord] = []
     for record in records:
         others = compilation.grouped.get((record.fqn, record.index, record.gemm), ())

@@ -1,4 +1,4 @@
-"""The collectives of a graph: what is sent, in which dtype, how many bytes, and why so."""
+"""The collectives of a graph: what each sends, in which dtype, how many bytes, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was rewritten, what was not, and why: for people (``print(report)``) and for machines (``to_dict``)."""
+"""The report: what was rewritten, what was not, and why; for people (``print``) and for machines (``to_dict``)."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class GraphView:
 
     @property
     def module(self) -> fx.GraphModule:
-        """The rewritten dialect graph; runs eagerly, with one tensor for each of ``inputs``."""
+        """The rewritten dialect graph. It runs eagerly, with one tensor for each of ``inputs``."""
         if self.load_module is None:
-            raise ValueError(f"graph {self.name!r} came from a file: it has text, but no module")
+            raise ValueError(f"graph {self.name!r} was loaded from a file: it has text, but no module")
         return self.load_module()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, without the module."""
+        """The view as plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
         records = {"gemms": self.gemms, "collectives": self.collectives}
@@ -60,7 +60,7 @@ class GraphView:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that one backend compiled."""
+    """Everything that one backend compiled: what runs in FP8, what does not, and why."""
 
     graphs: list[GraphView]
     policy: Policy
@@ -80,18 +80,18 @@ class Report:
 
     @property
     def collectives(self) -> list[CollectiveRecord]:
-        """All collectives of all graphs: what each rank sends. Those of DDP and FSDP2 lie outside of the graphs."""
+        """All collectives of all graphs, and what each rank sends. Those of DDP and FSDP2 are outside the graphs."""
         return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
-        """Every kernel that Inductor generates for the target GPU, in order; generated when first asked for.
+        """Every kernel that Inductor generates for the target GPU, in order. The first access generates them.
 
         Raises:
-            ValueError: if this report is not ``explain``'s, or its target is not a GPU.
+            ValueError: if the report is not from ``explain``, or its target is not a GPU.
         """
         if self.load_kernels is None:
-            raise ValueError('only explain(model, ..., target="sm_90") (or another GPU) generates kernels to look at')
+            raise ValueError('only explain(model, ..., target="sm_90"), or another GPU as target, generates kernels')
         return self.load_kernels()
 
     @property
@@ -106,11 +106,11 @@ class Report:
         ]
 
     def check(self) -> None:
-        """Raise unless the user got what the rules ask for.
+        """Raise unless everything that the rules ask for runs in FP8.
 
         Raises:
-            Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (and was not
-                left by the profitability rule), a user's rule matched nothing, or code ran in eager.
+            Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (although it would
+                pay), a user's rule matched nothing, or code ran in eager.
         """
         problems = [
             f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}"
@@ -126,7 +126,7 @@ class Report:
             raise Fp8CoverageError("FP8 coverage check failed:\n  " + "\n  ".join(problems))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: JSON-ready."""
+        """The report as plain values, ready for JSON."""
         return {
             "graphs": [graph.to_dict() for graph in self.graphs],
             "policy": self._plain_policy(),
@@ -186,13 +186,13 @@ class Report:
             own = [c for c in self.collectives if c.direction == direction]
             if own:
                 sent = sum(c.bytes_sent for c in own)
-                lines.append(f"{direction}: {len(own)} collectives, of which each rank sends {size_text(sent)}")
+                lines.append(f"{direction}: {len(own)} collectives, in which each rank sends {size_text(sent)}")
         if self.weights:
             size = size_text(self.weight_bytes)
             lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
-        lines += [f"runs in eager, matmuls of its own in high precision: {frame}" for frame in self.skipped_frames]
+        lines += [f"runs in eager, with its own matmuls in high precision: {frame}" for frame in self.skipped_frames]
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
 

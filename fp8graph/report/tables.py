@@ -17,13 +17,13 @@ def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
 
 
 def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
-    """A line for each kind of GEMM in high precision: site, GEMM, how many, why."""
+    """One line per kind of GEMM in high precision: site, GEMM, how many, why."""
     _, *rows = gemm_rows(gemm for gemm in gemms if gemm.recipe is None)
     return [f"{site} {gemm} ({count}): {reason}" for site, count, _, gemm, *_, reason in rows]
 
 
 def size_text(number: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as text for people."""
     return f"{number / 2**10:.1f} KiB" if number < 2**20 else f"{number / 2**20:.1f} MiB"
 
 
@@ -31,7 +31,7 @@ HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execu
 
 
 def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of GEMM: layers that differ only in numbers of their names share a row."""
+    """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
     groups: dict[tuple[str, ...], int] = {}
     for gemm in gemms:
         a, b, out = gemm.dtypes

@@ -1,4 +1,4 @@
-"""Scaling state as plain tensors under plain names, and back."""
+"""The scaling state as plain tensors under plain names, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers_of(row: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def recipe_text(recipe: DelayedScaling) -> str:
-    """A recipe as a part of a name: its fields that differ from the defaults."""
+    """The part of a name that stands for a recipe: its fields that differ from the defaults."""
     fields = [(field.name, getattr(recipe, field.name), field.default) for field in dataclasses.fields(recipe)]
     changed = [f"{name}={_plain(value)}" for name, value, default in fields if value != default]
     return f"delayed({','.join(changed)})"
@@ -42,15 +42,15 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, tuple[Ten
     """The entries of a state dict by name, or a :class:`StateError` that says what is wrong with it."""
 
     def refuse(problem: str) -> StateError:
-        return StateError(f"this is no usable state dict of fp8graph: {problem}. Nothing was loaded.")
+        return StateError(f"not a valid fp8graph state dict: {problem}. Nothing was loaded.")
 
     if not isinstance(state_dict, Mapping | ScalingState):
-        raise refuse(f"a mapping is needed, not {type(state_dict).__name__}")
+        raise refuse(f"expected a mapping, not {type(state_dict).__name__}")
     version = dict(state_dict).get(VERSION_KEY)
     if not isinstance(version, Tensor) or version.numel() != 1:
         raise refuse(f"{VERSION_KEY!r} is missing")
     if int(version.item()) != VERSION:
-        raise refuse(f"it is of version {int(version.item())}, this fp8graph reads version {VERSION}")
+        raise refuse(f"it has version {int(version.item())}, but this fp8graph reads version {VERSION}")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in state_dict.items():
         if key == VERSION_KEY:
@@ -63,14 +63,14 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, tuple[Ten
         low_enough = value > 0 if field == "scale" else value >= 0
         bad = value[~(low_enough & (value <= FLT_MAX))]  # nan compares False
         if bad.numel():
-            raise refuse(f"{key!r} holds {bad[0].item()}")
+            raise refuse(f"{key!r} contains {bad[0].item()}")
         parts.setdefault(name, {})[field] = value.detach().cpu().clone()
     for name, fields in parts.items():
         if missing := set(_FIELDS) - fields.keys():
             raise refuse(f"it is truncated: {name} has no {missing.pop()}")
         length = _history_length(name)
         if fields["scale"].numel() != 1 or fields["amax_history"].numel() != length:
-            raise refuse(f"{name} has a history of {fields['amax_history'].numel()}, its recipe one of {length}")
+            raise refuse(f"{name} has a history of length {fields['amax_history'].numel()}, its recipe one of {length}")
     return {name: (fields["scale"], fields["amax_history"]) for name, fields in parts.items()}
 
 

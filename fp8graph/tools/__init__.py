@@ -1,1 +1,1 @@
-"""What looks at programs without running them, and the commands of the shell."""
+"""Tools: explain, which inspects a model without running it, and the other commands of the shell."""

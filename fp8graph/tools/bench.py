@@ -1,8 +1,8 @@
-"""``fp8graph bench``: what FP8 gains on this machine, and the numbers that the speed model decides with.
+"""``fp8graph bench``: measures what FP8 gains on this machine, and the rates that the speed model decides with.
 
-``calibrate`` measures what ``roofline.Speed`` states: the rates that large GEMMs reach, the bandwidth of a copy and the
+``calibrate`` measures the fields of ``speed.Speed``: the rates that large GEMMs reach, the bandwidth of a copy and the
 cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures what a
-user gets: forward and backward of one compiled linear, bf16 and FP8 in turns, beside what the model predicts.
+user gets, forward and backward of one compiled linear in bf16 and FP8 in turns, and gives the model's prediction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def fp8_gpu() -> torch.device:
     """The current GPU.
 
     Raises:
-        PolicyError: there is none, or none that multiplies FP8.
+        PolicyError: there is no GPU, or it does not multiply FP8.
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     found = hardware.of_device(device)
@@ -49,7 +49,7 @@ def fp8_gpu() -> torch.device:
 
 
 def elapsed(run: Callable[[], Any], iterations: int) -> float:
-    """Seconds of one call, over ``iterations`` calls in a row."""
+    """The seconds per call, over ``iterations`` consecutive calls."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
     wait()
     start = time.perf_counter()
@@ -60,7 +60,7 @@ def elapsed(run: Callable[[], Any], iterations: int) -> float:
 
 
 def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) -> float:
-    """Of one call: the fastest of ``rounds`` rounds (what disturbs a machine only makes it slower)."""
+    """The seconds per call in the fastest of ``rounds`` rounds (disturbances only make a machine slower)."""
     for _ in range(3):
         run()
     return min(elapsed(run, iterations) for _ in range(rounds))
@@ -68,7 +68,7 @@ def seconds(run: Callable[[], Any], *, rounds: int = 5, iterations: int = 10) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """What is measured so far of a device: a complete ``Speed``, and of which scalings it has the rates."""
+    """The measurements of a device so far: a complete ``Speed``, and the scalings whose rates are measured."""
 
     speed: Speed
     measured: tuple[Scaling, ...] = ()
@@ -76,11 +76,11 @@ class Calibration:
 
 
 def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
-    """Measure ``device``: first what every prediction needs, then one scaling after another, each with what was before.
+    """Measure ``device``: first what every prediction needs, then one scaling after another. Each yield is complete.
 
     Args:
-        size: of the square GEMMs; large, for the rate that large ones reach.
-        copy: bytes of the copy, many times the caches.
+        size: of the square GEMMs; large ones reach their full rate.
+        copy: bytes of the copy, many times the size of the caches.
     """
     flops = 2.0 * size**3
 
@@ -138,7 +138,7 @@ def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], 
 
 
 def describe(done: Calibration, found: Hardware) -> str:
-    """One line about what was measured last."""
+    """One line about the last measurement."""
     if done.failed:
         return f"left out: {done.failed}"
     speed, last = done.speed, done.measured[-1]
@@ -152,7 +152,7 @@ def describe(done: Calibration, found: Hardware) -> str:
 
 
 def write(path: Path, found: Hardware, done: Calibration) -> None:
-    """A file for ``Backend(target=path)`` and ``explain(..., target=path)``, with the rates that were measured."""
+    """Write a file for ``Backend(target=path)`` and ``explain(..., target=path)``, with the measured rates."""
     speed = dataclasses.asdict(done.speed)
     speed["rates"] = {name: done.speed.rates[name] for name in done.measured}
     values = {"target": found.name, "speed": speed, "torch": torch.__version__}
@@ -161,7 +161,7 @@ def write(path: Path, found: Hardware, done: Calibration) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearResult:
-    """Forward and backward of one linear."""
+    """The times of one linear, forward and backward."""
 
     tokens: int
     inputs: int
@@ -176,7 +176,7 @@ class LinearResult:
 def linears(
     device: torch.device, recipes: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES, *, rounds: int = 5
 ) -> Iterator[LinearResult]:
-    """Measure each linear [tokens, inputs] -> [tokens, outputs] under each recipe, beside bf16 and the prediction."""
+    """Measure each linear [tokens, inputs] -> [tokens, outputs] in bf16 and under each recipe; predict it too."""
     from fp8graph.backend import Backend
     from fp8graph.recipes.policy import Policy
 

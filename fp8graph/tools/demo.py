@@ -1,7 +1,7 @@
-"""``fp8graph demo``: one small Llama, trained twice from the same seed, in bf16 and in FP8, and compared.
+"""``fp8graph demo``: trains one small Llama twice from the same seed, in bf16 and in FP8, and compares the two.
 
-The text is what every Python installation has: the help topics of pydoc and the license. Byte-level tokens, so
-that nothing has to be downloaded.
+The training text is in every Python installation: the help topics of pydoc. Tokens are bytes, so nothing has to be
+downloaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERANCE = 0.02  # relative difference of those averages
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run."""
+    """One training run: the model, its losses and its times."""
 
     model: Any
     losses: list[float]
@@ -163,7 +163,7 @@ def run_demo(
     out: Path,
     judge: Callable[[Sequence[float], Sequence[float]], tuple[float, bool]] = verdict,
 ) -> int:
-    """Run everything and print it; returns the exit code: 1 if the two runs differ too much."""
+    """Run the demo and print the results; returns the exit code: 1 if the two runs differ too much."""
     console = Console()
     backend = Backend(recipe=recipe, compiler=compiler)
     out.mkdir(parents=True, exist_ok=True)
@@ -179,7 +179,7 @@ def run_demo(
         bf16 = train("bf16", build_model(seed), plain, data, console)
         fp8 = train("FP8 ", build_model(seed), backend, data, console)
 
-    console.rule("What was rewritten, and why not")
+    console.rule("What runs in FP8, and why the rest does not")
     console.print(str(backend.report), markup=False, highlight=False, soft_wrap=True)
     backend.report.check()
 
@@ -187,7 +187,7 @@ def run_demo(
     console.print(plot_terminal(bf16.losses, fp8.losses, console.width), markup=False, highlight=False)
     picture = out / "loss.png"
     plot_png(bf16.losses, fp8.losses, picture)
-    console.print(f"written to {picture}")
+    console.print(f"wrote {picture}")
 
     with torch.no_grad():
         reference = fp8.model(input_ids=data[-1]).logits
@@ -203,7 +203,7 @@ def run_demo(
             highlight=False,
         )
     console.print(f"difference {difference:+.2%} (at most {TOLERANCE:.0%} is fine)", highlight=False)
-    # Most of a trained model's logits is what is common to all tokens, and that survives any rounding.
+    # The mean over all tokens is most of a trained model's logits, and survives any rounding.
     common = reference.float().mean((0, 1))
     varying = sqnr_db(reference - common, quantized.logits - common)
     console.print(
@@ -220,7 +220,7 @@ def run_demo(
 
 @contextlib.contextmanager
 def quiet() -> Any:
-    """No warnings of torch and transformers between the progress bars."""
+    """Hide warnings of torch and transformers, which would tear the progress bars."""
     import logging
     import warnings
 

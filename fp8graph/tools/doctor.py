@@ -1,4 +1,4 @@
-"""``fp8graph doctor``: what this machine has, and what each architecture multiplies natively."""
+"""``fp8graph doctor``: shows what this machine has, and what each architecture multiplies natively."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
 
 
 def architectures() -> list[tuple[str, ...]]:
-    """A row per recipe, and the default recipe; a column per architecture: linears, then experts."""
+    """One row per recipe (linears, then experts) and one for the default recipe; one column per architecture."""
     devices = [hardware.from_target(name) for name in ARCHITECTURES]
     rows: list[tuple[str, ...]] = [("recipe", *ARCHITECTURES)]
     for name in RECIPE_NAMES:
@@ -41,7 +41,7 @@ def architectures() -> list[tuple[str, ...]]:
 
 
 def machine() -> list[tuple[str, str]]:
-    """What is on this machine, and what is missing."""
+    """What this machine has, and what it lacks."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     supported = (2, 11) <= (major, minor) <= (2, 15)
     rows = [
@@ -55,11 +55,11 @@ def machine() -> list[tuple[str, str]]:
         fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
         rows.append((str(device), f"{torch.cuda.get_device_name(device)}, {found.name}{fast}"))
     if not torch.cuda.is_available():
-        rows.append(("cuda", "no GPU: right numbers from torch's reference GEMM, no speed"))
+        rows.append(("cuda", "no GPU: torch's reference GEMM gives the right numbers, without the speed"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" works without'))
+    rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all there"))
+    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all installed"))
     here = hardware.of_machine()
     rows.append(("default recipe", f"{hardware.default_recipe(here)}, for {here.name}"))
     return rows

@@ -1,4 +1,4 @@
-"""``fp8graph.explain``: what would be rewritten, without weights, without a GPU, without compiling code."""
+"""``fp8graph.explain``: shows what would be rewritten, without weights, without a GPU, without compiling code."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def explain(
 
     Args:
         model: any module; a compiled one is unwrapped.
-        args, kwargs: the inputs of one call; only shapes and dtypes of tensors matter. Arguments of :class:`Backend`
-            among them (``target="sm_90"``, ``save="memory"``, ...) are settings: the report is of the program that
-            a backend with these settings runs.
+        args, kwargs: the inputs of one call; only the shapes and dtypes of tensors matter. Arguments of
+            :class:`Backend` among them (``target="sm_90"``, ``save="memory"``, ...) are settings: the report describes
+            the program that a backend with these settings runs.
         policy, recipe: see :class:`Backend`.
         training: trace forward and backward together, or forward only under ``no_grad``. Default: training if
             gradients are enabled here and some parameter requires one.
-        backend: take its policy and settings, in place of all of these.
+        backend: use its policy and settings instead of all of these.
 
     Raises:
-        ConfigError, UnsupportedRecipeError: (``ValueError``) for a policy or a setting that cannot be used.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for an invalid policy or setting.
     """
     arguments: dict[str, Any] = Settings.taken_from(kwargs)
     if backend is not None:
@@ -79,7 +79,7 @@ def explain(
 
 
 class Generating(Backend):
-    """A backend that generates code for a GPU that need not be there, and runs the graphs as they are."""
+    """A backend that generates code for a GPU that may be absent, and runs the graphs eagerly."""
 
     def __init__(self, policy: PolicyLike | None = None, **settings: Any) -> None:
         super().__init__(policy, **settings)
