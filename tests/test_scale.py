@@ -405,14 +405,14 @@ def test_published_figures() -> None:
     [
         ("pp=2", "unknown axis 'pp'. Axes: dp, fsdp, tp, and the switch sp."),
         ("", "unknown axis ''"),
-        ("dp", "dp='': a number is needed"),
-        ("dp=x", "dp='x': a number is needed"),
-        ("dp=-1", "dp='-1': a number is needed"),
-        ("dp=0", "mesh: dp=0: a whole number > 0 is needed."),
+        ("dp", "dp='' must be a whole number > 0."),
+        ("dp=x", "dp='x' must be a whole number > 0."),
+        ("dp=-1", "dp='-1' must be a whole number > 0."),
+        ("dp=0", "mesh: dp=0 must be a whole number > 0."),
         ("dp=2,dp=2", "dp is given twice"),
-        ("sp=2,tp=2", "sp='2': a number is needed (0 or 1)."),
+        ("sp=2,tp=2", "sp='2' must be 0 or 1."),
         ("dp=8,sp", "needs tp > 1"),
-        ("dp=16385", "has 16,385 GPUs; the model holds up to 16,384."),
+        ("dp=16385", "has 16,385 GPUs; the cost model supports up to 16,384."),
         ("dp=256,fsdp=16,tp=8", "has 32,768 GPUs"),
     ],
 )
@@ -504,8 +504,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     meshes = ["dp=2,fsdp=2,tp=2,sp", "dp=8"]
     assert main(["explain", str(tmp_path), "--seq", "128", "--mesh", *meshes]) == 0
     out = capsys.readouterr().out
-    assert "dp=2,fsdp=2,tp=2,sp: 8 GPUs, 512 tokens a step, 128 of each replica" in out
-    assert "dp=8,fsdp=1,tp=1: 8 GPUs, 1,024 tokens a step" in out
+    assert "dp=2,fsdp=2,tp=2,sp: 8 GPUs, 512 tokens per step, 128 per replica" in out
+    assert "dp=8,fsdp=1,tp=1: 8 GPUs, 1,024 tokens per step" in out
     assert out.count("Assumptions:") == 2
     rows = [line.split("  ")[0] for line in out.splitlines()]
     assert rows.count("blockwise") == 2
@@ -534,7 +534,7 @@ def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
     FAMILY.tiny(1).config.save_pretrained(tmp_path)
     assert main(["explain", str(tmp_path), "--seq", "32", "--mesh", "dp=8"]) == 2
-    assert "the cost model knows no experts" in capsys.readouterr().err
+    assert "the cost model does not support experts" in capsys.readouterr().err
 
 
 def test_one_gpu_sends_nothing() -> None:

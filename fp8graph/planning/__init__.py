@@ -1,4 +1,4 @@
-"""What a training step costs on many GPUs, before anything is compiled."""
+"""The cost of a training step on many GPUs, predicted before anything is compiled."""
 
 from fp8graph.planning.mesh import Mesh, Network
 from fp8graph.planning.step_cost import Plan, Step, plan

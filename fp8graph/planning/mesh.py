@@ -1,7 +1,7 @@
-"""Many GPUs: how a model is spread over them, and what connects them.
+"""Many GPUs: how a model is distributed over them, and the network between them.
 
-Sources: NVIDIA's H100 data sheet and DGX B200 user guide (NVLink 4 and 5: 450 and 900 GB/s a direction; one port of
-400 Gb/s a GPU between nodes); NCCL's src/graph/tuning.cc (rings and trees; 3.4 us a hop over NVLink, 14 us over the
+Sources: NVIDIA's H100 data sheet and DGX B200 user guide (NVLink 4 and 5: 450 and 900 GB/s per direction; one port of
+400 Gb/s per GPU between nodes); NCCL's src/graph/tuning.cc (rings and trees; 3.4 us per hop over NVLink, 14 us over the
 network). That collectives reach 80 % of NVLink and 90 % of the network is an assumption: nccl-tests measures it.
 """
 
@@ -33,15 +33,15 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, value in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)):
             if type(value) is not int or value < 1:
-                raise PolicyError(f"mesh: {axis}={value!r}: a whole number > 0 is needed.")
+                raise PolicyError(f"mesh: {axis}={value!r} must be a whole number > 0.")
         if type(self.sp) is not bool or (self.sp and self.tp == 1):
-            raise PolicyError("mesh: sp is True or False, and needs tp > 1: rows are sharded over tp's GPUs.")
+            raise PolicyError("mesh: sp must be True or False, and needs tp > 1: it shards rows over the GPUs of tp.")
         if self.gpus > MOST_GPUS:
-            raise PolicyError(f"mesh: {self} has {self.gpus:,} GPUs; the model holds up to {MOST_GPUS:,}.")
+            raise PolicyError(f"mesh: {self} has {self.gpus:,} GPUs; the cost model supports up to {MOST_GPUS:,}.")
 
     @staticmethod
     def parse(text: str) -> Mesh:
-        """From ``dp=4,fsdp=8,tp=8,sp``: axes in any order; ``sp`` alone is ``sp=1``."""
+        """The mesh that ``dp=4,fsdp=8,tp=8,sp`` describes: axes in any order; ``sp`` alone is ``sp=1``."""
         values: dict[str, Any] = {}
         for item in text.split(","):
             axis, _, number = item.strip().partition("=")
@@ -51,9 +51,8 @@ class Mesh:
                 raise PolicyError(f"--mesh {text}: {axis} is given twice.")
             number = "1" if item.strip() == "sp" else number
             if not number.isdecimal() or (axis == "sp" and number not in "01"):
-                raise PolicyError(
-                    f"--mesh {text}: {axis}={number!r}: a number is needed" + " (0 or 1)." * (axis == "sp")
-                )
+                wanted = "0 or 1" if axis == "sp" else "a whole number > 0"
+                raise PolicyError(f"--mesh {text}: {axis}={number!r} must be {wanted}.")
             values[axis] = number == "1" if axis == "sp" else int(number)
         return Mesh(**values)
 
@@ -62,7 +61,7 @@ class Mesh:
         return self.dp * self.fsdp * self.tp
 
     def group(self, axis: str) -> tuple[int, int]:
-        """(ranks, how far apart neighbours are) of the groups along ``axis``: one of the axes, or "all"."""
+        """The groups along ``axis`` (one of the axes, or "all"): their ranks, and the distance between neighbours."""
         strides = {"tp": 1, "fsdp": self.tp, "dp": self.tp * self.fsdp}
         return (self.gpus, 1) if axis == "all" else (getattr(self, axis), strides[axis])
 
@@ -72,7 +71,7 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What connects the GPUs. Bandwidths are what collectives reach, in bytes a second and direction."""
+    """The network between GPUs. Bandwidths are those that collectives reach, in bytes per second and direction."""
 
     name: str
     gpus_per_node: int = 8
@@ -88,11 +87,11 @@ class Network:
             number = type(value) is int or (type(value) is float and f.name != "gpus_per_node")
             least = 0 if f.name in ("overlap", "node_latency", "network_latency") else 1
             if not number or not least <= value < math.inf or (f.name == "overlap" and value > 1):
-                raise PolicyError(f"Network({f.name}={value!r}): a number >= {least} is needed, overlap at most 1.")
+                raise PolicyError(f"Network({f.name}={value!r}): must be a number >= {least}, overlap at most 1.")
 
     @staticmethod
     def of_target(target: str) -> Network:
-        """Of an "sm_XX", or what a calibration (``roofline.Speed.load``) has under "network" beside "speed"."""
+        """The network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``)."""
         name, values = target, None
         if target.endswith(".json"):
             name, _ = Speed.load(target)
@@ -103,10 +102,10 @@ class Network:
             raise PolicyError(f"{target}: network: {error}") from None
         except KeyError:
             known = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
-            raise PolicyError(f'{known}. Name a calibration with a "network" as target.') from None
+            raise PolicyError(f'{known}. Use a calibration file with a "network" as target.') from None
 
     def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
-        """The time of one collective: a ring, or for an all_reduce a tree where that has less latency."""
+        """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
         if ranks == 1:
             return 0.0
         together = min(ranks, max(1, self.gpus_per_node // stride))  # GPUs of the group in one node
@@ -120,7 +119,7 @@ class Network:
 
 
 def _network(name: str, nvlink: float) -> Network:
-    """Eight GPUs a node, 400 Gb/s a GPU: collectives reach 80 % of NVLink and 90 % of the network."""
+    """Eight GPUs per node, 400 Gb/s per GPU: collectives reach 80 % of NVLink and 90 % of the network."""
     return Network(name=name, node_bandwidth=0.8e9 * nvlink, network_bandwidth=0.9 * 50e9)
 
 

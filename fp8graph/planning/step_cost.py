@@ -1,10 +1,10 @@
-"""What a training step costs on many GPUs: its time and the bytes that each GPU sends, recipe by recipe.
+"""The cost of a training step on many GPUs: its time and the bytes that each GPU sends, per recipe.
 
     step = GEMMs + attention + what moves memory + the optimizer + communication that nothing hides
 
-GEMMs, with what quantizes their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8 where
-the policy allows it and it pays (``profit.py``), as the compiler decides; collectives (``traffic.py``) what
-``mesh.Network`` says. The rest is in ``Plan.assumptions``; docs/scale.md has results beside published figures.
+GEMMs, including the quantization of their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8
+if the policy allows it and it pays (``analysis/profit.py``), as in the compiler. Collectives (``workload.py``) take the
+time that ``mesh.Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares results with published ones.
 
 Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
 reach); tests/test_kernels.py for the bytes that the code of a Llama-3-8B layer moves beside GEMMs and attention.
@@ -38,7 +38,7 @@ _HEADER: Final = ("recipe", "step ms", "speedup", "tokens/s/GPU", "GEMMs ms", "o
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One recipe's step, in seconds, and what it sends."""
+    """The step of one recipe: its seconds, and its collectives."""
 
     recipe: str
     gemms: float  # with what quantizes their operands
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A training step on ``mesh``, high precision first, then by recipe."""
+    """The predicted training step on ``mesh``: in high precision first, then under each recipe."""
 
     mesh: Mesh
     speed: Speed
@@ -67,29 +67,31 @@ class Plan:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the numbers rest on."""
+        """The assumptions behind the numbers."""
         net, speed = self.network, self.speed
         return (
             f"{speed.name}: GEMMs reach {speed.bf16_flops / 1e12:.0f} TFLOP/s in bf16 and {speed.fp8_flops / 1e12:.0f} "
-            f"in FP8, memory {speed.bandwidth / 1e12:.2f} TB/s; attention half of bf16's rate, causal, in bf16.",
-            f"{net.name}: collectives reach {net.node_bandwidth / 1e9:.0f} GB/s a GPU within nodes of "
-            f"{net.gpus_per_node}, {net.network_bandwidth / 1e9:.0f} GB/s between them, in rings or, for all_reduce, "
-            f"trees; a hop takes {net.node_latency * 1e6:.1f} and {net.network_latency * 1e6:.1f} us, few bytes too.",
-            "One micro-batch a step, nothing recomputed, no pipeline or context parallelism; every rank is as fast.",
-            f"Beside GEMMs and attention {MOVED:.2f} times the numbers into and out of linears move through memory, a "
-            "third of it in forward, in all recipes alike; AdamW moves its state once.",
-            f"Communication over dp and fsdp hides behind {net.overlap:.0%} of the compute of its direction and slows "
-            "none of it; that over tp, and of amaxes, is exposed.",
+            f"in FP8, memory {speed.bandwidth / 1e12:.2f} TB/s; attention is causal, in bf16, at half the bf16 rate.",
+            f"{net.name}: collectives reach {net.node_bandwidth / 1e9:.0f} GB/s per GPU within nodes of "
+            f"{net.gpus_per_node} and {net.network_bandwidth / 1e9:.0f} GB/s between them, in rings or, for "
+            f"all_reduce, trees; a hop takes {net.node_latency * 1e6:.1f} and {net.network_latency * 1e6:.1f} us, even "
+            "for a few bytes.",
+            "A step has one micro-batch; nothing is recomputed; there is no pipeline or context parallelism; all ranks "
+            "are equally fast.",
+            f"Besides GEMMs and attention, {MOVED:.2f} times as many values move through memory as go into and out of "
+            "linears, a third of them in forward, under every recipe; AdamW moves its state once.",
+            f"Communication over dp and fsdp hides behind up to {net.overlap:.0%} of the compute of its direction and "
+            "does not slow it; communication over tp, and of amaxes, is exposed.",
             "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once, "
-            "in the parameters' dtype: its hooks are outside of the graphs. Delayed "
+            "in the parameters' dtype: its hooks are outside the graphs. Delayed "
             "scaling reduces all amaxes of a step at once, over all GPUs.",
             "Linears of one module that read one tensor share its collectives and are multiplied as one; logits stay "
             "sharded over tp (the loss is computed on the shards).",
-            "Under sp what is gathered for GEMMs in FP8 travels in FP8 if it has one scale (tensorwise, delayed).",
+            "With sp, tensors gathered for GEMMs in FP8 are sent in FP8 if they have one scale (tensorwise, delayed).",
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: JSON-ready. Seconds, and bytes a GPU and step."""
+        """The plan as plain values, ready for JSON: seconds, and bytes per GPU and step."""
         own = ("tokens", "state_bytes", "copy_bytes", "gather_saving", "assumptions")
         parts = ("recipe", "seconds", "gemms", "others", "exposed", "communication")
         steps: list[dict[str, Any]] = []
@@ -106,7 +108,7 @@ class Plan:
         }
 
     def sent(self, step: Step) -> dict[str, int]:
-        """Bytes that each GPU sends, by what and how."""
+        """The bytes that each GPU sends, by purpose, collective, axis and dtype."""
         sent: dict[str, int] = {}
         for c, count in step.collectives.items():
             key = f"{c.purpose}: {c.kind} over {c.axis}, {c.dtype}"
@@ -121,21 +123,23 @@ class Plan:
             rate = f"{self.tokens / step.seconds / self.mesh.tp:,.0f}"
             times.append((step.recipe, total, f"{first.seconds / step.seconds:.2f}", rate, *parts))
         sent = [self.sent(step) for step in self.steps]
-        rows = [("sent by each GPU, MB a step", *(step.recipe for step in self.steps))]
+        rows = [("sent by each GPU, MB per step", *(step.recipe for step in self.steps))]
         for key in dict.fromkeys(key for found in sent for key in found):
             rows.append((key, *(f"{found[key] / 1e6:,.3f}" if key in found else "-" for found in sent)))
         rows.append(("all", *(f"{sum(found.values()) / 1e6:,.3f}" for found in sent)))
         lines = [
-            f"{self.mesh}: {self.mesh.gpus:,} GPUs, {tokens:,} tokens a step, {self.tokens:,} of each replica",
+            f"{self.mesh}: {self.mesh.gpus:,} GPUs, {tokens:,} tokens per step, {self.tokens:,} per replica",
             "",
             *aligned(times, ruled=True),
             "",
             *aligned(rows, ruled=True),
             "",
             f"On each GPU: {self.state_bytes / 1e9:,.1f} GB of parameters, gradients and AdamW's moments (FP32), "
-            f"{self.copy_bytes / 1e9:,.1f} GB of FP8 weights; activations beside them.",
+            f"{self.copy_bytes / 1e9:,.1f} GB of FP8 weights; activations are not included.",
         ]
-        saving = f"Weights gathered in FP8 would be {self.gather_saving / 1e6:,.0f} MB less to send; it is not done."
+        saving = (
+            f"Gathering weights in FP8 would send {self.gather_saving / 1e6:,.0f} MB less; fp8graph does not do that."
+        )
         lines += [saving] if self.gather_saving else []
         return "\n".join([*lines, "", "Assumptions:", *(f"* {text}" for text in self.assumptions)])
 
@@ -143,7 +147,7 @@ class Plan:
 def decide(
     work: Workload, mesh: Mesh, speed: Speed, recipe: Recipe | None
 ) -> tuple[dict[str, set[str]], dict[str, float]]:
-    """By linear the GEMMs that run in FP8; by direction the seconds that all GEMMs take, quantization included."""
+    """The GEMMs that run in FP8, by linear; and the seconds of all GEMMs and quantizations, by direction."""
     fp8, seconds = {linear.fqn: set[str]() for linear in work.linears}, {"forward": 0.0, "backward": 0.0}
     families: dict[Any, list[Linear]] = {}
     for linear in work.linears:
@@ -222,7 +226,7 @@ def _step(
 
 
 def _others(work: Workload, mesh: Mesh, speed: Speed) -> tuple[dict[str, float], float]:
-    """Seconds of attention and of what moves memory, by direction; seconds of the optimizer."""
+    """The seconds of attention and memory traffic, by direction; and the seconds of the optimizer."""
     rows = mesh.tp if mesh.sp else 1
     numbers = 0.0
     for linear in work.linears:
@@ -244,16 +248,16 @@ def plan(
     """Predict the step of ``work`` on ``mesh`` in high precision and under each of ``recipes``.
 
     Args:
-        work: ``traffic.of_model``'s, or one of your own.
-        mesh, hardware, network: on what.
-        recipes: default: those of ``RECIPES`` that the hardware multiplies.
+        work: from ``workload.of_model``, or one of your own.
+        mesh, hardware, network: the GPUs that it runs on.
+        recipes: by default those of ``RECIPES`` that the hardware multiplies.
 
     Raises:
         PolicyError: (a ``ValueError``) for hardware of unknown speed, a recipe that it does not multiply, and a mesh
             that does not divide ``work``.
     """
     if (speed := hardware.speed) is None:
-        raise PolicyError(f"mesh: the speed of {hardware.name!r} is not known; name a GPU, target='sm_90' for one.")
+        raise PolicyError(f"mesh: the speed of {hardware.name!r} is not known. Name a GPU, for example target='sm_90'.")
     work.check(mesh)
     high = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(work.dtype), "fp32")
     step, _ = _step(work, mesh, speed, network, high, None)
@@ -264,7 +268,7 @@ def plan(
             steps.append(step)
             quantized |= {name for name, gemms in fp8.items() if gemms & {"fprop", "dgrad"}}
         elif recipes is not None:
-            raise PolicyError(f"mesh: {hardware.name} emulates {recipe.name}: there is no speed to predict.")
+            raise PolicyError(f"mesh: {hardware.name} emulates {recipe.name}, so there is no speed to predict.")
     weights = [name for name in work.parameters if name.removesuffix(".weight") in quantized]
     saving = 0
     for unit, elements in fsdp_units(work, mesh, weights).items():  # all but one byte of each

@@ -1,4 +1,4 @@
-"""What a training step multiplies and sends: its linears, its parameters, its collectives. Counts, no time.
+"""The linears, parameters and collectives of a training step. It counts them; times are in ``step_cost.py``.
 
 tests/test_scale.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and sequence parallelism.
 Source: Megatron-LM (arXiv 2205.05198) for tensor and sequence parallelism; torch's FSDP2 for its padding.
@@ -40,7 +40,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A training step of one replica."""
+    """One training step of one replica: its linears, parameters and sharding plan."""
 
     linears: tuple[Linear, ...]
     parameters: Mapping[str, tuple[int, ...]]  # name -> shape
@@ -52,21 +52,21 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """Of one replica: the rows of its linears."""
+        """The tokens of one replica: the rows of its linears."""
         return max(linear.m for linear in self.linears)
 
     def style(self, fqn: str) -> str:
-        """One of ``_STYLES``, or "" for a layer that every rank of tp has whole."""
+        """How tp shards a layer: one of ``_STYLES``, or "" if every rank has all of it."""
         value = self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn), "")
         return next((style for style in _STYLES if value.startswith(style)), "")
 
     def reads(self, linear: Linear) -> tuple[Any, ...]:
-        """Equal for linears that read one tensor: column-parallel ones of one module (q, k, v; gate, up)."""
+        """A key that linears share if they read one tensor: column-parallel ones of one module (q, k, v; gate, up)."""
         shared = self.style(linear.fqn) == "colwise"
         return (linear.fqn.rpartition(".")[0], linear.m, linear.k) if shared else (linear.fqn,)
 
     def local(self, linear: Linear, mesh: Mesh) -> Linear:
-        """What one rank multiplies."""
+        """The part of ``linear`` that one rank multiplies."""
         style, tp = self.style(linear.fqn), mesh.tp
         if style == "colwise":
             return dataclasses.replace(linear, n=linear.n // tp)
@@ -75,7 +75,7 @@ class Workload:
         return dataclasses.replace(linear, m=linear.m // (tp if mesh.sp else 1))
 
     def shape(self, name: str, tp: int = 1) -> tuple[int, ...]:
-        """Of a parameter, on a rank of ``tp``."""
+        """The shape of a parameter on one rank of ``tp``."""
         first, *others = self.parameters[name] or (1,)
         module, _, kind = name.rpartition(".")
         style = self.style(module)
@@ -86,7 +86,7 @@ class Workload:
         return first, *others
 
     def check(self, mesh: Mesh) -> None:
-        """Raise ``PolicyError`` unless ``mesh.tp`` divides all that it shards."""
+        """Raise ``PolicyError`` unless ``mesh.tp`` divides everything that it shards."""
         if mesh.tp == 1:
             return
         if not any(self.style(linear.fqn) == "rowwise" for linear in self.linears):
@@ -105,7 +105,7 @@ class Workload:
 def of_model(model: Any, report: Report, seq: int) -> Workload:
     """The step of a Hugging Face model, from ``explain(model, training=True)`` with sequences of ``seq`` tokens."""
     if experts := [gemm.fqn for gemm in report.gemms if gemm.op == "grouped_mm"]:
-        raise PolicyError(f"mesh: {experts[0]}: the cost model knows no experts, and no expert parallelism.")
+        raise PolicyError(f"mesh: {experts[0]}: the cost model does not support experts (MoE).")
     allowed: dict[str, set[str]] = {}
     for gemm in report.gemms:
         if gemm.recipe is not None or gemm.by_profitability:
@@ -134,7 +134,7 @@ def of_model(model: Any, report: Report, seq: int) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a step, ``payload`` (bytes) as ``wire.bytes_sent`` wants it."""
+    """One collective of a step, with its ``payload`` in bytes as ``ir.collectives.bytes_sent`` counts it."""
 
     purpose: str  # "weights", "gradients", "activations" or "amaxes"
     kind: str
@@ -145,7 +145,7 @@ class Collective:
 
     @property
     def overlaps(self) -> bool:
-        """Whether compute can hide it: communication of parameters can, what the next kernel waits for cannot."""
+        """Whether compute can hide it: it can hide communication of parameters, not what the next kernel waits for."""
         return self.axis in ("dp", "fsdp")
 
 
@@ -155,9 +155,9 @@ def collectives(
     """The collectives of one step, and how many there are of each.
 
     Args:
-        work, mesh: what is trained, on what.
+        work, mesh: the step, and the GPUs it runs on.
         recipe: of the GEMMs in FP8.
-        fp8: by the name of a linear those of its GEMMs that run in FP8 (``scale.decide``).
+        fp8: the GEMMs that run in FP8, by the name of their linear (``step_cost.decide``).
     """
     found = [*_of_parameters(work, mesh), *_of_activations(work, mesh, recipe, fp8 or {})]
     return Counter(collective for collective in found if mesh.group(collective.axis)[0] > 1)
@@ -186,7 +186,7 @@ def _of_parameters(work: Workload, mesh: Mesh) -> Iterator[Collective]:
 
 
 def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:
-    """The elements that are gathered together: by layer (the module up to the first number), the rest under ""."""
+    """The number of elements gathered together, by layer (the module up to the first number); "" has the rest."""
     units: dict[str, int] = {}
     for name in work.parameters if names is None else names:
         first, *others = work.shape(name, mesh.tp)
@@ -216,7 +216,7 @@ def _of_activations(
     amax = functools.partial(one, purpose="amaxes", kind="all_reduce", dtype="float32")
 
     def gathered(direction: str, numbers: int, narrow: bool) -> Iterator[Collective]:
-        """One scale for the whole tensor serves both layouts; scales of rows and tiles would have to travel twice."""
+        """One scale for the whole tensor serves both layouts; scales of rows and tiles would have to be sent twice."""
         narrow = narrow and scaling in ("tensor", "delayed")
         if narrow and scaling == "tensor":  # the scale is that of the whole tensor
             yield amax(direction=direction, payload=4)
