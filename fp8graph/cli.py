@@ -104,7 +104,7 @@ def _explain(options: argparse.Namespace) -> int:
     import torch
 
     from fp8graph.backend import Backend
-    from fp8graph.errors import PolicyError
+    from fp8graph.errors import ConfigError
     from fp8graph.tools.explain import explain
 
     if options.mesh is not None:
@@ -125,7 +125,7 @@ def _explain(options: argparse.Namespace) -> int:
         for view in report.graphs:
             stages = {"before": view.before, "after": view.after, **view.stages}
             if options.graph not in stages:
-                raise PolicyError(f"no stage {options.graph!r}. Stages: {', '.join(stages)}.")
+                raise ConfigError(f"no stage {options.graph!r}. Stages: {', '.join(stages)}.")
             print(f"# {view.name}\n{stages[options.graph]}")
     else:
         print(report)
@@ -137,13 +137,13 @@ def _plan(options: argparse.Namespace) -> int:
 
     from fp8graph import hardware
     from fp8graph.backend import Backend
-    from fp8graph.errors import PolicyError
+    from fp8graph.errors import ConfigError
     from fp8graph.planning import step_cost, workload
     from fp8graph.planning.mesh import Mesh, Network
     from fp8graph.tools.explain import explain
 
     if options.inference or options.html is not None or options.graph is not None:
-        raise PolicyError("--mesh predicts a training step: it cannot be combined with --inference, --html or --graph.")
+        raise ConfigError("--mesh predicts a training step: it cannot be combined with --inference, --html or --graph.")
     meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
     device, network = hardware.from_target(target), Network.of_target(target)
     recipes = None if options.recipe is None else (options.recipe,)
@@ -162,7 +162,7 @@ def _meta_model(name: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fp8graph.errors import PolicyError
+    from fp8graph.errors import ConfigError
 
     path = Path(name)
     try:
@@ -175,7 +175,7 @@ def _meta_model(name: str) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except (ValueError, OSError, KeyError) as error:
         reason = str(error).splitlines()[0][:200]
-        raise PolicyError(f"cannot build a causal language model from {name!r}: {reason}") from None
+        raise ConfigError(f"cannot build a causal language model from {name!r}: {reason}") from None
 
 
 def _bench(options: argparse.Namespace) -> int:
@@ -183,14 +183,14 @@ def _bench(options: argparse.Namespace) -> int:
     from rich.table import Table
 
     from fp8graph import hardware
-    from fp8graph.errors import PolicyError
+    from fp8graph.errors import ConfigError
     from fp8graph.recipes import resolve_recipe
     from fp8graph.tools import bench
 
     for recipe in options.recipe:
         resolve_recipe(recipe)
     if options.calibrate is not None and options.calibrate.suffix != ".json":
-        raise PolicyError(f"{options.calibrate}: a calibration file must end in .json.")
+        raise ConfigError(f"{options.calibrate}: a calibration file must end in .json.")
     device = bench.fp8_gpu()
     found = hardware.of_device(device)
     if options.calibrate is not None:

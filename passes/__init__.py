@@ -1,7 +1,7 @@
 """The passes, one a file. This list is the pipeline, and the only statement of its order.
 
 A pass is a function ``(graph, compilation) -> None`` that takes a valid graph and leaves a valid one
-(``fp8graph.spec``). To add one: write ``passes/<name>.py`` with its docstring ``before -> after``, put it in
+(``fp8graph.ir.verify``). To add one: write ``passes/<name>.py`` with its docstring ``before -> after``, put it in
 the list, and give it a text test in ``tests/passes/``.
 """
 

@@ -10,7 +10,7 @@
                                         y  = to(bmm(dequantize(qa), dequantize(qb)), bf16)
 
 Sizes that cuBLAS cannot take (``hardware.alignment``) are padded inside the quantize, and the result is sliced
-(and copied if it leaves the graph, or a view is impossible: ``graph.take_place``). A
+(and copied if it leaves the graph, or a view is impossible: ``edit.take_place``). A
 bias goes into the GEMM where cuBLAS adds it (bf16 or fp16 result, n not padded), else it is added after. Gradients
 carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe in
 the plan are not touched.

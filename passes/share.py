@@ -4,7 +4,7 @@
     q2 = quantize(view(h, [M, K]), rowwise)     # k_proj, forward        ->   q = quantize(h, rowwise, columnwise)
     q3 = quantize(view(h, [M, K]), columnwise)  # wgrad, backward
 
-Equal means: the same tensor (seen through views and repeated casts, ``graph.value_key``), the same quantizer,
+Equal means: the same tensor (seen through views and repeated casts, ``same_value.value_key``), the same quantizer,
 and for a layout that both ask for the same padding. The merged node stands where the first one stood, so what
 backward needs of a forward tensor is made in forward, in the same pass over the data, and saved as FP8.
 Refuses (keeps apart) quantize nodes of two recipes, and of two paddings of one layout.

@@ -106,7 +106,7 @@ def test_speeds_are_checked(change: dict[str, object]) -> None:
         "name": "x", "bf16_flops": 1.0, "fp32_flops": 1.0, "fp8_flops": 2.0, "fp4_flops": 2.0, "bandwidth": 1.0,
         "launch": 1e-6,
     }  # fmt: skip
-    with pytest.raises(fp8graph.PolicyError, match="a number > 0|give one number"):
+    with pytest.raises(fp8graph.ConfigError, match="a number > 0|give one number"):
         Speed(**(values | change))  # pyright: ignore[reportArgumentType]
 
 

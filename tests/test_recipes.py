@@ -203,7 +203,7 @@ def test_names_that_cannot_be_registered(name: str, recipe: Any, message: str) -
 def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
     """Every recipe class that is public can be written in a policy file."""
     public = {name for name, value in vars(fp8graph).items() if isinstance(value, type) and issubclass(value, Recipe)}
-    assert public == set(registry._TYPES)
+    assert public - {"Recipe"} == set(registry._TYPES)  # the base of all
 
 
 def test_the_defaults_of_the_other_recipes() -> None:

@@ -370,7 +370,7 @@ def test_a_rate_that_was_not_measured_is_the_constant(tmp_path: Path) -> None:
     assert speed.rates == {**RATES, "row": 0.7}
     _, speed = Speed.load(written(tmp_path / "graphs.json", host_launch=0))
     assert speed.host_launch == 0
-    with pytest.raises(fp8graph.PolicyError, match="give one number for each of tensor"):
+    with pytest.raises(fp8graph.ConfigError, match="give one number for each of tensor"):
         Speed.load(written(tmp_path / "unknown.json", rates={"rowise": 0.9}))
 
 
@@ -390,7 +390,7 @@ def test_a_bad_table(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "bad.json"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(fp8graph.PolicyError, match=r"bad\.json: not a calibration"):
+    with pytest.raises(fp8graph.ConfigError, match=r"bad\.json: not a calibration"):
         fp8graph.Backend(target=str(path))
 
 

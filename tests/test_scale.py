@@ -439,16 +439,16 @@ def test_the_largest_mesh() -> None:
     ],
 )
 def test_what_tp_must_divide(mesh: str, message: str) -> None:
-    with pytest.raises(fp8graph.PolicyError, match=message):
+    with pytest.raises(fp8graph.ConfigError, match=message):
         plan(llama_8b(seq=100), mesh)
 
 
 def test_sizes_that_tp_must_divide() -> None:
     work = llama(hidden=256, inner=510, layers=1, heads=4, kv_heads=4, vocabulary=64, seq=128)
-    with pytest.raises(fp8graph.PolicyError, match=r"the 510 outputs of model\.layers\.0\.mlp\.gate_proj"):
+    with pytest.raises(fp8graph.ConfigError, match=r"the 510 outputs of model\.layers\.0\.mlp\.gate_proj"):
         plan(work, "tp=4")
     without = Workload(linears=work.linears, parameters=work.parameters)
-    with pytest.raises(fp8graph.PolicyError, match="no plan for it"):
+    with pytest.raises(fp8graph.ConfigError, match="no plan for it"):
         plan(without, "tp=2")
     assert plan(without, "dp=2").steps
 
@@ -457,11 +457,11 @@ def test_hardware_and_recipes() -> None:
     work = llama_8b()
     blackwell = plan(work, "dp=8", hardware=hardware.from_target("sm_100"), network=Network.of_target("sm_100"))
     assert [step.recipe for step in blackwell.steps] == ["bf16", "tensorwise", "delayed", "rowwise", "mxfp8"]
-    with pytest.raises(fp8graph.PolicyError, match="sm_90 emulates mxfp8"):
+    with pytest.raises(fp8graph.ConfigError, match="sm_90 emulates mxfp8"):
         plan(work, "dp=8", recipes=["mxfp8"])
-    with pytest.raises(fp8graph.PolicyError, match="the speed of 'sm_80' is not known"):
+    with pytest.raises(fp8graph.ConfigError, match="the speed of 'sm_80' is not known"):
         plan(work, "dp=8", hardware=hardware.from_target("sm_80"))
-    with pytest.raises(fp8graph.PolicyError, match="no network is known for sm_89"):
+    with pytest.raises(fp8graph.ConfigError, match="no network is known for sm_89"):
         Network.of_target("sm_89")
 
 
@@ -478,7 +478,7 @@ def test_hardware_and_recipes() -> None:
 )
 def test_a_wrong_network(wrong: dict[str, Any], message: str) -> None:
     values: dict[str, Any] = {"name": "n", "node_bandwidth": 1e9, "network_bandwidth": 1e9} | wrong
-    with pytest.raises(fp8graph.PolicyError, match=message):
+    with pytest.raises(fp8graph.ConfigError, match=message):
         Network(**values)
 
 
@@ -495,7 +495,7 @@ def test_a_measured_network(tmp_path: Path) -> None:
     assert Network.of_target(str(path)) == NETWORK
     for wrong in ({"name": "x"}, 5, {**network, "color": "green"}):
         path.write_text(json.dumps({"target": "sm_90", "speed": speed, "network": wrong}))
-        with pytest.raises(fp8graph.PolicyError, match=r"mine\.json: network: "):
+        with pytest.raises(fp8graph.ConfigError, match=r"mine\.json: network: "):
             Network.of_target(str(path))
 
 

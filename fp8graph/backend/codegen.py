@@ -73,7 +73,7 @@ def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.Grap
 
 
 def add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any]) -> list[Any]:
-    """Append graph inputs for passes to take (``sites.SpareInputs``); returns the fake tensors to trace with."""
+    """Append graph inputs for passes to take (``extra_inputs.SpareInputs``); returns the fake tensors to trace with."""
     if not number:
         return []
     mode = detect_fake_mode(list(inputs)) or TracingContext.get().fake_mode

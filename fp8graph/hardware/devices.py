@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from fp8graph.compat import torch_build
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.hardware.speed import Speed, of_target
 from fp8graph.recipes import Quantizer, Scaling
 
@@ -107,7 +107,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
     """The hardware named by ``target``: "cpu", "sm_XX", or the path of a calibration (``Speed.load``).
 
     Raises:
-        PolicyError: (a ``ValueError``) for anything else.
+        ConfigError: (a ``ValueError``) for anything else.
     """
     if target == "cpu":
         return Hardware(name="cpu", scalings=torch_build.CPU_SCALINGS)
@@ -116,7 +116,7 @@ def from_target(target: str, device_name: str = "") -> Hardware:
         return replace(from_target(target), speed=speed)
     match = re.fullmatch(r"sm_(\d+)(\d)a?", target) if isinstance(target, str) else None
     if match is None:
-        raise PolicyError(f"target must be 'cpu', like 'sm_90', or a calibration FILE.json, not {target!r}.")
+        raise ConfigError(f"target must be 'cpu', like 'sm_90', or a calibration FILE.json, not {target!r}.")
     major, minor = int(match[1]), int(match[2])
     scalings: set[Scaling] = set()
     if (major, minor) >= (8, 9):

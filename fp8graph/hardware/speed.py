@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 
 # The share of the per-tensor rate that GEMMs with more scales reach (Transformer Engine's and DeepGEMM's figures).
 # mxfp8: what is left to the GEMMs of the 10 % by which one scale per tensor trains a dense Llama 3.1 405B faster on
@@ -37,10 +37,10 @@ class Speed:
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:-1]}
         if set(self.rates) != set(RATES):
-            raise PolicyError(f"Speed(rates=...): give one number for each of {', '.join(RATES)}.")
+            raise ConfigError(f"Speed(rates=...): give one number for each of {', '.join(RATES)}.")
         for name, value in (*numbers.items(), *self.rates.items()):
             if type(value) not in (int, float) or not (value > 0 or (name == "host_launch" and value == 0)):
-                raise PolicyError(f"Speed({name}={value!r}): {name} must be a number > 0.")
+                raise ConfigError(f"Speed({name}={value!r}): {name} must be a number > 0.")
 
     @staticmethod
     def load(path: str | Path) -> tuple[str, Speed]:
@@ -50,7 +50,7 @@ class Speed:
         "host_launch" gets the default.
 
         Raises:
-            PolicyError: the file is missing, is not a calibration, or has a rate for an unknown scaling.
+            ConfigError: the file is missing, is not a calibration, or has a rate for an unknown scaling.
         """
         try:
             values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -58,7 +58,7 @@ class Speed:
             speed["rates"] = {**RATES, **speed.get("rates", {})}
             return values["target"], Speed(**speed)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PolicyError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
+            raise ConfigError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
 
     def replayed(self) -> Speed:
         """The same speed in a CUDA graph, where the host launches nothing."""

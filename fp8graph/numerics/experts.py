@@ -83,7 +83,7 @@ def quantize_groups(
     row: int,
     offs: Tensor | None,
 ) -> list[Tensor]:
-    """:func:`fp8graph.numerics.quantize_layouts` of one operand of a grouped matmul; outputs as there, but:
+    """:func:`quantization.quantize_layouts` of one operand of a grouped matmul; outputs as there, but:
 
     * ``x`` [experts, n, k] and no ``offs``: scales of tensors, ``scale_inv`` [experts].
     * ``x`` [t, c] and ``offs``: ``scale_inv`` [experts] for scales of tensors; columnwise scales [experts, c] for

@@ -116,7 +116,7 @@ def quantize_layouts(
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
         more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); each a multiple of tiles and
             of what sizes are padded to.
-        offs, per_matrix: an operand of a grouped matmul, see :func:`fp8graph.groups.quantize_groups`: the rows of ``x``
+        offs, per_matrix: an operand of a grouped matmul, see :func:`experts.quantize_groups`: the rows of ``x``
             fall into groups; or ``x`` [experts, rows, columns] and scales of tensors are one for each expert.
     """
     if offs is not None or (per_matrix and scaling == "tensor"):

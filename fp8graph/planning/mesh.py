@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.hardware.speed import Speed
 from fp8graph.ir.collectives import bytes_sent
 
@@ -33,11 +33,11 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, value in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)):
             if type(value) is not int or value < 1:
-                raise PolicyError(f"mesh: {axis}={value!r} must be a whole number > 0.")
+                raise ConfigError(f"mesh: {axis}={value!r} must be a whole number > 0.")
         if type(self.sp) is not bool or (self.sp and self.tp == 1):
-            raise PolicyError("mesh: sp must be True or False, and needs tp > 1: it shards rows over the GPUs of tp.")
+            raise ConfigError("mesh: sp must be True or False, and needs tp > 1: it shards rows over the GPUs of tp.")
         if self.gpus > MOST_GPUS:
-            raise PolicyError(f"mesh: {self} has {self.gpus:,} GPUs; the cost model supports up to {MOST_GPUS:,}.")
+            raise ConfigError(f"mesh: {self} has {self.gpus:,} GPUs; the cost model supports up to {MOST_GPUS:,}.")
 
     @staticmethod
     def parse(text: str) -> Mesh:
@@ -46,13 +46,13 @@ class Mesh:
         for item in text.split(","):
             axis, _, number = item.strip().partition("=")
             if axis not in ("dp", "fsdp", "tp", "sp"):
-                raise PolicyError(f"--mesh {text}: unknown axis {axis!r}. Axes: dp, fsdp, tp, and the switch sp.")
+                raise ConfigError(f"--mesh {text}: unknown axis {axis!r}. Axes: dp, fsdp, tp, and the switch sp.")
             if axis in values:
-                raise PolicyError(f"--mesh {text}: {axis} is given twice.")
+                raise ConfigError(f"--mesh {text}: {axis} is given twice.")
             number = "1" if item.strip() == "sp" else number
             if not number.isdecimal() or (axis == "sp" and number not in "01"):
                 wanted = "0 or 1" if axis == "sp" else "a whole number > 0"
-                raise PolicyError(f"--mesh {text}: {axis}={number!r} must be {wanted}.")
+                raise ConfigError(f"--mesh {text}: {axis}={number!r} must be {wanted}.")
             values[axis] = number == "1" if axis == "sp" else int(number)
         return Mesh(**values)
 
@@ -87,7 +87,7 @@ class Network:
             number = type(value) is int or (type(value) is float and f.name != "gpus_per_node")
             least = 0 if f.name in ("overlap", "node_latency", "network_latency") else 1
             if not number or not least <= value < math.inf or (f.name == "overlap" and value > 1):
-                raise PolicyError(f"Network({f.name}={value!r}): must be a number >= {least}, overlap at most 1.")
+                raise ConfigError(f"Network({f.name}={value!r}): must be a number >= {least}, overlap at most 1.")
 
     @staticmethod
     def of_target(target: str) -> Network:
@@ -99,10 +99,10 @@ class Network:
         try:
             return Network(**values) if values is not None else _NETWORKS[name.removesuffix("a")]
         except TypeError as error:
-            raise PolicyError(f"{target}: network: {error}") from None
+            raise ConfigError(f"{target}: network: {error}") from None
         except KeyError:
             known = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
-            raise PolicyError(f'{known}. Use a calibration file with a "network" as target.') from None
+            raise ConfigError(f'{known}. Use a calibration file with a "network" as target.') from None
 
     def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
         """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""

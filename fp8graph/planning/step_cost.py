@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.hardware.speed import Speed
@@ -253,11 +253,11 @@ def plan(
         recipes: by default those of ``RECIPES`` that the hardware multiplies.
 
     Raises:
-        PolicyError: (a ``ValueError``) for hardware of unknown speed, a recipe that it does not multiply, and a mesh
+        ConfigError: (a ``ValueError``) for hardware of unknown speed, a recipe that it does not multiply, and a mesh
             that does not divide ``work``.
     """
     if (speed := hardware.speed) is None:
-        raise PolicyError(f"mesh: the speed of {hardware.name!r} is not known. Name a GPU, for example target='sm_90'.")
+        raise ConfigError(f"mesh: the speed of {hardware.name!r} is not known. Name a GPU, for example target='sm_90'.")
     work.check(mesh)
     high = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(work.dtype), "fp32")
     step, _ = _step(work, mesh, speed, network, high, None)
@@ -268,7 +268,7 @@ def plan(
             steps.append(step)
             quantized |= {name for name, gemms in fp8.items() if gemms & {"fprop", "dgrad"}}
         elif recipes is not None:
-            raise PolicyError(f"mesh: {hardware.name} emulates {recipe.name}, so there is no speed to predict.")
+            raise ConfigError(f"mesh: {hardware.name} emulates {recipe.name}, so there is no speed to predict.")
     weights = [name for name in work.parameters if name.removesuffix(".weight") in quantized]
     saving = 0
     for unit, elements in fsdp_units(work, mesh, weights).items():  # all but one byte of each

@@ -13,13 +13,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.planning.mesh import Mesh
-from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
+from fp8graph.recipes import GEMM_OPERANDS, GEMMS, DelayedScaling, GemmName, Recipe
 from fp8graph.recipes.policy import MIN_SPEEDUP
 from fp8graph.report import Report
 
@@ -86,11 +86,11 @@ class Workload:
         return first, *others
 
     def check(self, mesh: Mesh) -> None:
-        """Raise ``PolicyError`` unless ``mesh.tp`` divides everything that it shards."""
+        """Raise ``ConfigError`` unless ``mesh.tp`` divides everything that it shards."""
         if mesh.tp == 1:
             return
         if not any(self.style(linear.fqn) == "rowwise" for linear in self.linears):
-            raise PolicyError("mesh: tp > 1, but the model's config has no plan for it (base_model_tp_plan).")
+            raise ConfigError("mesh: tp > 1, but the model's config has no plan for it (base_model_tp_plan).")
         sizes = {f"the {size} {name}": size for name, size in self.heads.items()}
         for linear in self.linears:
             if (style := self.style(linear.fqn)) in ("colwise", "rowwise"):
@@ -99,13 +99,13 @@ class Workload:
         sizes |= {f"the {self.tokens} tokens": self.tokens} if mesh.sp else {}
         for name, size in sizes.items():
             if size % mesh.tp:
-                raise PolicyError(f"mesh: tp={mesh.tp} does not divide {name}.")
+                raise ConfigError(f"mesh: tp={mesh.tp} does not divide {name}.")
 
 
 def of_model(model: Any, report: Report, seq: int) -> Workload:
     """The step of a Hugging Face model, from ``explain(model, training=True)`` with sequences of ``seq`` tokens."""
     if experts := [gemm.fqn for gemm in report.gemms if gemm.op == "grouped_mm"]:
-        raise PolicyError(f"mesh: {experts[0]}: the cost model does not support experts (MoE).")
+        raise ConfigError(f"mesh: {experts[0]}: the cost model does not support experts (MoE).")
     allowed: dict[str, set[str]] = {}
     for gemm in report.gemms:
         if gemm.recipe is not None or gemm.by_profitability:
@@ -242,7 +242,11 @@ def _of_activations(
             if mesh.sp:
                 yield one(kind="all_gather", direction="backward", payload=size * numbers)
     if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
-        operands = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-        tensors = {(linear.fqn, x) for linear in work.linears for g in fp8.get(linear.fqn, ()) for x in operands[g]}
+        tensors = {
+            (linear.fqn, x)
+            for linear in work.linears
+            for g in fp8.get(linear.fqn, ())
+            for x in GEMM_OPERANDS[cast(GemmName, g)]
+        }
         if tensors:  # all of the step together, and a flag
             yield amax(axis="all", direction="backward", payload=4 * (1 + len(tensors)))

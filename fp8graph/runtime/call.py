@@ -3,7 +3,7 @@
 What a call needs (the variant for its situation, pages of scaling state, FP8 copies of weights) takes hundreds of
 microseconds to find for a model of hundreds of weights. Whether what was found for the last call still holds takes
 tens: the parameters are the same objects, nobody changed policy, names or state (:class:`Epoch`), and no weight has
-changed (``weights.Unchanged``).
+changed (``staleness.Unchanged``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8graph import hardware, numerics
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import matmul
@@ -37,12 +37,12 @@ def fp8_gpu() -> torch.device:
     """The current GPU.
 
     Raises:
-        PolicyError: there is no GPU, or it does not multiply FP8.
+        ConfigError: there is no GPU, or it does not multiply FP8.
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     found = hardware.of_device(device)
     if device.type == "cpu" or "tensor" not in found.scalings:
-        raise PolicyError(
+        raise ConfigError(
             f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on an Ada, Hopper or later GPU."
         )
     return device
