@@ -60,6 +60,7 @@ def explain(
             )
         arguments = backend.arguments()
     else:
+        Settings(**arguments)  # raises for one that cannot be used, also of those that are not taken here
         arguments |= {"policy": policy, "recipe": recipe}
     arguments |= {"compiler": "eager", "strict": False}
     tracing = Backend(**arguments)
