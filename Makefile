@@ -39,7 +39,7 @@ test-torch: .venv-torch-$(TORCH)/ready
 
 # what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
 record-kernels: .venv-torch-$(TORCH)/ready
-	.venv-torch-$(TORCH)/bin/python tests/recorded.py
+	.venv-torch-$(TORCH)/bin/python tests/support/recorded.py
 
 # one small Llama per recipe and seed beside bf16; writes benchmarks/results/train_recipes_cpu.*
 train-recipes: .venv/ready

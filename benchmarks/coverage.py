@@ -91,7 +91,7 @@ def main() -> int:
         f"Written by `make coverage`: torch {torch.__version__}, transformers {transformers.__version__}, CPU.",
         "Each family is a two-layer model with random weights. It runs one training step, and is compared with the",
         "same model in bf16. The GEMMs are fprop, dgrad and wgrad of every linear in FP8; `as` counts them when fused",
-        "(q/k/v and gate/up are one). `tests/test_recipes_run.py` covers further recipes.",
+        "(q/k/v and gate/up are one). `tests/scenarios/test_recipes_run.py` covers further recipes.",
         "",
         f"| {' | '.join(titles)} |",
         "|" + "---|" * len(titles),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent

@@ -155,3 +155,11 @@ dist.x._c, torch.d._e.f, b.g, torch.__version__, torch.ops._h.i, torch.nn.Linear
         "torch.d._e",
         "torch.d._e.f",
     }
+
+
+def test_tests_have_rooms_too() -> None:
+    """As the product's: a file of tests lies in the folder of what it tests."""
+    tests = ROOT / "tests"
+    assert len(list(tests.glob("test_*.py"))) <= 6
+    rooms = {file.parent.name for file in tests.glob("*/test_*.py")}
+    assert rooms - FLOOR.keys() == {"codegen", "fuzz", "scenarios"}

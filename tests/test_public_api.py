@@ -91,7 +91,8 @@ def test_explain_shows_the_program_that_will_run() -> None:
 def test_explain_takes_a_backend_or_its_settings() -> None:
     with pytest.raises(ConfigError, match=r"explain\(backend=...\) has its own recipe, save: give one or the other"):
         fp8graph.explain(MLP(), torch.randn(16, 32), backend=Backend(), recipe="rowwise", save="memory")
-    for wrong in ({"save": "disk"}, {"strict": 1}, {"compiler": "gcc"}):
+    wrongs: list[dict[str, Any]] = [{"save": "disk"}, {"strict": 1}, {"compiler": "gcc"}]
+    for wrong in wrongs:
         (name,) = wrong
         with pytest.raises(ConfigError, match=f"^{name} must be "):
             fp8graph.explain(MLP(), torch.randn(16, 32), **wrong)

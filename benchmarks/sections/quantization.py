@@ -18,7 +18,7 @@ from benchmarks.measure import DEVICE
 from benchmarks.records import Run
 from fp8graph.backend.codegen import compile_dialect
 
-TESTS: Final = Path(__file__).parents[2] / "tests"
+TESTS: Final = Path(__file__).parents[2] / "tests" / "support"
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "as shipped": {},
     "combo kernels": {"combo_kernels": True},

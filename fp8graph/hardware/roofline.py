@@ -35,14 +35,14 @@ from fp8graph.recipes import Layout, Scaling
 
 # For a tensor that is needed rowwise, and for one that is needed columnwise (too).
 # How often it is read once more before it can be cast: scales of the whole tensor, or of all of a column, need that;
-# tiles that lie along columns are cast in a pass of their own. Counted in generated code: tests/test_kernels.py.
+# tiles that lie along columns are cast in a pass of their own. Counted in generated code (codegen/test_kernels.py).
 _READS: Final[dict[Scaling, tuple[int, int]]] = {
     "tensor": (1, 1), "delayed": (0, 0), "row": (0, 1), "block": (0, 1), "mxfp8": (0, 1), "nvfp4": (1, 2),
 }  # fmt: skip
 # The kernels that it costs, producers that nothing fuses into (attention) and the update of amax histories included:
 # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
 # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24 rowwise
-# and blockwise, 29 mxfp8: tests/test_kernels.py). nvfp4 has both the amax of the whole tensor and tiles: not counted.
+# and blockwise, 29 mxfp8: codegen/test_kernels.py). nvfp4 has both the amax of the whole tensor and tiles: not counted.
 _LAUNCHES: Final[dict[Scaling, tuple[float, float]]] = {
     "tensor": (2.5, 2.5), "delayed": (0.5, 1.25), "row": (1.0, 2.1), "block": (1.0, 2.1), "mxfp8": (1.0, 2.75),
     "nvfp4": (3.0, 4.0),

@@ -12,7 +12,7 @@
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
-tests/test_ops.py holds them against the references.
+tests/ir/test_ops.py holds them against the references.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ What a reader should know:
   bytes then differ, by one FP8 step (up to 8 % where bf16 would have rounded the largest element, and with it
   the scale). We leave that default: the unrounded value is the more accurate one, and rounding costs
   instructions. ``inductor_options={"emulate_precision_casts": True}`` restores bit-identity with eager
-  (on CPU from torch 2.13 on; tests/test_compiled.py measures both).
+  (on CPU from torch 2.13 on; tests/codegen/test_compiled.py measures both).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ if the policy allows it and it pays (``analysis/profit.py``), as in the compiler
 time that ``mesh.Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares results with published ones.
 
 Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
-reach); tests/test_kernels.py for the bytes that the code of a Llama-3-8B layer moves beside GEMMs and attention.
+reach); tests/codegen/test_kernels.py for the bytes that a Llama-3-8B layer moves beside GEMMs and attention.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The linears, parameters and collectives of a training step. It counts them; times are in ``step_cost.py``.
 
-tests/test_scale.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and sequence parallelism.
+tests/planning/test_step_cost.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and
+sequence parallelism.
 Source: Megatron-LM (arXiv 2205.05198) for tensor and sequence parallelism; torch's FSDP2 for its padding.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import delayed_oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import delayed_oracle
 import oracle
 from fp8graph import DelayedScaling, Float8CurrentScaling, numerics
 from fp8graph.numerics import quantization

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gathers import Gather, Sequence, Sharded
 from torch import Tensor, nn
 
 import fp8graph
 import parallelism
 from fp8graph import DelayedScaling, Policy, Rule
+from gathers import Gather, Sequence, Sharded
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +80,7 @@ def run(cache: Path, steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(list(steps.values()))],

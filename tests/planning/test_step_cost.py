@@ -80,7 +80,7 @@ def plan(work: Workload, mesh: str, **settings: Any) -> step_cost.Plan:
 
 
 def net(how: str, ranks: int) -> tuple[Workload, Mesh]:
-    """The model of tests/parallelism.py: what one replica multiplies, and the mesh that ``how`` stands for."""
+    """The model of tests/support/parallelism.py: what one replica multiplies, and the mesh that ``how`` stands for."""
     mesh = {
         "ddp": Mesh(dp=ranks),
         "fsdp": Mesh(fsdp=ranks),

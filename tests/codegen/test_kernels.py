@@ -1,6 +1,6 @@
 """How many kernels Inductor generates for a quantization, the bytes they move, what the largest compile to: no GPU.
 
-tests/data holds what each torch generates, recorded by tests/recorded.py. A count that grows is a fusion that was lost.
+tests/data holds what each torch generates (support/recorded.py records it). A count that grows is a lost fusion.
 
 Two reductions of one tensor are two kernels: as a combo kernel they would count as one that reads it once, but share
 their blocks and registers (compat.gpu_codegen_patches). Scales that a second kernel casts with are stored, not divided
@@ -173,7 +173,7 @@ def test_the_kernels_of_a_layer_compile_without_spills(layer: str) -> None:
 def test_the_table_of_the_readme() -> None:
     layers = json.loads((recorded.FILE.parent / "kernels-2.13.0.json").read_text(encoding="utf-8"))["layers"]
     names = {"bf16": "bf16, plain Inductor", "mxfp8": "`mxfp8` (sm_100)"}
-    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     for layer, counts in layers.items():
         kernels, mib = (sum(pair) for pair in zip(counts["forward"], counts["backward"], strict=True))
         assert f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n" in readme

@@ -1,7 +1,7 @@
 """Random programs: what fp8graph computes of each is what the reference computes, forward and backward.
 
-``FUZZ_CASES=20000 python -m pytest tests/test_fuzz.py`` draws more of them (the first 600 are those of CI: 50 for each
-recipe), a tenth of them through Inductor too with ``FUZZ_INDUCTOR=2000``.
+``FUZZ_CASES=20000 python -m pytest tests/fuzz/test_fuzz.py`` draws more of them (the first 600 are those of CI: 50
+for each recipe), a tenth of them through Inductor too with ``FUZZ_INDUCTOR=2000``.
 """
 
 from __future__ import annotations

@@ -86,11 +86,11 @@ def test_trainer(compiler: Any, arguments: dict[str, Any], tmp_path: Path) -> No
 @pytest.mark.timeout(360)
 def test_trainer_started_by_torchrun(tmp_path: Path) -> None:
     """Two ranks: Trainer wraps the compiled model in DistributedDataParallel; delayed scaling reduces its amaxes."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     folders = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        + [str(root / "tests" / "trainer_on_ranks.py"), str(tmp_path)],
+        + [str(root / "tests" / "support" / "trainer_on_ranks.py"), str(tmp_path)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

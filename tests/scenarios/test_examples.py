@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ON_RANKS = {"ddp", "fsdp2", "tensor_parallel"}  # started by torchrun
 # by python; the others run in this process, which has imported torch and transformers. Trainer keeps state of its own.
 IN_A_PROCESS = ON_RANKS | {"trainer"}

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import delayed_oracle
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import delayed_oracle
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
 from fp8graph.ir.extra_inputs import PageLayout, StateRow

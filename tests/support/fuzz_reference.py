@@ -1,4 +1,4 @@
-"""The same programs another way: eager autograd, and each product quantized by ``tests/oracle.py``.
+"""The same programs another way: eager autograd, and each product quantized by ``tests/support/oracle.py``.
 
 Of fp8graph it uses the report, to compare what was decided with what should have been, which is worked out here. How
 far two right computations may be apart is found by computing a third one, see :class:`Noise`.

@@ -13,7 +13,7 @@ import torch
 
 from fp8graph import offline
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
@@ -27,7 +27,7 @@ def test_generated_kernels_compute_the_reference() -> None:
     Precision casts are emulated: else Inductor casts the producer's FP32 value (``numerics`` says what that changes).
     What the interpreter cannot see: races, FMA contraction, and approximate division, which test_kernels.py excludes.
     """
-    path = os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(map(str, (ROOT / "tests" / "support", ROOT, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "interpreted"],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},

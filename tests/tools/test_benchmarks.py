@@ -20,7 +20,7 @@ from benchmarks import attention, compile_time, contenders, first_hour, goals, m
 from benchmarks.records import RESULTS, Run
 from benchmarks.sections import host, limits
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """The generated GPU code of each torch as data: how it is measured, written and read. Needs triton, no GPU.
 
-    python tests/recorded.py  # writes tests/data/kernels-<version>.json for the torch that runs it
+    python tests/support/recorded.py  # writes tests/data/kernels-<version>.json for the torch that runs it
 
-``make record-kernels TORCH=2.11.0`` does it in a venv of that torch. tests/test_kernels.py holds what is recorded.
+``make record-kernels TORCH=2.11.0`` does it in a venv of that torch. codegen/test_kernels.py holds what is recorded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from generated import (
 )
 
 TORCH = torch.__version__.partition("+")[0]
-FILE = Path(__file__).parent / "data" / f"kernels-{TORCH}.json"
+FILE = Path(__file__).parents[1] / "data" / f"kernels-{TORCH}.json"
 
 # One tensor of 8192 rows in bf16, quantized: 8192 x 4096 are 64 MiB, an FP8 copy is 32.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gathers
 import pytest
 import torch
 
+import gathers
 from ranks import run_ranks
 
 pytestmark = [
