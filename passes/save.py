@@ -8,10 +8,10 @@ With "speed" this is done only where it costs no traffic: under scales of rows, 
 of its columns, an activation function's columnwise copy is made next to the function's own backward, which reads the
 same inputs. Else the partitioner, to which the dialect is opaque, saves the FP8 copy. With "memory" backward quantizes
 everything once more, from what is kept anyway (the inputs of a norm, of an activation function, of attention); the
-partitioner finds out what that is. One scale a tensor is forward's, bit for bit: it is saved.
+partitioner finds out what that is. One scale per tensor is forward's, bit for bit: it is saved.
 
 With ``save_activations_in_fp8``, the inputs of an activation function between two FP8 GEMMs (SwiGLU's gate and up)
-are kept in E4M3 with one scale a tensor, and backward recomputes the function from them:
+are kept in E4M3 with one scale per tensor, and backward recomputes the function from them:
 
     h = silu(g) * u;  qh = quantize(h)          ->      h, qh as before; qg = quantize(g), qu = quantize(u)  (forward)
     dg = silu_backward(dh * u, g)                       dg = silu_backward(dh * dequantize(qu), dequantize(qg))

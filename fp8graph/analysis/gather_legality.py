@@ -1,4 +1,4 @@
-"""What of a quantized tensor travels in an all-gather, how many bytes that is, and whether it may."""
+"""Which parts of a quantized tensor an all-gather would send, how many bytes, and whether it is allowed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def why_not(node: fx.Node, path: Path, compilation: Compilation) -> str | None:
     if unknown := set(node.kwargs) - _SETTINGS:
         return f"quantized with {', '.join(sorted(unknown))}"
     if scaling == "nvfp4":
-        return "nvfp4 travels in no collective: two numbers a byte, with a scale of the whole tensor"
+        return "NVFP4 tensors are never sent quantized: two numbers per byte, and a scale of the whole tensor"
     *leading, columns = value(path.shard).shape
     rows = math.prod(leading)  # not Size.numel(), which makes a dynamic size a number
     block = cast("list[int]", node.kwargs.get("block", [1, 1]))

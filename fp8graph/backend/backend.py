@@ -150,11 +150,11 @@ class Backend:
     def state_dict(self) -> ScalingState:
         """The scaling state: for each tensor of each layer under a recipe with a state its scale and amax history.
 
-        Plain tensors under plain strings, empty but for a version where no recipe has a state. ``torch.save`` writes
-        it as a dict (loads with ``weights_only=True``), safetensors takes ``dict(state)``, and
-        ``torch.distributed.checkpoint`` takes the Backend itself: ``dcp.save({"model": ..., "fp8graph": backend})``,
-        then ``dcp.load`` of the same into another one, before its first call or later, on any number of ranks. That
-        refuses a state that differs from rank to rank (``reduce_amax=False``, an ``amax_reduction_group`` of some).
+        A flat dict of tensors. If no recipe is stateful, it contains only a version. ``torch.save`` writes it as a
+        dict (loads with ``weights_only=True``), safetensors takes ``dict(state)``, and ``torch.distributed.checkpoint``
+        takes the Backend itself: ``dcp.save({"model": ..., "fp8graph": backend})``, then ``dcp.load`` of the same into
+        another one, before its first call or later, on any number of ranks. It refuses a state that differs from rank
+        to rank (``reduce_amax=False``, an ``amax_reduction_group`` of some).
 
         Raises:
             StateError: two layers have one name (see :meth:`bind`).

@@ -38,8 +38,8 @@ class Settings:
             from what is kept anyway.
         save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
             Backward then sees them rounded; forward does not.
-        group: multiply once where linears of one module share their input (q, k and v; gate and up). Under recipes with
-            one scale per tensor their weights, and their gradients, then share it.
+        group: multiply once where linears of one module share their input (q, k and v; gate and up). With per-tensor
+            recipes, the joined weights (and the joined gradients) share a single scale.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.

@@ -88,7 +88,7 @@ def _scaled_mm(node: fx.Node) -> str | None:
     scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
     if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
         return problem
-    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers per byte
     _, *multiples = alignment(*_quantizers(node))
     for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * packed), multiples, strict=True):
         if (fixed := static_size(size)) is not None and fixed % multiple:

@@ -103,7 +103,7 @@ def scaled_grouped_mm(
     [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; rows of no group are zero where emulated.
 
     ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
-    ``multiple``: what the groups of columns are padded to. ``native``: the device multiplies, with one scale a row.
+    ``multiple``: what the groups of columns are padded to. ``native``: the device multiplies, with one scale per row.
     """
     ragged_k = b.ndim == 2
     if native and a.device.type != "cpu":
@@ -144,7 +144,7 @@ def _of_group(
     if one is not None:
         return data[:, columns], one
     tiles = slice(columns.start // block[1], columns.stop // block[1])
-    packed = 2 if scaling == "nvfp4" else 1  # two numbers a byte
+    packed = 2 if scaling == "nvfp4" else 1  # two numbers per byte
     return data[:, columns.start // packed : columns.stop // packed], scale_inv[:, tiles]
 
 
@@ -166,7 +166,7 @@ def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], sca
     if scaling == "mxfp8":
         return data, swizzle_scales(scale_inv).view(torch.float8_e8m0fnu)
     if scaling == "nvfp4":
-        rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale a row
+        rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale per row
         return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
     if scaling == "block" and block[0] == 1:
         return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major

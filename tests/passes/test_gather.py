@@ -166,7 +166,7 @@ REFUSALS: list[Any] = [
     pytest.param(Rows(also=torch.exp), (16, 32), "tensorwise", "read in high precision too, by exp", id="reader"),
     pytest.param(Rows(), (16, 32), "rowwise", TRAINING, id="scales of columns"),
     pytest.param(Rows(40), (16, 40), "tensorwise", "shards of 16 x 40 are padded", id="padding"),
-    pytest.param(Rows(), (16, 32), "nvfp4", "nvfp4 travels in no collective", id="nvfp4"),
+    pytest.param(Rows(), (16, 32), "nvfp4", "NVFP4 tensors are never sent quantized", id="nvfp4"),
     pytest.param(
         Rows(128).to(BF16), (128, 128), "mxfp8", "no fewer bytes: 33792 in both directions, 32768 as it is", id="bytes"
     ),
