@@ -23,15 +23,15 @@ import torch
 from torch._dynamo.utils import counters
 import fp8graph
 from helpers import MLP, step
-from fp8graph import pipeline
+from fp8graph.backend import inductor_passes
 
 passes = []
-original = pipeline.JointPass.__call__
+original = inductor_passes.JointPass.__call__
 def counted(self, graph):
     passes.append(1)
     original(self, graph)
 
-pipeline.JointPass.__call__ = counted
+inductor_passes.JointPass.__call__ = counted
 torch.set_num_threads(1)
 reports = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fp8graph"
 for settings in json.loads(sys.argv[1]):
