@@ -172,9 +172,12 @@ def test_recomputation_is_noticed() -> None:
 
 
 def test_inductor_warns_about_tf32_as_the_filter_expects() -> None:
-    """pyproject.toml ignores this warning: tests on a GPU would fail by it. Only Inductor for a GPU gives it."""
+    """pyproject.toml ignores this warning: tests on a GPU would fail by it. Only Inductor for a GPU gives it.
+
+    Torch 2.15 logs it instead: without older ones the filter can go.
+    """
     source = inspect.getsource(compile_fx._warn_tf32_disabled)
-    assert "warnings.warn" in source
+    assert ("warnings.warn" in source) == (torch.__version__ < "2.15")
     assert '"TensorFloat32 tensor cores' in source
 
 
