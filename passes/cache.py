@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from operator import getitem
-from typing import cast
 
 import torch
 from torch import fx
@@ -29,6 +28,7 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
 from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
 from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, static_size, value
+from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.numerics import history
 from fp8graph.passes.state import state
@@ -61,9 +61,8 @@ def cache(graph: fx.Graph, compilation: Compilation) -> None:
         return
     for node, weight in found.items():
         placeholders = {name: taken.pop(0) for name in weight.outputs}
-        names = ops.output_names(node)
-        for user in list(node.users):  # getitem
-            user.replace_all_uses_with(placeholders[names[cast(int, user.args[1])]])
+        for name, user in QuantizeNode(node).outputs.items():
+            user.replace_all_uses_with(placeholders[name])
             graph.erase_node(user)
         graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -85,7 +84,7 @@ def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.
         elif current not in found:
             found.add(current)
             pending.extend(current.all_input_nodes)
-    if not reads_parameter or any(static_size(size) is None for size in value(cast(fx.Node, node.args[0])).shape):
+    if not reads_parameter or any(static_size(size) is None for size in value(QuantizeNode(node).asked.x).shape):
         return None
     return [n for n in node.graph.nodes if n in found]
 
@@ -95,7 +94,8 @@ def _extract(
 ) -> QuantizedWeight:
     """``node`` and what it is computed from as a graph of its own."""
     sources = list(dict.fromkeys(n for inner in body for n in inner.all_input_nodes if n in parameters))
-    names = ops.output_names(node)
+    quantized = QuantizeNode(node)
+    asked, names = quantized.asked, quantized.names
 
     def copy() -> fx.Graph:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -124,16 +124,15 @@ def _extract(
             spares = SpareInputs(indices=(len(sources),))
             state(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))
         quantizing, recording = graphs
-    rowwise, columnwise = (tuple(cast(Sequence[int], multiples)) for multiples in node.args[-2:])
     return QuantizedWeight(
         name=module_path(node),
         parameters=tuple(parameters[source] for source in sources),
         quantizing=quantizing,
         recording=recording,
         signature=signature,
-        linears=1 + len(cast(Sequence[fx.Node], node.kwargs.get("more", ()))),
-        outputs=tuple(names[cast(int, user.args[1])] for user in node.users),
-        layouts=(rowwise, columnwise),
+        linears=len(asked.parts),
+        outputs=tuple(quantized.outputs),
+        layouts=(tuple(asked.rowwise), tuple(asked.columnwise)),
         made=tuple(name for name in names if name != "amax"),
         page=page,
         records=compilation.records_amaxes and page is not None and not runs_without_gradients(node),
@@ -156,6 +155,8 @@ def _signature(graph: fx.Graph) -> str:
             x = value(node)
             lines.append(f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}")
         elif node.op == "call_function" and node.target is not getitem:
-            args = node.args[:-2] if node.target is ops.quantize else node.args
-            lines.append(f"{node.target} {fx.map_arg((args, node.kwargs), lambda n: order[n])}")
+            args, kwargs = node.args, node.kwargs
+            if node.target is ops.quantize:
+                args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, rowwise=[], columnwise=[]))
+            lines.append(f"{node.target} {fx.map_arg((args, kwargs), lambda n: order[n])}")
     return "\n".join(lines)

@@ -19,6 +19,7 @@ bf16 do not.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from operator import getitem
 from typing import Any, cast
@@ -34,6 +35,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, PURPOSE_KEY, ROWS_KEY
 from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
 _NAME = "gather"
@@ -43,12 +45,12 @@ Emit = Callable[..., fx.Node]
 def gather(graph: fx.Graph, compilation: Compilation) -> None:
     in_backward = backward_nodes(graph)
     for node in list(nodes(graph, (ops.quantize,))):
-        path = path_of(cast(fx.Node, node.args[0]))
+        path = path_of(QuantizeNode(node).asked.x)
         if path is None:
             continue
         site, _ = node.meta[GEMM_KEY]
         tensor = f"{compilation.sites[site].fqn} {node.meta[OPERAND_KEY]}".strip()
-        reason, sent = why_not(node, path, compilation), [path.gathered]
+        reason, sent = why_not(QuantizeNode(node), path, compilation), [path.gathered]
         if reason is None:
             reason = f"quantized before it is sent, {bytes_sent(path.gathered)} bytes otherwise"
             sent = _rewrite(graph, node, path, BACKWARD if path.gathered in in_backward else None)
@@ -92,8 +94,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> lis
             x = emit(aten.view.dtype, x, dtype)
         return x if value(x).is_contiguous() else _contiguous(x, emit)
 
-    names = ops.output_names(node)
-    wanted = {names[cast(int, user.args[1])]: user for user in node.users}
+    wanted = QuantizeNode(node).outputs
     with graph.inserting_before(path.gathered):
         made = _quantized_shard(node, path, emit)
         results = _gathered(node, made, collect, emit)
@@ -111,20 +112,23 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
         x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
     if value(x).ndim != 2:
         x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
-    _, *settings, rowwise, columnwise = node.args
-    kwargs = dict(node.kwargs)
-    if kwargs.get("scaling", "tensor") == "tensor":
+    quantized = QuantizeNode(node)
+    asked = dataclasses.replace(quantized.asked, x=x)
+    if quantized.kind.own_scale:
         amax = emit(ops.amax, x)
         sent = emit(collectives.ALL_REDUCE, amax, "max", path.group)
         sent.meta[PURPOSE_KEY] = "one scale on all ranks that gather"
         reduced = emit(collectives.WAIT, sent, name="reduced_amax")
-        overflow = bool(kwargs.pop("carry_overflow", False))
-        kwargs["scales"] = emit(ops.scales, reduced, *settings, overflow, name="scales")
-    layouts = (rowwise, columnwise) if columnwise_travels(node) else (rowwise or [1, 1], [])
-    made = emit(ops.quantize, x, *settings, *layouts, name=node.name, **kwargs)
+        settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon, asked.carry_overflow)
+        scales = emit(ops.scales, reduced, *settings, name="scales")
+        asked = dataclasses.replace(asked, scales=scales, carry_overflow=False)
+    if not columnwise_travels(quantized):
+        asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
+    args, kwargs = call(asked)
+    made = emit(ops.quantize, *args, name=node.name, **kwargs)
     made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, ROWS_KEY, GEMM_KEY) if key in node.meta})
-    names = ops.output_names(made)
-    return {name: emit(getitem, made, i, name=f"shard_{name}") for i, name in enumerate(names) if name != "amax"}
+    names = enumerate(QuantizeNode(made).names)
+    return {name: emit(getitem, made, i, name=f"shard_{name}") for i, name in names if name != "amax"}
 
 
 def _gathered(
@@ -139,8 +143,10 @@ def _gathered(
             results[name] = collect(x, name, rows=True)
         else:  # [columns, rows of the shard]: its rows travel
             results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
-    if node.args[-1] and not columnwise_travels(node):
-        results["columnwise"] = emit(ops.columnwise, results["rowwise"], node.args[-1], name="columnwise")
+    quantized = QuantizeNode(node)
+    columnwise = quantized.asked.columnwise
+    if columnwise and not columnwise_travels(quantized):
+        results["columnwise"] = emit(ops.columnwise, results["rowwise"], columnwise, name="columnwise")
         if "rowwise_scale_inv" in results:  # of square tiles
             results["columnwise_scale_inv"] = _turned(results["rowwise_scale_inv"], emit)
     return results

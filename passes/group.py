@@ -18,6 +18,7 @@ are no multiples of tiles; weights and gradients with further uses; gradients of
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -32,6 +33,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value, update_views
 from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
@@ -90,7 +92,7 @@ def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
         here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
         if not here or "fprop" not in gemms:
             continue
-        size = size_in_group(site, [cast(Any, q.kwargs.get("block")) or () for q in own])
+        size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
         users = {user for q in own for output in q.users for user in output.users}
         if size is not None and users <= set(gemms.values()):
             yield _Linear(site=site, gemms=gemms, size=size)
@@ -101,8 +103,8 @@ def _key(linear: _Linear) -> Any:
     settings: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
         recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
-        dtype = value(cast(fx.Node, q.args[0])).dtype
-        settings.append((gemm, side, dtype, *map(str, (*q.args[1:], q.kwargs)), *recipes))
+        asked = QuantizeNode(q).asked
+        settings.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
     for gemm, node in linear.gemms.items():
         shared = [node.args[side] for side in (0, 1, 2, 3) if side % 2 not in _OWN[gemm]]
         scalings = {name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}
@@ -114,7 +116,7 @@ def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
     """The first linear's nodes become those of the group. Yields the GEMMs that are one now."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():
-        if "more" not in quantized.kwargs:  # else joined for another GEMM
+        if QuantizeNode(quantized).asked.more is None:  # else joined for another GEMM
             _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
     for gemm, first in linears[0].gemms.items():
         others = [linear.gemms[gemm] for linear in linears[1:]]
@@ -138,7 +140,7 @@ def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
 def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
     """Let ``first`` quantize the tensors of ``others`` with its own, as one."""
     dim = _JOINED_DIM[first.meta[OPERAND_KEY]]
-    first.kwargs = {**first.kwargs, "more": [node.args[0] for node in others], "dim": dim}
+    QuantizeNode(first).ask(more=[QuantizeNode(node).asked.x for node in others], dim=dim)
     for node in (first, *first.users):
         update_value(node)
     if ROWS_KEY in first.meta:  # one amax: the rows of the others are names of it

@@ -25,11 +25,12 @@ inputs are not GEMM results or whose values go anywhere but into an FP8 GEMM.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
 from operator import getitem
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
@@ -39,7 +40,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
-from fp8graph.ir.ops import output_names
+from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _NAME = "save"
 _BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less
@@ -53,7 +54,8 @@ def save(graph: fx.Graph, compilation: Compilation) -> None:
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
         if not is_backward(node) and not {"recompute", CACHED_KEY} & {*node.meta} and "offs" not in node.kwargs:
-            by_row = node.kwargs.get("scaling") == "row" and node.args[0] in free
+            quantized = QuantizeNode(node)
+            by_row = quantized.kind.columns_again and quantized.asked.x in free
             sharded = compilation.gathered and node.meta[OPERAND_KEY] == "weight"
             if compilation.settings.save == "memory" or by_row or sharded:
                 _quantize_again(graph, node)
@@ -64,31 +66,27 @@ def save(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
     """Let backward make the columnwise copy itself, if only backward reads it."""
-    *quantizer, rowwise, columnwise = node.args
-    outputs = _outputs(node)
+    quantized = QuantizeNode(node)
+    asked, outputs = quantized.asked, quantized.outputs
     copy = outputs.get("columnwise")
-    if not rowwise or copy is None or not copy.users or not all(map(is_backward, copy.users)):
+    if not asked.rowwise or copy is None or not copy.users or not all(map(is_backward, copy.users)):
         return
-    kwargs = dict(node.kwargs)
-    by_tensor = kwargs.get("scaling", "tensor") == "tensor"
     with graph.inserting_before(node):
-        more = {"keep_scales": True} if by_tensor else {}
-        forward = _insert(graph, (*quantizer, rowwise, []), kwargs | more, node, like=node)
-        made = {name: _output(graph, forward, name) for name in outputs if name in output_names(forward)}
-        if by_tensor:
-            kwargs |= {"scales": _output(graph, forward, "scales"), "row": 0}
+        rows_only = dataclasses.replace(asked, columnwise=[], keep_scales=quantized.kind.own_scale)
+        forward = _insert(graph, rows_only, node, like=node)
+        made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
+        if quantized.kind.own_scale:
+            asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
     first = next(user for user in graph.nodes if user in copy.users)
     with graph.inserting_before(first):
         # The partitioner saves what an op reads that it cannot fuse; it can fuse a clamp (which changes nothing), and
         # so finds out what is cheapest to keep. A clone would be removed before it looks.
-        source = insert(graph, aten.clamp_min.default, (quantizer[0], -math.inf), like=first, made_by=_NAME)
+        source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first, made_by=_NAME)
         source.meta["partitioner_tag"] = _BACKWARD
-        again = _insert(graph, (source, *quantizer[1:], [], columnwise), kwargs, node, like=first)
-        again.meta.pop(ROWS_KEY, None)  # recorded in forward
-        again.meta["partitioner_tag"] = _BACKWARD
-        remade = {
-            name: _output(graph, again, name) for name in outputs if name in output_names(again) and name != "amax"
-        }
+        again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=[]), node, like=first)
+        again.node.meta.pop(ROWS_KEY, None)  # recorded in forward
+        again.node.meta["partitioner_tag"] = _BACKWARD
+        remade = {name: _output(graph, again, name) for name in outputs if name in again.names and name != "amax"}
     for name, output in outputs.items():
         for user in list(output.users):
             source = remade if name in remade and is_backward(user) else made
@@ -176,19 +174,15 @@ def _copy_arguments(node: fx.Node) -> tuple[Any, ...]:
     return node, torch.float8_e4m3fn, False, 0.0, [1, 1], []
 
 
-def _insert(graph: fx.Graph, args: Any, kwargs: dict[str, Any], old: fx.Node, *, like: fx.Node) -> fx.Node:
+def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> QuantizeNode:
     name = f"quantize_{old.meta[OPERAND_KEY]}"
+    args, kwargs = call(asked)
     node = insert(graph, ops.quantize, args, like=like, made_by=_NAME, name=name, kwargs=kwargs)
     node.meta.update({key: old.meta[key] for key in (OPERAND_KEY, ROWS_KEY) if key in old.meta})
-    return node
+    return QuantizeNode(node)
 
 
-def _output(graph: fx.Graph, node: fx.Node, name: str) -> fx.Node:
+def _output(graph: fx.Graph, quantized: QuantizeNode, name: str) -> fx.Node:
+    node = quantized.node
     label = f"{node.meta[OPERAND_KEY]}_{name}"
-    return insert(graph, getitem, (node, output_names(node).index(name)), like=node, made_by=_NAME, name=label)
-
-
-def _outputs(node: fx.Node) -> dict[str, fx.Node]:
-    """The getitem nodes of a quantize node by name."""
-    names = output_names(node)
-    return {names[cast(int, user.args[1])]: user for user in node.users}
+    return insert(graph, getitem, (node, quantized.names.index(name)), like=node, made_by=_NAME, name=label)

@@ -12,6 +12,7 @@ Refuses (keeps apart) quantize nodes of two recipes, and of two paddings of one 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import getitem
@@ -26,6 +27,7 @@ from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.keys import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import nodes, runs_without_gradients
+from fp8graph.ir.quantize_node import QuantizeNode
 
 _NAME = "share"
 
@@ -49,7 +51,8 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
     groups: dict[Any, list[_Group]] = {}
     for node in nodes(graph, (ops.quantize,)):
         candidates = groups.setdefault(_key(node), [])
-        layouts = _layouts(node)
+        asked = QuantizeNode(node).asked
+        layouts = [list(asked.rowwise), list(asked.columnwise)]
         group = next((g for g in candidates if g.takes(layouts)), None)
         if group is None:
             candidates.append(group := _Group())
@@ -63,23 +66,21 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _key(node: fx.Node) -> Any:
     """Equal for nodes that may become one: tensor, quantizer and, with a state, the recipe that updates it."""
-    x, *quantizer = node.args[:-2]
+    asked = QuantizeNode(node).asked
     rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
     recipes = {row.recipe for row in rows}
-    return value_key(cast(fx.Node, x)), *quantizer, repr(sorted(node.kwargs.items())), *recipes
-
-
-def _layouts(node: fx.Node) -> list[list[int]]:
-    return [list(cast(Sequence[int], layout)) for layout in node.args[-2:]]
+    return value_key(asked.x), repr(dataclasses.replace(asked, x=None, rowwise=[], columnwise=[])), *recipes
 
 
 def _merge(graph: fx.Graph, group: _Group) -> None:
     """Give the first node all layouts, and the other nodes' users its outputs."""
     first, *others = group.members
-    before = ops.output_names(first)
-    first.args = (*first.args[:-2], *group.layouts)
+    merged = QuantizeNode(first)
+    before = merged.names
+    rowwise, columnwise = group.layouts
+    merged.ask(rowwise=rowwise, columnwise=columnwise)
     update_value(first)
-    after = ops.output_names(first)
+    after = merged.names
     outputs: dict[str, fx.Node] = {}  # output name -> its getitem
     for user in list(first.users):
         outputs[name := before[cast(int, user.args[1])]] = user
@@ -96,8 +97,7 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
     if not all(runs_without_gradients(member) for member in group.members):
         first.meta["custom"] = {**(first.meta.get("custom") or {}), NO_GRAD_KEY: False}
     for other in others:
-        names = ops.output_names(other)
-        for user in list(other.users):
-            user.replace_all_uses_with(outputs[names[cast(int, user.args[1])]])
+        for name, user in QuantizeNode(other).outputs.items():
+            user.replace_all_uses_with(outputs[name])
             graph.erase_node(user)
         graph.erase_node(other)

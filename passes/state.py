@@ -1,7 +1,7 @@
 """Give delayed quantize nodes their scales, and record what they saw: one read and one update a page.
 
     qx = quantize(x, scaling="delayed")         ->      scales = read_scales(page, copy)
-    qw = quantize(w, scaling="delayed")                 qx = quantize(x, scaling="delayed", scales=scales, row=0)
+    qw = quantize(w, scaling="delayed")                 qx = quantize(x, scaling="delayed", scales=scales)
                                                         qw = quantize(w, scaling="delayed", scales=scales, row=1)
                                                         new = update_page(page, [qx.amax, qw.amax], 448.0, 0, "max")
                                                         copy_(page, new)                        (just before output)
@@ -35,6 +35,7 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.trace import inline, trace
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
@@ -58,12 +59,8 @@ def state(graph: fx.Graph, compilation: Compilation) -> None:
         rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
         if rows and not node.meta.get(CACHED_KEY):
             recipe = cast(DelayedScaling, rows[0].recipe)
-            key = (
-                recipe,
-                FP8_MAX[cast(torch.dtype, node.args[1])],
-                is_backward(node),
-                value(cast(fx.Node, node.args[0])).device,
-            )
+            asked = QuantizeNode(node).asked
+            key = (recipe, FP8_MAX[asked.dtype], is_backward(node), value(asked.x).device)
             entries = pages.setdefault(key, [])
             entry = next((c for c in entries if rows[0] in c.rows), None)
             if entry is None:
@@ -117,7 +114,7 @@ def _connect(
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, entry in enumerate(entries):
         for user in entry.users:
-            user.kwargs = {**user.kwargs, "scales": scales, "row": position}
+            QuantizeNode(user).ask(scales=scales, row=position)
     amaxes = [_amax(graph, entry) if record else None for entry in entries]
     if all(amax is None for amax in amaxes):
         return None
@@ -154,7 +151,7 @@ def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
     for user in entry.users:
         if runs_without_gradients(user):
             continue
-        names = ops.output_names(user)
+        names = QuantizeNode(user).names
         with graph.inserting_after(next(reversed(user.users))):
             return insert(graph, getitem, (user, names.index("amax")), like=user, made_by=_NAME, name="amax")
     return None

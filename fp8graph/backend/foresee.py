@@ -21,7 +21,7 @@ from fp8graph.ir.places import Parameter
 from fp8graph.ir.sites import Site
 from fp8graph.numerics import quantization
 from fp8graph.passes.assign import resolve
-from fp8graph.recipes import FP8_MAX, OPERANDS, DelayedScaling, Recipe
+from fp8graph.recipes import FP8_MAX, LAYOUTS, OPERANDS, DelayedScaling, Recipe
 from fp8graph.recipes.autocast import REGION_KEY
 from fp8graph.recipes.rules import Op
 
@@ -73,8 +73,7 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
 
 def _outputs(recipe: Recipe, *, layouts: int) -> int:
     """How many tensors a weight becomes."""
-    scaling = recipe.quantizer("weight").scaling
-    names = quantization.output_names(scaling, [1], [1] if layouts == 2 else [])
+    names = quantization.output_names(recipe.quantizer("weight").scaling, LAYOUTS[:layouts])
     return sum(name != "amax" for name in names)
 
 

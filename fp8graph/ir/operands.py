@@ -13,6 +13,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, value
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import OperandView, Site
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
@@ -49,19 +50,20 @@ def quantize_operand(
     if view.flipped:
         dims = list(range(value(tensor).ndim))
         tensor = emit(aten.permute.default, tensor, [*dims[:-2], dims[-1], dims[-2]])
-    layouts: tuple[list[int], list[int]] = (multiples, []) if view.layout == "rowwise" else ([], multiples)
+    rowwise, columnwise = (multiples, list[int]()) if view.layout == "rowwise" else (list[int](), multiples)
     operand, quantizer = view.operand, recipe.quantizer(view.operand)
     settings |= quantization.quantizer_kwargs(quantizer)
     if operand == "grad_output":
         settings["carry_overflow"] = True  # torch.amp.GradScaler must see an inf
-    args = (tensor, *quantization.quantizer_args(quantizer), *layouts)
+    args = (tensor, *quantization.quantizer_args(quantizer), rowwise, columnwise)
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
+    quantized = QuantizeNode(outputs)
     outputs.meta[OPERAND_KEY] = operand
-    if quantizer.scaling == "delayed":
+    if quantized.kind.has_state:
         whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
         outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
     named: dict[str, fx.Node] = {}
-    for position, name in enumerate(quantization.output_names(quantizer.scaling, *layouts)):
+    for position, name in enumerate(quantized.names):
         if name != "amax":  # pass `state` asks for it
             named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
     return QuantizedOperand(

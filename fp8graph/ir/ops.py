@@ -27,6 +27,8 @@ from torch import Tensor, fx
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import pytree
 from fp8graph.numerics import decoding, experts, history, matmul, quantization, tiles
+from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.numerics.scalings import SCALINGS
 
 _SCHEMAS: Final[dict[str, str]] = {
     "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
@@ -50,59 +52,11 @@ _SCHEMAS: Final[dict[str, str]] = {
     "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
 }
 _library = torch.library.Library("fp8graph", "DEF")
-_SCALE_DTYPE: Final = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 
-def _fake_quantize(
-    x: Tensor,
-    dtype: torch.dtype,
-    _power_2_scale: bool,
-    _amax_epsilon: float,
-    rowwise: Sequence[int],
-    columnwise: Sequence[int],
-    *,
-    scaling: str = "tensor",
-    block: Sequence[int] = (),
-    carry_overflow: bool = False,
-    scales: Tensor | None = None,
-    row: int = 0,
-    keep_scales: bool = False,
-    more: Sequence[Tensor] | None = None,
-    dim: int = -1,
-    offs: Tensor | None = None,
-    per_matrix: bool = False,
-) -> list[Tensor]:
-    *batch, rows, columns = x.shape
-    rows = rows + sum(part.shape[-2] for part in more or ()) if dim == -2 else rows
-    columns = columns + sum(part.shape[-1] for part in more or ()) if dim == -1 else columns
-    shapes: list[tuple[list[int], torch.dtype]] = []
-    scale_shapes: list[tuple[list[int], torch.dtype]] = []
-    for transposed, multiples, sizes in ((False, rowwise, (rows, columns)), (True, columnwise, (columns, rows))):
-        if multiples:
-            ragged_k = offs if transposed else None
-            if ragged_k is not None:
-                sizes = columns, experts.padded_rows(rows, ragged_k.shape[0], multiples[1])
-            padded = [size + -size % m for size, m in zip(sizes, multiples, strict=True)]
-            tile = block if scaling != "row" else (1, padded[1])
-            tiles = [-(-size // t) for size, t in zip(padded, tile, strict=True)] if tile else []
-            if ragged_k is not None and scaling == "row":
-                tiles = [ragged_k.shape[0], padded[0]]
-            if scaling == "nvfp4":
-                padded[1] = (padded[1] + -padded[1] % block[1]) // 2
-            shapes.append(([*batch, *padded], dtype))
-            scale_shapes.append(([*batch, *tiles], _SCALE_DTYPE.get(scaling, torch.float32)))
-    scalar = ([], torch.float32)
-    if scaling in ("tensor", "delayed"):
-        scale_shapes = [([1], torch.float32) if scales is not None or scaling == "delayed" else scalar]
-        if scaling == "tensor" and (offs is not None or per_matrix):
-            scale_shapes = [([x.shape[0] if offs is None else offs.shape[0]], torch.float32)]
-        if scaling == "delayed":
-            scale_shapes.append(([*batch, rows], torch.float32))  # the amax of each row
-        elif keep_scales:
-            scale_shapes.append(([1, 2], torch.float32))
-    elif scaling == "nvfp4":
-        scale_shapes.append(scalar)
-    return [x.new_empty(shape, dtype=dtype) for shape, dtype in [*shapes, *scale_shapes]]
+def _fake_quantize(*args: Any, **kwargs: Any) -> list[Tensor]:
+    asked = QuantizeArguments[Any](*args, **kwargs)
+    return [asked.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(asked)]
 
 
 def _fake_scaled_mm(
@@ -140,8 +94,8 @@ def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 def _fake_dequantize(
     data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
 ) -> Tensor:
-    if scaling == "nvfp4":
-        return data.new_empty([*data.shape[:-1], data.shape[-1] * 2], dtype=dtype)
+    if (packed := SCALINGS[scaling].packed) > 1:
+        return data.new_empty([*data.shape[:-1], data.shape[-1] * packed], dtype=dtype)
     return torch.empty_like(data, dtype=dtype)
 
 
@@ -244,13 +198,6 @@ REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
     stage_amaxes: history.staged_page,
     update_page: history.updated_page,
 }
-
-
-def output_names(node: fx.Node) -> list[str]:
-    """The names of a quantize node's outputs, in order."""
-    settings: dict[str, Any] = {key: node.kwargs[key] for key in ("scaling", "keep_scales") if key in node.kwargs}
-    rowwise, columnwise = cast(Any, node.args[-2:])
-    return quantization.output_names(settings.pop("scaling", "tensor"), rowwise, columnwise, **settings)
 
 
 DIALECT: Final = frozenset(REFERENCE)

@@ -16,9 +16,9 @@ from fp8graph.hardware import alignment
 from fp8graph.ir import ops
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.ir.nodes import aten, is_backward, known_equal, static_size, value
+from fp8graph.ir.quantize_node import Asked, QuantizeNode
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FP8_MAX, Quantizer
-
-_SCALE_DTYPES: dict[str, torch.dtype] = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 
 def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
@@ -48,30 +48,30 @@ def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
 
 
 def _quantize(node: fx.Node) -> str | None:
-    x, dtype, _, epsilon, rowwise, columnwise = cast(tuple[Any, ...], node.args)
-    if not value(x).is_floating_point():
-        return f"quantizes {value(x).dtype}"
-    if dtype not in FP8_MAX:
-        return f"{dtype} is not an FP8 type"
-    if epsilon < 0:
+    quantized = QuantizeNode(node)
+    asked, x = quantized.asked, value(quantized.asked.x)
+    if not x.is_floating_point():
+        return f"quantizes {x.dtype}"
+    if asked.dtype not in FP8_MAX:
+        return f"{asked.dtype} is not an FP8 type"
+    if asked.amax_epsilon < 0:
         return "a negative epsilon"
-    if not rowwise and not columnwise:
+    if not asked.layouts:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
-    scaling = cast(str, node.kwargs.get("scaling", "tensor"))
-    if node.kwargs.get("more") is not None and (problem := _joined(node)) is not None:
+    if asked.more is not None and (problem := _joined(asked)) is not None:
         return problem
-    if len(outputs) != len(ops.output_names(node)):
+    if len(outputs) != len(quantized.names):
         return f"{len(outputs)} outputs"
-    if (scaling in ("block", "mxfp8", "nvfp4")) != bool(node.kwargs.get("block")):
-        return f"scaling {scaling} with tiles {node.kwargs.get('block')}"
+    if quantized.kind.tiled != bool(asked.block):
+        return f"scaling {asked.scaling} with tiles {asked.block or None}"
     return None
 
 
-def _joined(node: fx.Node) -> str | None:
+def _joined(asked: Asked) -> str | None:
     """``more``: tensors that are joined along ``dim``, each of the shape of the first but for that."""
-    first, more = value(cast(fx.Node, node.args[0])), [value(part) for part in cast(Any, node.kwargs["more"])]
-    dim = cast(int, node.kwargs.get("dim", -1))
+    first, *more = map(value, asked.parts)
+    dim = asked.dim
     if dim not in (-2, -1):
         return f"joins along dim {dim}"
     kept = -3 - dim
@@ -88,20 +88,20 @@ def _scaled_mm(node: fx.Node) -> str | None:
     scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
     if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
         return problem
-    packed = 2 if scaling == "nvfp4" else 1  # two numbers per byte
+    kind = SCALINGS[scaling]
     _, *multiples = alignment(*_quantizers(node))
-    for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * packed), multiples, strict=True):
+    for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * kind.packed), multiples, strict=True):
         if (fixed := static_size(size)) is not None and fixed % multiple:
             return f"{name} = {fixed} is not a multiple of {multiple}"
     for side, operand, scale in zip("ab", (a, b), scales, strict=True):
-        block = cast(Any, node.kwargs.get(f"block_{side}", ()))
-        sizes = operand.shape[0], operand.shape[1] * packed
-        if scaling == "row":
-            block = (1, sizes[1])
-        wanted = [-(-size // tile) for size, tile in zip(sizes, block, strict=True)] if block else []
-        fits = [known_equal(*pair) for pair in zip(wanted, scale.shape, strict=False)]
-        shaped = len(wanted) == scale.ndim and all(fits) if wanted else tuple(scale.shape) in ((), (1,))
-        if not shaped or scale.dtype != _SCALE_DTYPES.get(scaling, torch.float32):
+        block = cast("list[int]", node.kwargs.get(f"block_{side}", []))
+        if kind.tiled != bool(block):
+            return f"operand {side} has scaling {scaling} with tiles {block or None}"
+        rows, columns = operand.shape
+        wanted = kind.scale_shape(rows, columns * kind.packed, block)
+        fits = [known_equal(*pair) for pair in zip(wanted or (), scale.shape, strict=False)]
+        shaped = tuple(scale.shape) in ((), (1,)) if wanted is None else len(wanted) == scale.ndim and all(fits)
+        if not shaped or scale.dtype != kind.scale_dtype:
             return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
     return None
 

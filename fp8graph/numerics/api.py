@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.decoding import dequantize_data
-from fp8graph.numerics.quantization import output_names, quantize_layouts, quantizer_args, quantizer_kwargs
+from fp8graph.numerics.quantization import quantize_layouts, quantizer_args, quantizer_kwargs
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 
@@ -57,15 +58,16 @@ def quantize(
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"cannot quantize shape {tuple(x.shape)}: needs 2 dims and one element")
     quantizer = recipe.quantizer(operand)
-    if scale is not None and quantizer.scaling != "delayed":
+    kind = SCALINGS[quantizer.scaling]
+    if scale is not None and not kind.has_state:
         raise ValueError(f"scale= is for DelayedScaling: {recipe.name} makes its own")
     extra = quantizer_kwargs(quantizer)
-    if quantizer.scaling == "delayed":
-        extra["scales"] = None if scale is None else torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
+    if scale is not None:
+        extra["scales"] = torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
     keep: tuple[list[int], list[int]] = ([1, 1], [])
     rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
     results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)
-    outputs = dict(zip(output_names(quantizer.scaling, rowwise, columnwise), results, strict=True))
+    outputs = dict(zip(kind.outputs([layout], keep_scales=False), results, strict=True))
     if "amax" in outputs:
         outputs |= {"amax": outputs["amax"].amax(), "scale_inv": outputs["scale_inv"].reshape(())}
     return QuantizedTensor(

@@ -15,24 +15,14 @@ padded with zero columns: to t + experts * (multiple - 1) columns at most, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.formats import amax_of, inverse, nvfp4_global_scale, saturating_cast
-from fp8graph.numerics.hints import stored
-from fp8graph.numerics.tiles import (
-    pad_to_multiple,
-    quantize_rows,
-    quantize_tiles,
-    scales_from_amaxes,
-    with_overflow,
-    with_padding,
-)
-from fp8graph.recipes import FLT_MAX
+from fp8graph.numerics.formats import amax_of
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
@@ -68,103 +58,17 @@ def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     return torch.where(valid.unsqueeze(1), x[source.clamp(0, rows - 1)], x.new_zeros(())), known
 
 
-def quantize_groups(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    rowwise: Sequence[int],
-    columnwise: Sequence[int],
-    *,
-    scaling: str,
-    block: Sequence[int],
-    carry_overflow: bool,
-    scales: Tensor | None,
-    row: int,
-    offs: Tensor | None,
-) -> list[Tensor]:
-    """:func:`quantization.quantize_layouts` of one operand of a grouped matmul; outputs as there, but:
-
-    * ``x`` [experts, n, k] and no ``offs``: scales of tensors, ``scale_inv`` [experts].
-    * ``x`` [t, c] and ``offs``: ``scale_inv`` [experts] for scales of tensors; columnwise scales [experts, c] for
-      "row". Columnwise data are [c, padded t], groups padded to ``columnwise[1]``.
-    """
-    settings = (power_2_scale, amax_epsilon, carry_overflow, None, x.dtype)
-    if offs is None:
-        scale, scale_inv = scales_from_amaxes(amax_of(x, (-2, -1)), dtype, "tensor", *settings)
-        scaled = x.to(torch.float32) * scale.unsqueeze(-1).unsqueeze(-1)
-        layouts = [(rowwise, scaled), (columnwise, scaled.transpose(-2, -1))]
-        made = [with_padding(_cast(values, dtype), multiples) for multiples, values in layouts if multiples]
-        return [*made, scale_inv]
-    groups = offs.shape[0]
-    group = group_of_rows(offs, x.shape[0])
-    data: list[Tensor] = []
-    scale_invs: list[Tensor] = []
-    last: list[Tensor] = []
-    scale = global_scale = None
-    if scaling in ("tensor", "nvfp4", "delayed"):
-        row_amaxes = amax_of(x, -1)
-        row_amaxes = torch.where(group < groups, row_amaxes, 0.0)
-        if scaling == "tensor":
-            amaxes = _amaxes_of_groups(row_amaxes, group, groups)
-            scale, scale_inv = scales_from_amaxes(amaxes, dtype, "tensor", *settings)
-            last = [scale_inv]
-        elif scaling == "nvfp4":
-            amax = row_amaxes.amax()
-            global_scale = nvfp4_global_scale(amax)
-            last = [with_overflow(inverse(global_scale), amax) if carry_overflow else inverse(global_scale)]
-        else:
-            if scales is None:
-                scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
-            scale = scales[row, 0].expand(groups)
-            last = [scales[row, 1:2].clone(), row_amaxes]
-    for multiples, transposed in ((rowwise, False), (columnwise, True)):
-        if not multiples:
-            continue
-        rows, which = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(groups - 1))
-        if scale is None and not (transposed and scaling == "row"):
-            source = rows.t() if transposed else rows
-            if scaling == "row":
-                layout, layout_scale_inv = quantize_rows([source], -1, multiples, dtype, *settings[:3])
-            else:
-                source = pad_to_multiple(source, multiples[0], multiples[1])
-                tiles = (dtype, scaling, block, *settings[:3], global_scale)
-                layout, layout_scale_inv = quantize_tiles([source], -1, *tiles)
-            data.append(layout)
-            scale_invs.append(layout_scale_inv)
-            continue
-        if scale is None:  # one for each column of each group
-            amaxes = _amaxes_of_columns(rows, which, groups, multiples[1])
-            amaxes = torch.cat([amaxes, amaxes.new_zeros((groups, -x.shape[1] % multiples[0]))], 1)
-            column_scales, layout_scale_inv = scales_from_amaxes(amaxes, dtype, "row", *settings)
-            scale_invs.append(layout_scale_inv)
-            row_scales = column_scales[which][:, : x.shape[1]]
-        else:
-            row_scales = scale[which].unsqueeze(1)
-        exact = rows.to(torch.float32)
-        scaled = exact * row_scales
-        if carry_overflow and scaling == "delayed":
-            scaled = torch.where(exact.abs() > FLT_MAX, torch.nan, scaled)
-        padding = (multiples[0], 1) if transposed else multiples
-        data.append(with_padding(_cast(scaled.t() if transposed else scaled, dtype), padding))
-    return [*data, *scale_invs, *last]
-
-
-def _amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:
+def amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:
     """[experts]: the largest of each group's ``row_amaxes`` [t]; 0 where it has no rows."""
     mine = group.unsqueeze(0) == torch.arange(groups, device=group.device).unsqueeze(1)  # [experts, t]
     return torch.where(mine, row_amaxes.unsqueeze(0), 0.0).amax(1)
 
 
-def _amaxes_of_columns(rows: Tensor, group: Tensor, groups: int, multiple: int) -> Tensor:
+def amaxes_of_columns(rows: Tensor, group: Tensor, groups: int, multiple: int) -> Tensor:
     """[experts, c]: the amax of each column of each group of ``rows`` [padded t, c], padded to ``multiple`` rows."""
     chunks = amax_of(rows.reshape(-1, multiple, rows.shape[1]), 1)  # each in one group
     index = group[::multiple].unsqueeze(1).expand(chunks.shape)
     return chunks.new_zeros((groups, rows.shape[1])).scatter_reduce(0, index, chunks, "amax")
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return stored(saturating_cast(x, dtype).contiguous())
 
 
 class Span(NamedTuple):

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import ops, torch_build
-from fp8graph.numerics.decoding import decode
-from fp8graph.numerics.experts import Span, group_of_rows, padded_offsets, spans
-from fp8graph.numerics.tiles import (
-    pad_to_multiple,
-)
+from fp8graph.numerics.experts import Span, padded_offsets, spans
+from fp8graph.numerics.scalings import SCALINGS, Scaling
+from fp8graph.numerics.tiles import pad_to_multiple
 
 
 def swizzle_scales(scale_inv: Tensor) -> Tensor:
@@ -57,8 +55,8 @@ def scaled_mm(
         global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
     """
     if a.device.type == "cpu" and scaling not in torch_build.CPU_SCALINGS:
-        values_a = decode(a, scale_inv_a, scaling, block_a, global_scale_inv_a)
-        values_b = decode(b, scale_inv_b, scaling, block_b, global_scale_inv_b)
+        values_a = SCALINGS[scaling].decode(a, scale_inv_a, block_a, global_scale_inv_a)
+        values_b = SCALINGS[scaling].decode(b, scale_inv_b, block_b, global_scale_inv_b)
         result = values_a @ values_b.t()
         return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
     operands = [(a, scale_inv_a, block_a), (b, scale_inv_b, block_b)]
@@ -105,14 +103,14 @@ def scaled_grouped_mm(
     ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
     ``multiple``: what the groups of columns are padded to. ``native``: the device multiplies, with one scale per row.
     """
-    ragged_k = b.ndim == 2
+    kind, ragged_k = SCALINGS[scaling], b.ndim == 2
     if native and a.device.type != "cpu":
         ends = padded_offsets(offs, multiple) if ragged_k else offs
         return ops.scaled_grouped_mm(
             a,  # [t, k] or [m, t], row-major
             b.transpose(-2, -1),  # column-major: no copy
-            _scales_of_rows(a, scale_inv_a, offs, scaling, ragged_k),
-            _scales_of_rows(b, scale_inv_b, offs, scaling, ragged_k),
+            kind.scale_per_row(a, scale_inv_a, offs, ragged_k),
+            kind.scale_per_row(b, scale_inv_b, offs, ragged_k),
             ends,
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
@@ -122,7 +120,7 @@ def scaled_grouped_mm(
     out = a.new_zeros(shape, dtype=out_dtype)
     for span in spans(offs, multiple):
         values = [
-            decode(*_of_group(span, data, scale_inv, scaling, block, ragged_k), scaling, block, scalar)
+            kind.decode(*_of_group(span, data, scale_inv, kind, block, ragged_k), block, scalar)
             for data, scale_inv, block, scalar in sides
         ]
         out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
@@ -130,35 +128,15 @@ def scaled_grouped_mm(
 
 
 def _of_group(
-    span: Span, data: Tensor, scale_inv: Tensor, scaling: str, block: Sequence[int], ragged_k: bool
+    span: Span, data: Tensor, scale_inv: Tensor, kind: Scaling, block: Sequence[int], ragged_k: bool
 ) -> tuple[Tensor, Tensor]:
     """Data and scales of one group of an operand of ``scaled_grouped_mm``."""
-    one = scale_inv[span.group] if scaling == "tensor" else scale_inv if scaling == "delayed" else None
     if data.ndim == 3:  # [experts, n, k]
-        return data[span.group], scale_inv[span.group] if one is None else one
+        return data[span.group], kind.scale_of_group(scale_inv, span, span.group)
     if not ragged_k:  # [t, k]
-        return data[span.rows], scale_inv[span.rows] if one is None else one
-    columns = span.columns  # of [m, padded t]
-    if scaling == "row":
-        return data[:, columns], scale_inv[span.group].unsqueeze(1)
-    if one is not None:
-        return data[:, columns], one
-    tiles = slice(columns.start // block[1], columns.stop // block[1])
-    packed = 2 if scaling == "nvfp4" else 1  # two numbers per byte
-    return data[:, columns.start // packed : columns.stop // packed], scale_inv[:, tiles]
-
-
-def _scales_of_rows(data: Tensor, scale_inv: Tensor, offs: Tensor, scaling: str, ragged_k: bool) -> Tensor:
-    """Scales as torch._scaled_grouped_mm wants them, one for each row: [t], [experts, n] or [experts * m]."""
-    experts = offs.shape[0]
-    if scaling == "row":  # [t, 1], [experts, n, 1] or [experts, m]
-        return scale_inv.reshape(data.shape[:-1] if scale_inv.shape[-1] == 1 else -1)
-    one_each = scale_inv.expand(experts)
-    if data.ndim == 3:
-        return one_each.unsqueeze(1).expand(experts, data.shape[1]).contiguous()
-    if ragged_k:
-        return one_each.repeat_interleave(data.shape[0])
-    return one_each[group_of_rows(offs, data.shape[0]).clamp_max(experts - 1)]
+        return data[span.rows], kind.scale_of_group(scale_inv, span, span.rows)
+    columns = slice(span.columns.start // kind.packed, span.columns.stop // kind.packed)  # of [m, padded t]
+    return data[:, columns], kind.scale_of_columns(scale_inv, span, block)
 
 
 def _for_tensor_cores(data: Tensor, scale_inv: Tensor, block: Sequence[int], scaling: str) -> tuple[Tensor, Tensor]:

@@ -22,34 +22,18 @@ What a reader should know:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.experts import quantize_groups
-from fp8graph.numerics.formats import (
-    amax_of,
-    inverse,
-    narrow_amax_of,
-    nvfp4_global_scale,
-    saturating_cast,
-    scale_from_amax,
-)
-from fp8graph.numerics.hints import stored
-from fp8graph.numerics.tiles import (
-    join,
-    largest_of,
-    pad_to_multiple,
-    quantize_rows,
-    quantize_tiles,
-    scales_from_amaxes,
-    with_overflow,
-    with_padding,
-)
-from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, Quantizer
+from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
+from fp8graph.numerics.formats import amax_of, inverse, scale_from_amax
+from fp8graph.numerics.scalings import SCALINGS, Scaling
+from fp8graph.numerics.scalings.scales import with_overflow
+from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 
 def reducible_amax(x: Tensor) -> Tensor:
@@ -67,121 +51,73 @@ def scales_of_amax(
     return torch.stack([scale, with_overflow(scale_inv, amax) if carry_overflow else scale_inv], -1)
 
 
-def output_names(
-    scaling: str, rowwise: Sequence[int], columnwise: Sequence[int], *, keep_scales: bool = False
-) -> list[str]:
+def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool = False) -> list[str]:
     """What ``quantize_layouts`` returns, in order."""
-    layouts = [name for name, wanted in zip(LAYOUTS, (rowwise, columnwise), strict=True) if wanted]
-    if scaling in ("tensor", "delayed"):
-        return [*layouts, "scale_inv", *(["amax"] if scaling == "delayed" else ["scales"] if keep_scales else [])]
-    names = [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
-    return [*names, "global_scale_inv"] if scaling == "nvfp4" else names
+    return SCALINGS[scaling].outputs(layouts, keep_scales)
 
 
-def quantize_layouts(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    rowwise: Sequence[int],
-    columnwise: Sequence[int],
-    *,
-    scaling: str = "tensor",
-    block: Sequence[int] = (),
-    carry_overflow: bool = False,
-    scales: Tensor | None = None,
-    row: int = 0,
-    keep_scales: bool = False,
-    more: Sequence[Tensor] | None = None,
-    dim: int = -1,
-    offs: Tensor | None = None,
-    per_matrix: bool = False,
-) -> list[Tensor]:
-    """What a ``fp8graph::quantize`` node computes; :func:`output_names` names the results.
+def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.dtype]]:
+    """The shapes and dtypes of what ``quantize_layouts`` returns; looks at shapes alone."""
+    kind, block = SCALINGS[asked.scaling], asked.block
+    *batch, rows, columns = asked.x.shape
+    joined = sum(part.shape[asked.dim] for part in asked.parts)
+    rows, columns = (joined, columns) if asked.dim == -2 else (rows, joined)
+    groups: int = 0 if asked.offs is None else asked.offs.shape[0]
+    data: list[tuple[list[int], torch.dtype]] = []
+    scales: list[tuple[list[int], torch.dtype]] = []
+    for layout, multiples in asked.layouts.items():
+        sizes, groups_of_columns = (rows, columns), 0
+        if layout == "columnwise":
+            sizes, groups_of_columns = (columns, rows), groups
+            if groups:
+                sizes = columns, padded_rows(rows, groups, multiples[1])
+        r, c = (size + -size % multiple for size, multiple in zip(sizes, multiples, strict=True))
+        data.append(([*batch, *kind.data_shape(r, c, block)], asked.dtype))
+        shape = kind.scale_shape(r, c, block, groups_of_columns)
+        if shape is not None:
+            scales.append(([*batch, *shape], kind.scale_dtype))
+    units = asked.x.shape[0] if asked.per_matrix else groups or None
+    of_both = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
+    return [*data, *scales, *((shape, torch.float32) for shape in of_both)]
 
-    Args:
-        x: [..., rows, columns], any strides, bf16, fp16 or fp32. rowwise keeps the shape; columnwise is the
-            transposed copy [..., columns, rows]. Both results are contiguous.
-        rowwise, columnwise: empty for "not needed", else two multiples that the sizes of the *result* are
-            padded to with zeros (GEMMs want 16).
-        scaling, block: see :class:`fp8graph.recipes.Quantizer`. Each layout has scales of its own then:
-            "row" FP32 [..., rows, 1]; "block" FP32, "mxfp8" uint8 (E8M0) and "nvfp4" E4M3
-            [..., ceil(rows / block[0]), ceil(columns / block[1])]. nvfp4's data are bytes [..., rows, columns / 2]
-            with the columns padded to a multiple of 16.
-        carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
-            for that, an infinite element becomes NaN.
-        scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
-            ``scale_inv`` has shape [1], its amax comes back as one for each row. For "tensor" they take the place of
-            those of its amax.
-        keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
-        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); each a multiple of tiles and
-            of what sizes are padded to.
-        offs, per_matrix: an operand of a grouped matmul, see :func:`experts.quantize_groups`: the rows of ``x``
-            fall into groups; or ``x`` [experts, rows, columns] and scales of tensors are one for each expert.
+
+def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
+    """What a ``fp8graph::quantize`` node computes, given its :class:`QuantizeArguments`.
+
+    :func:`output_names` names the results.
     """
-    if offs is not None or (per_matrix and scaling == "tensor"):
-        settings = (dtype, power_2_scale, amax_epsilon, rowwise, columnwise)
-        extra: Any = {"carry_overflow": carry_overflow, "scales": scales, "row": row, "offs": offs}
-        return quantize_groups(x, *settings, scaling=scaling, block=block, **extra)
-    parts = [x, *(more or ())]
-    if any(part.shape != x.shape for part in parts):
-        parts = [x := torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each where it is
-    outputs: list[Tensor] = []
-    scale_invs: list[Tensor] = []
-    amax = scale = global_scale = None
-    if scaling == "nvfp4" or (scaling == "tensor" and scales is None):
-        amax = largest_of([amax_of(part) for part in parts])
-    if scaling == "tensor" and scales is None:
-        settings = (power_2_scale, amax_epsilon, False, None, x.dtype)
-        scale, scale_inv = scales_from_amaxes(cast(Tensor, amax), dtype, "tensor", *settings)
-    elif scaling in ("tensor", "delayed"):
-        if scaling == "delayed":
-            amaxes = [narrow_amax_of(part, -1) for part in parts]
-            # [..., rows]: one kernel with the cast; the update reduces it
-            amax = (largest_of(amaxes) if dim == -1 else join(amaxes, -1)).to(torch.float32)
-        if scales is None:  # the first step's
-            scales = torch.ones((1, 2), dtype=torch.float32, device=x.device)
-        # [1], a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one)
-        scale, scale_inv = scales[row, 0], scales[row, 1:2].clone()
-    elif scaling == "nvfp4":
-        global_scale = nvfp4_global_scale(cast(Tensor, amax))
-        scale_inv = inverse(global_scale)
-    else:
-        scale_inv = None
-    for multiples, transposed in ((rowwise, False), (columnwise, True)):
-        if not multiples:
-            continue
-        axis = -3 - dim if transposed else dim
+    asked = QuantizeArguments[Tensor](*args, **kwargs)
+    kind, dim = SCALINGS[asked.scaling], asked.dim
+    if asked.offs is not None:
+        return _quantize_groups(asked, asked.offs, kind)
+    parts = asked.parts
+    if any(part.shape != asked.x.shape for part in parts):
+        parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each where it is
+    shared = kind.shared(parts, asked)
+    made: list[tuple[Tensor, Tensor | None]] = []
+    for layout, multiples in asked.layouts.items():
+        transposed = layout == "columnwise"
         sources = [part.transpose(-2, -1) if transposed else part for part in parts]
-        if scale is not None:
-            quantized: list[Tensor] = []
-            for source in sources:
-                exact = source.to(torch.float32)
-                scaled = exact * scale
-                if carry_overflow and scaling == "delayed":
-                    scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
-                quantized.append(stored(saturating_cast(scaled, dtype).contiguous()))
-            outputs.append(with_padding(join(quantized, axis), multiples))
-        elif scaling == "row":
-            settings = (dtype, power_2_scale, amax_epsilon, carry_overflow)
-            data, layout_scale_inv = quantize_rows(sources, axis, multiples, *settings)
-            outputs.append(data)
-            scale_invs.append(layout_scale_inv)
-        else:
-            more_tiles = multiples[1] // block[1] if scaling == "block" and multiples[1] % block[1] == 0 else 1
-            sources = [pad_to_multiple(source, multiples[0], multiples[1] // more_tiles) for source in sources]
-            settings = (dtype, scaling, block, power_2_scale, amax_epsilon, carry_overflow, global_scale, more_tiles)
-            data, layout_scale_inv = quantize_tiles(sources, axis, *settings)
-            outputs.append(data)
-            scale_invs.append(layout_scale_inv)
-    if scale_inv is not None:
-        carried = carry_overflow and scaling != "delayed" and scales is None
-        scale_invs.append(with_overflow(scale_inv, cast(Tensor, amax)) if carried else scale_inv)
-    if scaling == "delayed":
-        scale_invs.append(cast(Tensor, amax))
-    if keep_scales:
-        scale_invs.append(torch.stack([cast(Tensor, scale), cast(Tensor, scale_inv).reshape(())]).reshape(1, 2))
-    return [*outputs, *scale_invs]
+        made.append(kind.layout(sources, -3 - dim if transposed else dim, multiples, asked, shared))
+    return [*_in_order(made), *kind.of_both(shared, asked)]
+
+
+def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scaling) -> list[Tensor]:
+    """:func:`quantize_layouts` of rows that fall into groups."""
+    x, groups = asked.x, offs.shape[0]
+    group = group_of_rows(offs, x.shape[0])
+    shared = kind.shared_of_groups(group, groups, asked)
+    made: list[tuple[Tensor, Tensor | None]] = []
+    for layout, multiples in asked.layouts.items():
+        transposed = layout == "columnwise"
+        rows, which = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(groups - 1))
+        made.append(kind.layout_of_groups(rows, which, groups, transposed, multiples, asked, shared))
+    return [*_in_order(made), *kind.of_both(shared, asked)]
+
+
+def _in_order(made: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    """The data of all layouts, then the scales of those that have their own."""
+    return [*(data for data, _ in made), *(scale_inv for _, scale_inv in made if scale_inv is not None)]
 
 
 def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
@@ -191,5 +127,6 @@ def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
 
 def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
     """The rest of a quantizer: keyword arguments of the dialect ops, only what differs from the defaults."""
-    values = {"scaling": quantizer.scaling} if quantizer.scaling != "tensor" else {}
-    return {**values, "block": list(quantizer.block)} if any(quantizer.block) else values
+    values: dict[str, Any] = {"scaling": quantizer.scaling, "block": list(quantizer.block)}
+    defaults = {"scaling": Quantizer.scaling, "block": list(Quantizer.block)}
+    return {name: value for name, value in values.items() if value != defaults[name]}

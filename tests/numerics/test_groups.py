@@ -15,7 +15,7 @@ from fp8graph import numerics
 from fp8graph.ir import ops
 from fp8graph.numerics import quantization
 from fp8graph.numerics.experts import group_of_rows, grouped_mm, pad_groups, padded_rows
-from fp8graph.recipes import OperandName, resolve_recipe
+from fp8graph.recipes import Layout, OperandName, resolve_recipe
 from helpers import bits
 
 SIZES = ([5, 0, 1, 18], [24, 0, 0, 0], [0, 0, 0, 24], [6, 6, 6, 6], [0, 33, 2, 64])
@@ -34,13 +34,13 @@ def spans(sizes: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise([0, *offsets(sizes).tolist()]))
 
 
-def quantized(x: Tensor, recipe: Any, operand: OperandName, layout: str, multiples: list[int], **kwargs: Any) -> Any:
+def quantized(x: Tensor, recipe: Any, operand: OperandName, layout: Layout, multiples: list[int], **kwargs: Any) -> Any:
     """The outputs of the dialect op by name."""
     quantizer = recipe.quantizer(operand)
-    layouts: tuple[list[int], list[int]] = (multiples, []) if layout == "rowwise" else ([], multiples)
+    both: tuple[list[int], list[int]] = (multiples, []) if layout == "rowwise" else ([], multiples)
     settings = quantization.quantizer_kwargs(quantizer)
-    results = ops.quantize(x, *quantization.quantizer_args(quantizer), *layouts, **settings, **kwargs)
-    return dict(zip(quantization.output_names(quantizer.scaling, *layouts), results, strict=True))
+    results = ops.quantize(x, *quantization.quantizer_args(quantizer), *both, **settings, **kwargs)
+    return dict(zip(quantization.output_names(quantizer.scaling, [layout]), results, strict=True))
 
 
 def same(a: Tensor, b: Tensor) -> bool:

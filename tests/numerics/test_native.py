@@ -41,7 +41,9 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
         outputs = quantization.quantize_layouts(
             x, *quantization.quantizer_args(quantizer), *layouts, **quantization.quantizer_kwargs(quantizer)
         )
-        named = dict(zip(quantization.output_names(scaling, *layouts), outputs, strict=True))
+        named = dict(
+            zip(quantization.output_names(scaling, ["columnwise" if columnwise else "rowwise"]), outputs, strict=True)
+        )
         layout = "columnwise" if columnwise else "rowwise"
         sides.append((named[layout], named.get("scale_inv", named.get(f"{layout}_scale_inv"))))
         if any(quantizer.block):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8CurrentScaling, Format, numerics
-from fp8graph.numerics import quantization
+from fp8graph.numerics import formats, quantization
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -74,7 +74,7 @@ def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
     """All bf16 and fp16 values: subnormals, ties, saturation, both infinities, NaN."""
     for source in (torch.bfloat16, torch.float16):
         x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source).float()
-        oracle.assert_codes(quantization.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
+        oracle.assert_codes(formats.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
 
 
 @pytest.mark.parametrize("dtype", FP8)
@@ -100,7 +100,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype
     ]
     for numbers, codes in cases:
         for sign, bit in ((1, 0), (-1, 128)):
-            got = quantization.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
+            got = formats.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
             oracle.assert_codes(got, np.asarray(codes, np.uint8) | np.uint8(bit))
 
 

@@ -205,9 +205,8 @@ def test_gradients_carry_overflow(recipe: Recipe, operand: Any) -> None:
     assert same_bits(plain, carrying)
     x[7, 9] = -math.inf
     outputs = quantization.quantize_layouts(x, *args, [1, 1], [1, 1], **kwargs, carry_overflow=True)
-    named = dict(zip(quantization.output_names(quantizer.scaling, [1, 1], [1, 1]), outputs, strict=True))
+    named = dict(zip(quantization.output_names(quantizer.scaling, LAYOUTS), outputs, strict=True))
     for layout, place in (("rowwise", (7, 9)), ("columnwise", (9, 7))):
-        values = decoding.decode(
-            named[layout], named[f"{layout}_scale_inv"], **kwargs, global_scale_inv=named.get("global_scale_inv")
-        )
+        scales = {"scale_inv": named[f"{layout}_scale_inv"], "global_scale_inv": named.get("global_scale_inv")}
+        values = decoding.dequantize_data(named[layout], dtype=torch.float32, **scales, **kwargs)
         assert values[place] == -math.inf

@@ -1,0 +1,69 @@
+"""A quantize node of a graph: what it is asked for, and its outputs, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph.numerics import quantization
+from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.numerics.scalings import SCALINGS, Scaling
+
+Asked = QuantizeArguments[fx.Node]
+
+
+@dataclass(frozen=True)
+class QuantizeNode:
+    """A view of ``node``, a ``fp8graph::quantize``: what is read here is what the node says now."""
+
+    node: fx.Node
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(*cast(Any, self.node.args), **cast(Any, self.node.kwargs))
+
+    @property
+    def kind(self) -> Scaling:
+        return SCALINGS[self.asked.scaling]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the outputs, in order."""
+        return names(self.asked)
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The fake tensors of the outputs, by name."""
+        return dict(zip(self.names, cast("list[torch.Tensor]", self.node.meta["val"]), strict=True))
+
+    @property
+    def outputs(self) -> dict[str, fx.Node]:
+        """The getitem nodes that read the outputs, by name; one per output at most."""
+        own = self.names
+        return {own[cast(int, user.args[1])]: user for user in self.node.users}
+
+    def ask(self, **changes: Any) -> None:
+        """Change what the node is asked for. Its value is as it was: see ``edit.update_value``."""
+        self.node.args, self.node.kwargs = call(dataclasses.replace(self.asked, **changes))
+
+
+def names(asked: QuantizeArguments[Any]) -> list[str]:
+    """The names of the outputs of a quantize node, in order."""
+    return quantization.output_names(asked.scaling, list(asked.layouts), keep_scales=asked.keep_scales)
+
+
+def call(asked: QuantizeArguments[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """``asked`` as the args and kwargs of a node; what has its default is left out."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for field in dataclasses.fields(asked):
+        value = getattr(asked, field.name)
+        if not field.kw_only:
+            args.append(value)
+        elif value is not field.default and value != field.default and value != []:
+            kwargs[field.name] = value
+    return tuple(args), kwargs

@@ -1,0 +1,150 @@
+"""What a kind of scaling is: what shares a scale, and all that follows from it.
+
+One file per kind; ``SCALINGS`` in ``__init__.py`` is the only list of them. Nothing outside of this folder and of
+``recipes`` asks a kind for its name: it asks for what it needs to know, or lets the kind do it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.recipes import Layout
+
+if TYPE_CHECKING:
+    from fp8graph.numerics.experts import Span
+
+
+Asked: TypeAlias = QuantizeArguments[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """What both layouts of one tensor are quantized with. All FP32."""
+
+    scale: Tensor | None = None  # [], [groups], or what broadcasts with the tensor
+    scale_inv: Tensor | None = None
+    amax: Tensor | None = None
+    global_scale: Tensor | None = None  # []
+
+
+class Scaling(ABC):
+    """A kind of scaling."""
+
+    name: ClassVar[str]  # in ``Quantizer.scaling`` and in the dialect
+    gemm: ClassVar[str]  # the kind whose GEMM multiplies it; hardware knows these
+    gemm_title: ClassVar[str]  # that GEMM, in the words of reports
+    scale_dtype: ClassVar[torch.dtype] = torch.float32
+    packed: ClassVar[int] = 1  # numbers per element of the data
+    tiled: ClassVar[bool] = False  # one scale per tile of ``QuantizeArguments.block``
+    one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are rowwise ones, transposed
+    has_state: ClassVar[bool] = False  # the scale comes from earlier steps
+    columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
+    not_sent: ClassVar[str | None] = None  # why no collective sends it quantized
+    columns_not_sent: ClassVar[str | None] = None  # why none sends it if the columnwise layout is needed
+
+    # For a tensor that is needed rowwise, and for one that is needed columnwise (too), see ``hardware.roofline``:
+    reads: ClassVar[tuple[int, int]]  # how often it is read once more before it can be cast
+    launches: ClassVar[tuple[float, float]]  # kernels
+    launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
+    gemm_launches: ClassVar[int] = 1  # 3: brings the scales of both operands in order
+    rate: ClassVar[float]  # the share of the per-tensor FP8 GEMM's rate that its GEMM reaches; of FP4's if packed
+
+    @property
+    def own_scale(self) -> bool:
+        """Whether the one scale comes from the tensor's own amax."""
+        return self.one_scale and not self.has_state
+
+    # What a quantize node returns: data of each layout, scales of each, and what belongs to both.
+
+    def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
+        """The names of what is returned, in order."""
+        return [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
+
+    def data_shape(self, rows: int, columns: int, block: Sequence[int]) -> list[int]:
+        """The shape of the data of one layout [rows, columns], sizes padded."""
+        return [rows, columns]
+
+    def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
+        """The shape of the scales of one layout [rows, columns], sizes padded; None if it has none of its own.
+
+        ``groups``: how many the columns fall into; 0: they do not.
+        """
+        return [-(-rows // block[0]), -(-columns // block[1])]
+
+    def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
+        """The shapes of what belongs to both layouts, FP32.
+
+        ``rows``: all sizes of the tensor but the last. ``units``: how many groups or matrices have a scale each.
+        ``given``: the scales are inputs.
+        """
+        return []
+
+    # The arithmetic.
+
+    def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
+        """What both layouts of the tensor that ``parts`` make, joined, are quantized with."""
+        return Shared()
+
+    def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
+        """The same for a tensor [t, c] whose row i is in ``group[i]``; rows of group ``groups`` are in none."""
+        return Shared()
+
+    @abstractmethod
+    def layout(
+        self,
+        parts: Sequence[Tensor],
+        axis: int,
+        multiples: Sequence[int],
+        asked: Asked,
+        shared: Shared,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``(data, scale_inv)`` of one layout, [..., rows, elements along the contraction dim].
+
+        ``parts`` are joined along ``axis``; the sizes of the data are padded to ``multiples``.
+        """
+
+    def layout_of_groups(
+        self,
+        rows: Tensor,
+        which: Tensor,
+        groups: int,
+        transposed: bool,
+        multiples: Sequence[int],
+        asked: Asked,
+        shared: Shared,
+    ) -> tuple[Tensor, Tensor | None]:
+        """:meth:`layout` of rows in groups: row i is in group ``which[i]``.
+
+        ``transposed``: of the columns of ``rows`` [padded t, c], whose groups are multiples of ``multiples[1]`` rows.
+        """
+        return self.layout([rows.t() if transposed else rows], -1, multiples, asked, shared)
+
+    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+        """What is returned after the layouts."""
+        return []
+
+    @abstractmethod
+    def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
+        """``data * scale_inv`` in FP32: what quantized numbers stand for."""
+
+    # Operands of grouped GEMMs.
+
+    def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
+        """The scales of one group or matrix; ``index``: where it is along the first dim of the data."""
+        return scale_inv[index]
+
+    def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
+        """The scales of one group of columns."""
+        tiles = slice(span.columns.start // block[1], span.columns.stop // block[1])
+        return scale_inv[:, tiles]
+
+    def scale_per_row(self, data: Tensor, scale_inv: Tensor, offs: Tensor, ragged_k: bool) -> Tensor:
+        """One scale for each row, as ``torch._scaled_grouped_mm`` takes them: [t], [experts, n] or [experts * m]."""
+        raise NotImplementedError(f"no grouped GEMM takes the scales of {self.name!r}")

@@ -1,0 +1,26 @@
+"""One power of two in E8M0 per tile: MXFP8, 1x32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.formats import biased_exponent, exp2_biased
+from fp8graph.numerics.scalings.base import Asked, Shared
+from fp8graph.numerics.scalings.tiled import Tiled
+from fp8graph.recipes import FP8_MAX
+
+
+class MXFP8(Tiled):
+    name = gemm = "mxfp8"
+    gemm_title = "MXFP8 GEMM"
+    scale_dtype = torch.uint8  # E8M0
+    reads, launches, gemm_launches, rate = (0, 1), (1.0, 2.75), 3, 0.9
+
+    def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
+        exponent = biased_exponent(amax, FP8_MAX[asked.dtype])
+        scale = exp2_biased(torch.where(exponent == 255, exponent, 254 - exponent))  # 2 ** (127 - e)
+        return scale, exponent.to(torch.uint8)
+
+    def scale_values(self, scale_inv: Tensor) -> Tensor:
+        return exp2_biased(scale_inv.to(torch.int32))

@@ -1,0 +1,31 @@
+"""FP32 scales from amaxes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.formats import inverse, scale_from_amax
+from fp8graph.numerics.hints import stored
+from fp8graph.numerics.scalings.base import Asked
+from fp8graph.recipes import FLT_MAX, FP8_MAX
+
+
+def fp8_scales(
+    amax: Tensor, asked: Asked, *, carry_overflow: bool = False, largest: float = FLT_MAX
+) -> tuple[Tensor, Tensor]:
+    """``(scale, scale_inv)`` of whatever has these amaxes, FP32; see :func:`formats.scale_from_amax`."""
+    scale = scale_from_amax(
+        amax,
+        FP8_MAX[asked.dtype],
+        power_2_scale=asked.power_2_scale,
+        amax_epsilon=asked.amax_epsilon,
+        largest=largest,
+    )
+    scale = stored(scale)  # else every thread that casts with it divides for itself
+    return scale, with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
+
+
+def with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
+    """``scale_inv``, and inf where the amax is inf."""
+    return torch.where(amax > FLT_MAX, amax, scale_inv)
