@@ -34,7 +34,7 @@ from fp8graph.ir.nodes import GROUPED, SITES, aten, known_equal, matmul_argument
 from fp8graph.ir.operands import QuantizedOperand, quantize_operand
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.numerics import quantization
-from fp8graph.recipes import Recipe
+from fp8graph.recipes import Quantizer, Recipe
 
 _NAME = "quantize"
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -120,7 +120,7 @@ def _of_groups(view: OperandView, node: fx.Node) -> dict[str, Any]:
 def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
     """The keyword arguments of a scaled matmul: only what differs from the defaults."""
     settings: dict[str, Any] = {}
-    if a.quantizer.scaling != "tensor":
+    if a.quantizer.scaling != Quantizer.scaling:
         settings["scaling"] = a.quantizer.scaling
     for side, operand in (("a", a), ("b", b)):
         if any(operand.quantizer.block):

@@ -24,31 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from fp8graph.compat import inductor
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import hints
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Layout, Scaling
-
-# For a tensor that is needed rowwise, and for one that is needed columnwise (too).
-# How often it is read once more before it can be cast: scales of the whole tensor, or of all of a column, need that;
-# tiles that lie along columns are cast in a pass of their own. Counted in generated code (codegen/test_kernels.py).
-_READS: Final[dict[Scaling, tuple[int, int]]] = {
-    "tensor": (1, 1), "delayed": (0, 0), "row": (0, 1), "block": (0, 1), "mxfp8": (0, 1), "nvfp4": (1, 2),
-}  # fmt: skip
-# The kernels that it costs, producers that nothing fuses into (attention) and the update of amax histories included:
-# those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
-# bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24 rowwise
-# and blockwise, 29 mxfp8: codegen/test_kernels.py). nvfp4 has both the amax of the whole tensor and tiles: not counted.
-_LAUNCHES: Final[dict[Scaling, tuple[float, float]]] = {
-    "tensor": (2.5, 2.5), "delayed": (0.5, 1.25), "row": (1.0, 2.1), "block": (1.0, 2.1), "mxfp8": (1.0, 2.75),
-    "nvfp4": (3.0, 4.0),
-}  # fmt: skip
-_LAUNCHES_OF_FEW: Final[dict[Scaling, float]] = {"tensor": 1.0}  # rowwise, hints.FEW elements at most: one program
-_GEMM_LAUNCHES: Final[dict[Scaling, int]] = {"mxfp8": 3, "nvfp4": 3}  # brings the scales of both operands in order
 
 
 def launches_are_replayed(inductor_options: Mapping[str, Any]) -> bool:
@@ -68,9 +52,10 @@ class Operand:
 
 
 def _launches(operand: Operand, scaling: Scaling) -> float:
-    columnwise = "columnwise" in operand.layouts
-    few = operand.elements <= hints.FEW and not columnwise
-    return _LAUNCHES_OF_FEW.get(scaling, _LAUNCHES[scaling][0]) if few else _LAUNCHES[scaling][columnwise]
+    columnwise, kind = "columnwise" in operand.layouts, SCALINGS[scaling]
+    if operand.elements <= hints.FEW and not columnwise and kind.launches_of_few is not None:
+        return kind.launches_of_few
+    return kind.launches[columnwise]
 
 
 def gemm_seconds(
@@ -89,14 +74,15 @@ def gemm_seconds(
         rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
         busy = max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
         return max(speed.launch + busy, speed.host_launch)
-    narrow = 0.5 if scaling == "nvfp4" else 1.0
-    rate = (speed.fp4_flops if scaling == "nvfp4" else speed.fp8_flops) * speed.rates[scaling]
-    launches: float = _GEMM_LAUNCHES.get(scaling, 1)
+    kind = SCALINGS[scaling]
+    narrow = 1.0 / kind.packed  # bytes per number
+    rate = speed.low_precision_flops(kind)
+    launches: float = kind.gemm_launches
     busy = max(flops / rate, (narrow * (m * k + k * n) + wide * m * n) / speed.bandwidth)
     for operand in operands:
         if not operand.kept:
             columnwise = "columnwise" in operand.layouts
-            reads = _READS[scaling][columnwise] + (not operand.fused)
+            reads = kind.reads[columnwise] + (not operand.fused)
             moved = operand.elements * (narrow * len(operand.layouts) + wide * reads)
             busy += moved / speed.bandwidth / operand.users
             launches += _launches(operand, scaling) / operand.users

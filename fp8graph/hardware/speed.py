@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8graph.errors import ConfigError
+from fp8graph.numerics.scalings import SCALINGS, Scaling
 
-# The share of the per-tensor rate that GEMMs with more scales reach (Transformer Engine's and DeepGEMM's figures).
-# mxfp8: what is left to the GEMMs of the 10 % by which one scale per tensor trains a dense Llama 3.1 405B faster on
-# GB300 (1,048 against 952 tokens/s/GPU: Megatron-Bridge's performance summary, whose two runs are sharded differently).
-RATES: Final[Mapping[str, float]] = {
-    "tensor": 1.0, "delayed": 1.0, "row": 0.95, "block": 0.8, "mxfp8": 0.9, "nvfp4": 1.0,
-}  # fmt: skip
+# By scaling: the share of the per-tensor rate that its GEMM reaches.
+RATES: Final[Mapping[str, float]] = {name: kind.rate for name, kind in SCALINGS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +56,10 @@ class Speed:
             return values["target"], Speed(**speed)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
+
+    def low_precision_flops(self, kind: Scaling) -> float:
+        """The rate of the GEMMs of ``kind``."""
+        return (self.fp4_flops if kind.packed > 1 else self.fp8_flops) * self.rates[kind.name]
 
     def replayed(self) -> Speed:
         """The same speed in a CUDA graph, where the host launches nothing."""

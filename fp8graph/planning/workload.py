@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 import torch
 
 from fp8graph.errors import ConfigError
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.planning.mesh import Mesh
 from fp8graph.recipes import GEMM_OPERANDS, GEMMS, DelayedScaling, GemmName, Recipe
 from fp8graph.recipes.policy import MIN_SPEEDUP
@@ -204,7 +205,7 @@ def _layer(name: str) -> str:
 def _of_activations(
     work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]
 ) -> Iterator[Collective]:
-    scaling = recipe.quantizer("input").scaling if recipe is not None else None
+    kind = SCALINGS[recipe.quantizer("input").scaling] if recipe is not None else None
     readers: dict[Any, list[Linear]] = {}
     for linear in work.linears:
         readers.setdefault(work.reads(linear), []).append(linear)
@@ -218,8 +219,8 @@ def _of_activations(
 
     def gathered(direction: str, numbers: int, narrow: bool) -> Iterator[Collective]:
         """One scale for the whole tensor serves both layouts; scales of rows and tiles would have to be sent twice."""
-        narrow = narrow and scaling in ("tensor", "delayed")
-        if narrow and scaling == "tensor":  # the scale is that of the whole tensor
+        narrow = narrow and kind is not None and kind.one_scale
+        if narrow and kind is not None and kind.own_scale:  # the scale is that of the whole tensor
             yield amax(direction=direction, payload=4)
         width, name = (1, "fp8") if narrow else (size, dtype)
         yield one(kind="all_gather", direction=direction, dtype=name, payload=width * numbers)

@@ -23,6 +23,7 @@ from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import matmul
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
 
 SIZE: Final = 8192  # of the square GEMMs
@@ -41,7 +42,7 @@ def fp8_gpu() -> torch.device:
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     found = hardware.of_device(device)
-    if device.type == "cpu" or "tensor" not in found.scalings:
+    if device.type == "cpu" or not found.scalings:
         raise ConfigError(
             f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on an Ada, Hopper or later GPU."
         )
@@ -93,7 +94,8 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         assert isinstance(recipe, Recipe)
         return flops / seconds(_scaled_mm(recipe, size, device))
 
-    fp8 = fp8_rate("tensor")
+    first, *others = _RECIPES
+    fp8 = fp8_rate(first)
     source = torch.empty(copy, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     one = torch.ones((), device=device)
@@ -106,16 +108,16 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         bandwidth=2 * copy / seconds(lambda: target.copy_(source)),
         launch=seconds(lambda: one.add_(1.0), iterations=1000),  # one after the other, nothing to compute
     )
-    yield (done := Calibration(speed=speed, measured=("tensor",)))
-    for scaling in _RECIPES:
-        if scaling == "tensor" or scaling not in found.scalings:
+    yield (done := Calibration(speed=speed, measured=(first,)))
+    for scaling in others:
+        if scaling not in found.scalings:
             continue
         try:
             flops_reached = fp8_rate(scaling)
         except (RuntimeError, ValueError) as error:  # what torch and cuBLAS raise for a GEMM that they do not have
             yield dataclasses.replace(done, failed=f"{_RECIPES[scaling]}: {str(error).strip().splitlines()[0]}")
             continue
-        if scaling == "nvfp4":
+        if SCALINGS[scaling].packed > 1:
             speed = dataclasses.replace(done.speed, fp4_flops=flops_reached)
         else:
             speed = dataclasses.replace(done.speed, rates={**done.speed.rates, scaling: flops_reached / fp8})
@@ -142,12 +144,12 @@ def describe(done: Calibration, found: Hardware) -> str:
     if done.failed:
         return f"left out: {done.failed}"
     speed, last = done.speed, done.measured[-1]
-    if last == "tensor":
+    if len(done.measured) == 1:
         return (
             f"{speed.name} ({found.name}): bf16 {speed.bf16_flops / 1e12:.0f} TFLOP/s, "
             f"FP8 {speed.fp8_flops / 1e12:.0f} TFLOP/s, {speed.bandwidth / 1e12:.2f} TB/s"
         )
-    reached = speed.fp4_flops if last == "nvfp4" else speed.fp8_flops * speed.rates[last]
+    reached = speed.low_precision_flops(SCALINGS[last])
     return f"{_RECIPES[last]}: {reached / 1e12:.0f} TFLOP/s"
 
 

@@ -49,12 +49,19 @@ class Scaling(ABC):
     not_sent: ClassVar[str | None] = None  # why no collective sends it quantized
     columns_not_sent: ClassVar[str | None] = None  # why none sends it if the columnwise layout is needed
 
-    # For a tensor that is needed rowwise, and for one that is needed columnwise (too), see ``hardware.roofline``:
-    reads: ClassVar[tuple[int, int]]  # how often it is read once more before it can be cast
-    launches: ClassVar[tuple[float, float]]  # kernels
+    # What it costs (``hardware.roofline``): for a tensor that is needed rowwise, and for one that is needed columnwise
+    # (too), how often it is read once more before it can be cast. Scales of the whole tensor, or of all of a column,
+    # need that; tiles that lie along columns are cast in a pass of their own. Counted in generated code.
+    reads: ClassVar[tuple[int, int]]
+    # The kernels of the same, producers that nothing fuses into (attention) and the update of amax histories included:
+    # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
+    # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24 rowwise
+    # and blockwise, 29 mxfp8: codegen/test_kernels.py).
+    launches: ClassVar[tuple[float, float]]
     launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
     gemm_launches: ClassVar[int] = 1  # 3: brings the scales of both operands in order
-    rate: ClassVar[float]  # the share of the per-tensor FP8 GEMM's rate that its GEMM reaches; of FP4's if packed
+    # The share of the per-tensor FP8 rate (FP4 if packed) that its GEMMs reach; TE and DeepGEMM name some.
+    rate: ClassVar[float]
 
     @property
     def own_scale(self) -> bool:
