@@ -43,3 +43,8 @@ class GemmRecord:
     def name(self) -> str:
         """The FQN, with an index for the second and further sites of one module."""
         return f"{self.fqn}[{self.index}]" if self.index else self.fqn
+
+    @property
+    def missing(self) -> bool:
+        """Whether a user's rule or region asks for FP8 and it would pay, and yet this GEMM runs in high precision."""
+        return self.required and self.recipe is None and not self.by_profitability

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import types
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_a_backend_shows_its_arguments() -> None:
     parameters = inspect.signature(Backend).parameters
     assert list(parameters) == ["policy", "recipe", *Settings.names()]
     assert all(parameters[name].default == getattr(Settings(), name) for name in Settings.names())
-    with pytest.raises(TypeError, match="Backend has no argument 'cache_weigths'. Arguments: policy, recipe, strict"):
+    message = "Backend has no argument 'cache_weigths'. Did you mean 'cache_weights'? Arguments: policy, recipe, strict"
+    with pytest.raises(TypeError, match=re.escape(message)):
         Backend(cache_weigths=False)
 
 
@@ -107,6 +109,21 @@ def test_compile_takes_every_setting() -> None:
     assert settings.inductor == {"max_autotune": True}
     with pytest.raises(ConfigError, match="save must be one of speed, memory"):
         fp8graph.compile(nn.Linear(16, 16), save="disk")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("tarjet", "Did you mean 'target'? "), ("ful_graph", "Did you mean 'fullgraph'? "), ("zzz", "")]
+)
+def test_compile_says_what_it_takes(name: str, meant: str) -> None:
+    message = f"fp8graph.compile has no argument {name!r}. {meant}Arguments: policy, recipe, regions, strict, "
+    arguments: dict[str, Any] = {name: True}
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        fp8graph.compile(nn.Linear(16, 16), None, **arguments)
+    assert str(caught.value).count("fullgraph, dynamic, mode, options") == 1
+    with pytest.raises(
+        ConfigError, match=re.escape("fp8graph has no option 'recip'. Did you mean 'recipe'? Options: ")
+    ):
+        fp8graph.compile(nn.Linear(16, 16), options={"recip": "rowwise"})
 
 
 def test_weights_are_refreshed_by_method_or_function() -> None:

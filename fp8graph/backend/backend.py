@@ -19,7 +19,7 @@ from fp8graph.backend.program import Program
 from fp8graph.backend.shared import Shared
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
-from fp8graph.ir.settings import Settings
+from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import amax_group
 from fp8graph.recipes.policy import Policy
@@ -52,9 +52,8 @@ class Backend:
 
     def __init__(self, policy: PolicyLike | None = None, *, recipe: RecipeLike = None, **settings: Any) -> None:
         if unknown := sorted(settings.keys() - set(Settings.names())):
-            raise TypeError(
-                f"Backend has no argument {unknown[0]!r}. Arguments: policy, recipe, {', '.join(Settings.names())}."
-            )
+            known = ("policy", "recipe", *Settings.names())
+            raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**settings)
         epoch = Epoch()
         self._shared: Final = Shared(
@@ -222,8 +221,7 @@ class Backend:
 
     def check_records(self, records: Sequence[GemmRecord]) -> None:
         """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
-        missing = [r for r in records if r.required and r.recipe is None and not r.by_profitability]
-        if missing:
+        if missing := [record for record in records if record.missing]:
             lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
             raise Fp8CoverageError(
                 f"strict mode: {len(missing)} GEMMs that a rule asks for cannot run in FP8:\n  {lines}\n"

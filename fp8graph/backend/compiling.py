@@ -71,7 +71,7 @@ class Compiler:
         recipes = graph.recipes(shared.policies.of(graph.families)[0], situation)
         spares = spare_inputs(graph.module, self.compilation(situation, names), training=graph.gradients)
         first = options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
-        if shared.policies.may_rewrite([situation.region, *graph.regions()]):
+        if shared.policies.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
         while True:
             joint = JointPass(

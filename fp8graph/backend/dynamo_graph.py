@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -78,15 +79,16 @@ class DynamoGraph:
                 return f"{owner if isinstance(owner, str) else owner.__name__} {kind}".rpartition(".")[2]
         return f"function {kind}"
 
-    def regions(self) -> set[Any]:
+    @functools.cached_property
+    def regions(self) -> frozenset[Any]:
         """The autocast regions inside of the graph, None among them for what lies in none."""
         custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
-        return {values.get(REGION_KEY) for values in custom}
+        return frozenset(values.get(REGION_KEY) for values in custom)
 
     def recipes(self, policy: Policy, situation: Situation) -> set[Recipe]:
         """Every recipe that may apply to a GEMM of this graph."""
         found: set[Recipe] = set(policy.recipes())
-        for region in (situation.region, *self.regions()):
+        for region in (situation.region, *self.regions):
             with contextlib.suppress(Fp8GraphError):  # `assign` says so, and where
                 recipe = region_recipe(region)
                 if isinstance(recipe, Recipe):
@@ -96,7 +98,7 @@ class DynamoGraph:
     def identity(self) -> str:
         """What of this graph decides how it is rewritten, beside its code: modules, regions, parameters."""
         digest = hashlib.sha256()
-        regions = sorted(str(region) for region in self.regions() if region is not None)
+        regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
         digest.update(repr((self._parameters, sorted(self.gathered))).encode())
         for node in self.module.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
 from fp8graph.compat import dynamo
 from fp8graph.errors import ConfigError
-from fp8graph.ir.settings import Settings
+from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 
 
@@ -57,7 +58,12 @@ def compile(  # noqa: A001  (the public name is torch's)
 
     Raises:
         ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        TypeError: for an argument that does not exist.
     """
+    torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
+    if unknown := sorted(kwargs.keys() - {*Settings.names(), *torchs}):
+        known = ("policy", "recipe", "regions", *Settings.names(), *torchs)
+        raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
     options = {"policy": policy, "recipe": recipe, **Settings.taken_from(kwargs), **(kwargs.pop("options", None) or {})}
     if (inductor := options.pop("inductor_options", None)) is not None:
         options["inductor"] = inductor

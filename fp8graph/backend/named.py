@@ -10,11 +10,14 @@ from torch import fx
 from fp8graph.backend.backend import Backend
 from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import ConfigError
-from fp8graph.ir.settings import Settings
+from fp8graph.ir.settings import Settings, choices
 
 # Backend's arguments, and torch's own two under short names
-_SETTINGS: Final = (name for name in Settings.names() if name != "inductor_options")
-_OPTIONS: Final = ("policy", "recipe", *_SETTINGS, "mode", "inductor")
+_OPTIONS: Final = (
+    *("policy", "recipe"),
+    *(name for name in Settings.names() if name != "inductor_options"),
+    *("mode", "inductor"),
+)
 
 
 class NamedBackend:
@@ -47,7 +50,7 @@ class NamedBackend:
     def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise ConfigError(
-                f"fp8graph has no option {unknown[0]!r}. Options: {', '.join(_OPTIONS)}. "
+                f"fp8graph has no option {unknown[0]!r}{choices('Options', unknown[0], _OPTIONS)} "
                 'Inductor\'s own options go into a dict: options={"inductor": {...}}.'
             )
         mode = options.pop("mode", mode)

@@ -78,7 +78,7 @@ class Program:
             findings.weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
         )
         # without copies, pages and names that decide, any parameters will do
-        by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions()])
+        by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
         known = bool(findings.weights or pages or by_name)
         call = Prepared(
             run=variant.run,

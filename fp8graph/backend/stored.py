@@ -30,6 +30,9 @@ from fp8graph.ir.compilation import Findings
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.report import GraphView
 
+# what reading a damaged file, or the pickle of another version, raises
+_DAMAGED: Final = (LookupError, ValueError, TypeError, AttributeError, EOFError, pickle.PickleError, ImportError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
@@ -47,14 +50,11 @@ class Stored:
 
 def read(key: str) -> Stored | None:
     """What was kept under ``key``; None if there is nothing, or it is damaged."""
-    with contextlib.suppress(OSError, LookupError, ValueError, TypeError, AttributeError, EOFError, *_DAMAGED):
+    with contextlib.suppress(OSError, *_DAMAGED):
         values = json.loads(_path(key).read_text(encoding="utf-8"))
         findings = pickle.loads(base64.b64decode(values.pop("findings")))
         return Stored(view=GraphView.from_dict(values), findings=findings)
     return None
-
-
-_DAMAGED: Final = (pickle.PickleError, ImportError)  # what else reading a damaged pickle, or another version's, raises
 
 
 def _path(key: str) -> Path:
@@ -102,7 +102,7 @@ def _reference(node: fx.Node) -> Any:
 
 
 _Line = tuple[str, str, Any, Any, Any, Any, dict[str, Any]]  # op, name, target, args, kwargs, value, metadata
-_KEPT: Final = (PASS_KEY,)  # metadata: spec.py answers for the node
+_KEPT: Final = (PASS_KEY,)  # metadata: ``ir/verify.py`` looks for it
 
 
 def _lines(graph: fx.Graph) -> list[_Line]:

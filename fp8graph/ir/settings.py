@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -63,8 +64,7 @@ class Settings:
         for name in ("strict", "cache_weights", "save_activations_in_fp8", "group"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
-        assert self.hardware or self.target is None  # is right, or raises
-        assert isinstance(self.inductor, dict)  # the same
+        _ = self.hardware, self.inductor  # raise for what cannot be used
 
     @staticmethod
     def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -98,3 +98,9 @@ class Settings:
     def decisions(self) -> dict[str, Any]:
         """What decides how graphs are rewritten: equal on all ranks, and part of the key of compiled code."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
+
+
+def choices(what: str, name: str, known: Sequence[str]) -> str:
+    """The rest of a message about an unknown ``name``: what was meant, probably, and all that there is."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f". {f'Did you mean {close[0]!r}? ' if close else ''}{what}: {', '.join(known)}."

@@ -112,11 +112,7 @@ class Report:
             Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (although it would
                 pay), a user's rule matched nothing, or code ran in eager.
         """
-        problems = [
-            f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}"
-            for gemm in self.gemms
-            if gemm.required and gemm.recipe is None and not gemm.by_profitability
-        ]
+        problems = [f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}" for gemm in self.gemms if gemm.missing]
         if self.graphs:
             names = sorted({gemm.fqn for gemm in self.gemms})
             some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -42,9 +42,7 @@ class State:
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
         self._created = 0
         self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
-        self._found: dict[
-            Any, FoundPages
-        ] = {}  # what earlier calls found: looking up a thousand rows takes milliseconds
+        self._found: dict[Any, FoundPages] = {}  # by earlier calls: to look up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
