@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fp8graph
 import parallelism
 from fp8graph import DelayedScaling, Policy, Rule
-from gathers import Gather, Sequence, Sharded
+from gathers import Sequence, Sharded, gather
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +61,7 @@ class Rows(nn.Module):
         self.also, self.dim = also, dim
 
     def forward(self, x: Tensor) -> Tensor:
-        x = Gather.apply(x, self.dim)
+        x = gather(x, self.dim)
         y = self.proj(x)
         return y if self.also is None else y.sum() + self.also(x).sum()
 
@@ -219,7 +219,7 @@ class Turned(nn.Module):
         self.proj, self.turn = nn.Linear(32, 32, bias=False), turn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.turn(Gather.apply(x, 0)))
+        return self.proj(self.turn(gather(x, 0)))
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ class OneRow(nn.Module):
         self.proj = nn.Linear(64, 48, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(Gather.apply(x, 0).view(1, 64))
+        return self.proj(gather(x, 0).view(1, 64))
 
 
 def test_a_vector_is_gathered_as_it_is() -> None:

@@ -32,30 +32,27 @@ def scattered(x: Tensor, dim: int) -> Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", ranks, group))
 
 
-class Gather(torch.autograd.Function):
+class _Exchange(torch.autograd.Function):
+    """Gathers or scatters along ``dim``; backward does the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, gathers: bool) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.dim, ctx.gathers = dim, gathers
+        return gathered(x, dim) if gathers else scattered(x, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return scattered(grads[0], ctx.dim) if ctx.gathers else gathered(grads[0], ctx.dim), None, None
+
+
+def gather(x: Tensor, dim: int) -> Any:
     """Shards of all ranks joined along ``dim``; backward adds up and takes this rank's part, as DTensor does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.dim = dim
-        return gathered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return scattered(grads[0], ctx.dim), None
+    return _Exchange.apply(x, dim, True)
 
 
-class Scatter(torch.autograd.Function):
+def scatter(x: Tensor, dim: int) -> Any:
     """The reverse: partial sums in, this rank's part out; backward gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.dim = dim
-        return scattered(x, dim)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return gathered(grads[0], ctx.dim), None
+    return _Exchange.apply(x, dim, False)
 
 
 class Sequence(nn.Module):
@@ -71,8 +68,8 @@ class Sequence(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.sin(x)
         # one gather each, as DTensor writes it
-        up, gate = self.up(Gather.apply(x, self.dim)), self.gate(Gather.apply(x, self.dim))
-        return Scatter.apply(self.down(up * gate), self.dim)
+        up, gate = self.up(gather(x, self.dim)), self.gate(gather(x, self.dim))
+        return scatter(self.down(up * gate), self.dim)
 
 
 class Sharded(nn.Module):
@@ -83,7 +80,7 @@ class Sharded(nn.Module):
         self.weight = nn.Parameter(torch.randn(inner // ranks, hidden) / 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(torch.sin(x), Gather.apply(self.weight, 0))
+        return nn.functional.linear(torch.sin(x), gather(self.weight, 0))
 
 
 def run(rank: int, cases: list[tuple[str, Any, Any, tuple[int, ...]]]) -> list[dict[str, Any]]:
