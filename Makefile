@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test lint clean test-torch record-kernels train-recipes bench coverage
+.PHONY: demo test test-slow test-all lint clean test-torch record-kernels train-recipes bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -18,15 +18,22 @@ demo: export OMP_NUM_THREADS = $(shell $(PYTHON) -c "import os; print(min(8, os.
 demo: .venv/ready
 	.venv/bin/python -m fp8graph demo
 
+# every feature, in ten minutes on two cores
 test: .venv/ready
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+
+# the rest: long runs of what `test` shows once (more ranks, more programs, generated code)
+test-slow: .venv/ready
+	.venv/bin/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+
+test-all: test test-slow
 
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 
-# the tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
+# all tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
