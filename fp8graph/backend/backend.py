@@ -16,6 +16,7 @@ from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.inductor_passes import source_hash
 from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
+from fp8graph.backend.programs import Programs
 from fp8graph.backend.shared import Shared
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
@@ -45,6 +46,11 @@ class Backend:
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
             cache_weights, save, save_activations_in_fp8, group.
 
+    A backend holds no model and no compiled code. Code, with what was prepared for its calls and the FP8 copies of
+    weights, goes with the model and at ``torch._dynamo.reset()``; a page of scaling state, and the names that
+    :meth:`bind` learned, go with the parameters alone, so that a model that is compiled again finds its scales. What
+    the report says of a graph stays after it, once for those alike and for the last 256.
+
     Raises:
         ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
         TypeError: for an argument that does not exist.
@@ -65,7 +71,7 @@ class Backend:
             state=State(epoch),
             weights=Weights(epoch),
         )
-        self._programs: list[Program] = []
+        self._programs = Programs()
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
         self._agreed: set[str] = set()  # for what the policy was compared with that of other ranks
@@ -110,7 +116,7 @@ class Backend:
             self._frames.add(frame)
         self._agree()
         program = Program(self._shared, module, example_inputs)
-        self._programs.append(program)
+        self._programs.add(program)
         return program
 
     def _agree(self) -> None:
@@ -180,10 +186,10 @@ class Backend:
 
     @property
     def report(self) -> Report:
-        """What was compiled so far, including graphs that came from a warm compile cache."""
-        views = [view for program in self._programs for view in program.views]
+        """What was compiled so far, including graphs from a warm compile cache and those gone with their models."""
         return Report(
-            graphs=views,
+            graphs=self._programs.views(),
+            forgotten=self._programs.forgotten,
             policy=self.policy,
             eager_frames=self._fallen_back(),
             skipped_frames=dynamo.skipped_frames(self._created),
@@ -242,6 +248,11 @@ class Backend:
         torch's optimizers and in-place writes are noticed without this.
         """
         self._shared.weights.refresh()
+
+    def reset(self) -> None:
+        """``torch._dynamo.reset()`` calls this. The compiled code is gone then, and Dynamo counts frames anew."""
+        self._eager_frames = self._fallen_back()
+        self._frames.clear()
 
     def backend_for(self, _options: Mapping[str, Any]) -> Backend:
         """Itself: what is compiled by name asks for the backend of its options."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import fx
 
 from fp8graph.backend.backend import Backend
+from fp8graph.compat import dynamo
 from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
@@ -24,27 +26,38 @@ class NamedBackend:
     """``backend="fp8graph"``: one :class:`Backend` per distinct set of options.
 
     torch shares compiled code between compile calls whose backend and options are equal, two models of one
-    class for instance; they therefore share a Backend, and its report, too.
+    class for instance; they therefore share a Backend, and its report, too. It goes with the last of them, or at
+    ``torch._dynamo.reset()``, as a Backend that is given as an object does: torch's callable of ``torch.compile`` holds
+    it.
     """
 
     __name__ = "fp8graph"
 
     def __init__(self) -> None:
-        self._backends: list[tuple[dict[str, Any], Backend]] = []
+        self._backends: list[tuple[dict[str, Any], weakref.ref[Backend]]] = []
 
     def __reduce__(self) -> str:
         return "named_backend"
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        return self.backend_for(kwargs)(module, example_inputs)
+        backend = self.backend_for(kwargs)
+        dynamo.hold(dynamo.calling_wrapper() or self, backend)
+        return backend(module, example_inputs)
+
+    def reset(self) -> None:
+        """``torch._dynamo.reset()`` calls this."""
+        for _, reference in self._backends:
+            if (backend := reference()) is not None:
+                backend.reset()
 
     def backend_for(self, kwargs: Mapping[str, Any]) -> Backend:
         """The Backend for ``torch.compile(..., mode=, options=)``."""
-        for known, backend in self._backends:
-            if known == kwargs:
+        for known, reference in self._backends:
+            if (backend := reference()) is not None and known == kwargs:
                 return backend
         backend = self._make(kwargs.get("mode"), dict(kwargs.get("options") or {}))
-        self._backends.append((dict(kwargs), backend))
+        self._backends = [(known, reference) for known, reference in self._backends if reference() is not None]
+        self._backends.append((dict(kwargs), weakref.ref(backend)))
         return backend
 
     def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:

@@ -8,6 +8,7 @@ guards, so the callable holds one variant per situation and picks it at call tim
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.compat import fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
+from fp8graph.ir.compilation import Findings
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.recipes.autocast import amax_group, current_region
 from fp8graph.report import GraphView
@@ -43,6 +45,9 @@ class Program:
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
         self._strict = shared.settings.strict
         self._calls = 0
+        self.texts: list[GraphView] = []  # the views without modules, for a report that outlives this program
+        self._taken: list[Findings] = []  # of the variants
+        weakref.finalize(self, _forget, shared, self._taken).atexit = False
         self._variant(self._situation(), self._names(example_inputs), example_inputs)
 
     @property
@@ -147,6 +152,15 @@ class Program:
             known.append(variant := self._compiler.variant(situation, names, inputs))
             announce(variant.decided.view)
         self._variants[situation, names] = variant
+        self._taken.append(variant.findings)
+        self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
             self._shared.generator.check_records(variant.decided.view.gemms)
         return variant
+
+
+def _forget(shared: Shared, taken: Sequence[Findings]) -> None:
+    """Drop what was prepared for calls of a program that is gone. State and parameters may live on."""
+    for findings in taken:
+        shared.weights.forget(findings.weights)
+        shared.state.forget(findings.pages)

@@ -124,7 +124,36 @@ def innermost_backend(wrapper: Any) -> Any:
 def fp8graph_backend(found: Any) -> Any:
     """The fp8graph Backend behind what torch calls, or None; torch wraps names and callables alike."""
     choose = getattr(getattr(found, "compiler_fn", found), "backend_for", None)
-    return choose(getattr(found, "kwargs", {})) if choose is not None else None
+    if choose is None:
+        return None
+    backend = choose(getattr(found, "kwargs", {}))
+    hold(found, backend)
+    return backend
+
+
+def calling_wrapper() -> Any:
+    """What ``torch.compile`` made of a backend by name, if it called the function that calls this one; else None.
+
+    Nothing else tells two ``torch.compile(backend="fp8graph")`` apart: the backend itself is called with options only.
+    """
+    caller = sys._getframe(2).f_locals.get("self")
+    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+
+
+class _Held:
+    """A reference that a pickled or copied owner leaves behind."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def hold(owner: Any, value: object) -> None:
+    """Let ``value`` live as long as ``owner``."""
+    if value is not owner:
+        owner._fp8graph_held = _Held(value)
 
 
 def _closure(function: Any) -> Iterator[Any]:

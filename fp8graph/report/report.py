@@ -38,7 +38,7 @@ class GraphView:
     def module(self) -> fx.GraphModule:
         """The rewritten dialect graph. It runs eagerly, with one tensor for each of ``inputs``."""
         if self.load_module is None:
-            raise ValueError(f"graph {self.name!r} was loaded from a file: it has text, but no module")
+            raise ValueError(f"graph {self.name!r} has text but no module: its model is gone, or it is from a file")
         return self.load_module()
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,6 +67,7 @@ class Report:
     eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
+    forgotten: int = 0  # graphs that are gone with their models and no longer listed
     pass_seconds: float = 0.0  # that fp8graph's own passes took
     reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
     weights: int = 0  # quantized once per update, outside the graphs
@@ -186,6 +187,8 @@ class Report:
         if self.weights:
             size = size_text(self.weight_bytes)
             lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
+        if self.forgotten:
+            lines.append(f"{self.forgotten} older graphs, whose models are gone, are no longer listed")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"runs in eager, with its own matmuls in high precision: {frame}" for frame in self.skipped_frames]

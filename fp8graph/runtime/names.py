@@ -24,16 +24,27 @@ class Names:
         self._models: list[weakref.ref[torch.nn.Module]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._names)
+        return bool(self._names or self._models)
 
     def bind(self, model: torch.nn.Module) -> None:
-        self._models.append(weakref.ref(model))
+        models = self._models
+        if all(reference() is not model for reference in models):
+            models.append(weakref.ref(model, models.remove))
         self._learn(model)
         self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            self._names[id(parameter)] = (weakref.ref(parameter), dynamo.name_in_original(name))
+            self._keep(parameter, dynamo.name_in_original(name))
+
+    def _keep(self, parameter: torch.Tensor, name: str) -> None:
+        names, key = self._names, id(parameter)
+
+        def gone(reference: weakref.ref[torch.Tensor]) -> None:
+            if names.get(key, (None,))[0] is reference:  # else its heir's
+                del names[key]
+
+        names[key] = weakref.ref(parameter, gone), name
 
     def get(self, parameter: torch.Tensor) -> str:
         """The FQN, or "" for a tensor that was not bound.
@@ -42,13 +53,14 @@ class Names:
         DDPOptimizer compiles with fake ones.
         """
         if isinstance(parameter, FakeTensor):
-            known = ((reference(), name) for reference, name in self._names.values() if name)
+            known = ((reference(), name) for reference, name in list(self._names.values()) if name)
             return next((n for real, n in known if real is not None and fakes.is_fake_of(parameter, real)), "")
         if not self._has(parameter):
-            for model in filter(None, [reference() for reference in self._models]):
-                self._learn(model)
+            for model in [reference() for reference in self._models]:
+                if model is not None:
+                    self._learn(model)
             if not self._has(parameter):
-                self._names[id(parameter)] = weakref.ref(parameter), ""  # none: not looked for again
+                self._keep(parameter, "")  # none: not looked for again
         return self._names[id(parameter)][1]
 
     def _has(self, parameter: torch.Tensor) -> bool:

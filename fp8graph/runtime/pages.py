@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,6 +21,37 @@ class RowKey:
     use: int
     operand: OperandName
     recipe: DelayedScaling
+
+
+class Tokens:
+    """A number for each parameter. An id may come again, a token does not.
+
+    Args:
+        gone: called with the token of a parameter that is gone.
+    """
+
+    def __init__(self, gone: Callable[[int], None]) -> None:
+        self._gone = gone
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id
+        self._created = 0
+
+    def of(self, parameter: Tensor) -> int:
+        known, key, gone = self._known, id(parameter), self._gone
+        reference, token = known.get(key, (None, 0))
+        if reference is None or reference() is not parameter:
+            self._created = new = self._created + 1
+
+            def forget(reference: weakref.ref[Tensor]) -> None:
+                if known.get(key, (None, 0))[0] is reference:  # else its heir's
+                    del known[key]
+                gone(new)
+
+            known[key] = weakref.ref(parameter, forget), new
+            return new
+        return token
+
+    def alive(self) -> set[int]:
+        return {token for _, token in list(self._known.values())}
 
 
 @dataclass(eq=False)
@@ -47,7 +78,7 @@ class FoundPages:
     """The pages of one graph for one set of parameters."""
 
     layouts: Sequence[PageLayout]  # alive, so that its id stays its own
-    owners: list[weakref.ref[Tensor]]
+    owners: Sequence[weakref.ref[Tensor]]
     pages: list[Page]
 
     def holds(self, owners: Sequence[Tensor]) -> bool:

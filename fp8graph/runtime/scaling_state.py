@@ -26,7 +26,7 @@ from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
-from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey
+from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, checked, numbers_of, recipe_text
 
 _log = logging.getLogger("fp8graph")
@@ -37,10 +37,9 @@ class State:
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch  # advanced when graphs have to look for their pages again
-        self._tokens: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id, which a dead tensor's heir may share
         self._rows: dict[RowKey, Row] = {}
+        self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
-        self._created = 0
         self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
         self._found: dict[Any, FoundPages] = {}  # by earlier calls: to look up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
@@ -49,6 +48,13 @@ class State:
         self._step_is_over = False  # what is staged may be committed
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have none
         reference = weakref.ref(self)
+
+        def gone(owner: int) -> None:
+            # several ranks drop layers when they next look for some: all alike, whenever memory is freed
+            if (state := reference()) is not None and not state._reductions:
+                state._forget_rows(owner)
+
+        self._tokens = Tokens(gone)
 
         def after_step(*_: Any) -> None:
             # Dynamo would trace it into a compiled optimizer.step: the next forward commits
@@ -65,15 +71,22 @@ class State:
             args: its inputs, the parameters among them.
             names: bound names of parameters, for state dicts.
         """
-        owners = [x for x in args if isinstance(x, torch.nn.Parameter)]
+        owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
         key = id(layouts), *map(id, owners)
         found = self._found.get(key)
         if found is None or not found.holds(owners):
             self._forget_dead_layers()
             anchor = owners[0] if owners else None
             pages = [self._page(layout, args, anchor, names) for layout in layouts]
-            found = self._found[key] = FoundPages(layouts, [weakref.ref(owner) for owner in owners], pages)
+            calls = self._found
+            alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in owners]
+            found = calls[key] = FoundPages(layouts, alive, pages)
         return [page.tensor for page in found.pages]
+
+    def forget(self, layouts: Sequence[PageLayout]) -> None:
+        """Drop what was found for a graph that is gone. The scales stay, for other graphs of its layers."""
+        for key in [key for key in list(self._found) if key[0] == id(layouts)]:
+            self._found.pop(key, None)
 
     def reduces(self, group: str, device: torch.device) -> None:
         """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
@@ -117,10 +130,10 @@ class State:
     def _staged_pages(self) -> dict[str, list[StagedPage]]:
         """The pages that are reduced, by group."""
         if self._staged is None:
-            self._staged = {}
+            staged: dict[str, list[StagedPage]] = {}
             names: dict[Page, list[list[str]]] = {}
             seen: dict[str, int] = {}
-            for row in self._rows.values():
+            for row in list(self._rows.values()):
                 if row.page.layout.group is not None:
                     # layers that are compiled one by one have one name, unless their model is bound
                     again = seen[row.name] = seen.get(row.name, -1) + 1
@@ -135,7 +148,8 @@ class State:
                     rows[row.index].append(f"{row.name}~{again}" if again else row.name)
             for page, rows in names.items():
                 one = StagedPage(tensor=page.tensor, layout=page.layout, names=[tuple(row) for row in rows])
-                self._staged.setdefault(str(page.layout.group), []).append(one)
+                staged.setdefault(str(page.layout.group), []).append(one)
+            self._staged = staged
         return self._staged
 
     def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> Page:
@@ -178,6 +192,8 @@ class State:
                 if known is not None and not bound:
                     name = known.name  # it may have been bound elsewhere
                 self._rows[key] = Row(page, index, name)
+                if known is None:
+                    self._keys.setdefault(key.owner, []).append(key)
                 self._staged = None
                 if known is None and (loaded := self._take(name)) is not None:
                     write_row(page.tensor, index, *loaded)
@@ -197,28 +213,20 @@ class State:
 
     def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
         owner = args[row.parameter] if row.parameter is not None else anchor
-        token = self._token(owner) if owner is not None else 0
+        token = self._tokens.of(owner) if owner is not None else 0
         assert isinstance(row.recipe, DelayedScaling)
         site = row.fqn if row.parameter is None else None
         return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
 
-    def _token(self, parameter: Tensor) -> int:
-        reference, token = self._tokens.get(id(parameter), (None, 0))
-        if reference is None or reference() is not parameter:
-            self._created += 1
-            token = self._created
-            self._tokens[id(parameter)] = (weakref.ref(parameter), token)
-        return token
+    def _forget_rows(self, owner: int) -> None:
+        for key in self._keys.pop(owner, ()):
+            self._rows.pop(key, None)
+        self._staged = None
 
     def _forget_dead_layers(self) -> None:
         """Drop what belongs to parameters that no longer exist, so that their pages can go."""
-        self._tokens = {i: entry for i, entry in self._tokens.items() if entry[0]() is not None}
-        alive = {token for _, token in self._tokens.values()} | {0}
-        self._rows = {key: row for key, row in self._rows.items() if key.owner in alive}
-        self._staged = None
-        self._found = {
-            key: found for key, found in self._found.items() if all(owner() is not None for owner in found.owners)
-        }
+        for owner in self._keys.keys() - self._tokens.alive() - {0}:
+            self._forget_rows(owner)
 
     @property
     def unused(self) -> list[str]:
@@ -229,7 +237,7 @@ class State:
         """The rows of the layers that still exist, by name."""
         self._forget_dead_layers()
         rows: dict[str, Row] = {}
-        for row in self._rows.values():
+        for row in list(self._rows.values()):
             if row.name in rows:
                 raise StateError(
                     f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to what was compiled: "

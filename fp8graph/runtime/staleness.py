@@ -22,6 +22,7 @@ class Steps:
         self.count = 0  # steps of all optimizers
         self.refreshes = 0  # times that the user said that weights have changed
         self._held: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the last step of its optimizer
+        self._full = 1024  # held when those that are gone are dropped
         reference = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -35,6 +36,9 @@ class Steps:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._held[id(parameter)] = weakref.ref(parameter), self.count
+        if len(self._held) > self._full:
+            self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
+            self._full = 2 * len(self._held) + 1024
 
     def of(self, parameter: Tensor) -> int:
         reference, step = self._held.get(id(parameter), (None, 0))

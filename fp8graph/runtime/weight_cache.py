@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import torch
@@ -63,6 +63,7 @@ class _Found:
     copies: list[_Copy]
     tensors: list[Tensor]
     pages: list[PageLayout]  # of the weights under delayed scaling
+    alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # to hear of their end
 
 
 class Weights:
@@ -75,13 +76,42 @@ class Weights:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._steps = Steps()
-        self._found: dict[Any, _Found] = {}
+        self._found: dict[Any, _Found] = {}  # a parameter's end changes it at any time: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # how many weights were quantized so far
 
     def refresh(self) -> None:
         """Take every copy as stale."""
         self._steps.refreshes += 1
+
+    def forget(self, weights: Sequence[QuantizedWeight]) -> None:
+        """Drop the copies that a graph took which is gone, unless another one takes them.
+
+        Not those under delayed scaling, which their parameters keep: made again, they would have a newer scale.
+        """
+        for key in [key for key in list(self._found) if key[0] == id(weights)]:
+            if (found := self._found.get(key)) is not None:
+                if scaled := [copy for copy in found.copies if copy.weight.page is not None]:
+                    self._keep((None, *map(id, scaled)), _Found((), scaled, [], []))
+                self._drop(key)
+
+    def _keep(self, key: Any, found: _Found) -> None:
+        """Keep what was found as long as its parameters live."""
+        this = weakref.ref(self)
+
+        def gone(_: Any) -> None:
+            if (cache := this()) is not None:
+                cache._drop(key)
+
+        owners = [owner for copy in found.copies for reference in copy.owners if (owner := reference()) is not None]
+        found.alive.extend(weakref.ref(owner, gone) for owner in owners)
+        self._found[key] = found
+
+    def _drop(self, key: Any) -> None:
+        if self._found.pop(key, None) is not None:
+            left = {copy.weight.signature for copy in self._copies()}
+            for made in [made for made in list(self._functions) if made[0][1] not in left]:
+                del self._functions[made]
 
     def __len__(self) -> int:
         return sum(copy.weight.linears for copy in self._copies())
@@ -136,7 +166,7 @@ class Weights:
         return version, storage_of(tensor), tensor.data_ptr(), steps
 
     def _copies(self) -> set[_Copy]:
-        return {copy for found in self._found.values() for copy in found.copies}
+        return {copy for found in list(self._found.values()) for copy in found.copies}
 
     def _find(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> _Found:
         owners = [[args[index] for index in weight.parameters] for weight in weights]
@@ -157,12 +187,9 @@ class Weights:
                     self._epoch.advance()
                 alike.append(copy := _new_copy(weight, several))
             copies.append(copy)
-        self._found = {  # forget what belongs to parameters that no longer exist
-            k: f for k, f in self._found.items() if all(o() is not None for c in f.copies for o in c.owners)
-        }
         tensors = [copy.tensors[name] for weight, copy in zip(weights, copies, strict=True) for name in weight.outputs]
         layouts = [weight.page for weight in weights if weight.page is not None]
-        found = self._found[key] = _Found(weights, copies, tensors, layouts)
+        self._keep(key, found := _Found(weights, copies, tensors, layouts))
         return found
 
     def _quantize(

@@ -67,7 +67,7 @@ def explain(
     model = dynamo.original_module(model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    _trace(tracing, model, args, kwargs, training)
+    report = _trace(tracing, model, args, kwargs, training)
 
     def kernels() -> list[KernelRecord]:
         generating = Generating(**arguments)
@@ -76,7 +76,7 @@ def explain(
 
     target = tracing.settings.hardware
     on_gpu = target is not None and target.name != "cpu"
-    return dataclasses.replace(tracing.report, load_kernels=kernels if on_gpu else None)
+    return dataclasses.replace(report, load_kernels=kernels if on_gpu else None)
 
 
 class Generating(Backend):
@@ -96,7 +96,8 @@ class Generating(Backend):
         return self.generator
 
 
-def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> None:
+def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
+    """What is compiled goes with the model on fake tensors; the report keeps what it shows."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}  # deepcopy takes these in place of the real tensors: no weight is copied
     for tensor in (*model.parameters(), *model.buffers()):
@@ -108,6 +109,7 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
     # A model that was called before with other shapes must not be traced with dynamic ones here.
     with mode, torch.set_grad_enabled(training), dynamo.static_shapes(), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
+    return backend.report
 
 
 def _fake(x: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

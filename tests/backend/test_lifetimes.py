@@ -1,0 +1,219 @@
+"""Nothing grows for ever: what goes with a model, what at ``torch._dynamo.reset()``, and what stays."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import fp8graph
+from fp8graph import Backend, Policy
+from fp8graph.backend import named_backend, programs
+from fp8graph.backend.program import Program
+from fp8graph.runtime.pages import Page
+from helpers import ALL, MLP, same_bits
+
+DELAYED = Policy(default="delayed", min_speedup=0)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:  # pyright: ignore[reportUnusedFunction]
+    torch._dynamo.reset()
+    gc.collect()
+
+
+def alive() -> dict[str, int]:
+    """What there is in this process of what a backend makes; the bytes of FP8 tensors."""
+    gc.collect()
+    objects = [x for x in gc.get_objects() if issubclass(type(x), (Backend, Program, Page, fx.GraphModule, Tensor))]
+    counts = {kind.__name__: sum(isinstance(x, kind) for x in objects) for kind in (Backend, Program, Page)}
+    counts["GraphModule"] = sum(isinstance(x, fx.GraphModule) for x in objects)
+    tensors = [x for x in objects if isinstance(x, Tensor) and not isinstance(x, FakeTensor)]
+    return counts | {"bytes": sum(x.nbytes for x in tensors if x.dtype in FP8)}
+
+
+def _by_object(options: dict[str, Any]) -> Callable[[nn.Module, int], Any]:
+    backend = Backend(DELAYED, **options)
+    return lambda model, _: torch.compile(model, backend=backend)
+
+
+def _by_name(options: dict[str, Any]) -> Callable[[nn.Module, int], Any]:
+    def compiled(model: nn.Module, i: int) -> Any:
+        policy = Policy(default="delayed", min_speedup=i / 100)  # options of its own, and so a backend
+        given: dict[str, Any] = {"policy": policy, **options}
+        return torch.compile(model, backend="fp8graph", options=given)
+
+    return compiled
+
+
+def _in_place(options: dict[str, Any]) -> Callable[[nn.Module, int], Any]:
+    return lambda model, _: fp8graph.compile(model, DELAYED, **options)
+
+
+def _explained(_: dict[str, Any]) -> Callable[[nn.Module, int], Any]:
+    return lambda model, _: lambda x: fp8graph.explain(model, x, policy=DELAYED) and model(x)
+
+
+def _use(compile: Callable[[nn.Module, int], Any], i: int) -> None:
+    model = MLP(32, 64 + 16 * i)
+    optimizer = torch.optim.SGD(model.parameters())
+    compiled = compile(model, i)
+    for _ in range(2):
+        compiled(torch.randn(16, 32)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("how", "compiler"),
+    [
+        (_by_object, "eager"),
+        (_by_name, "eager"),
+        (_in_place, "eager"),
+        (_explained, "eager"),
+        pytest.param(_by_name, "inductor", marks=pytest.mark.slow),
+        pytest.param(_by_object, "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_models_come_and_go(how: Any, compiler: str) -> None:
+    compile, found = how({"compiler": compiler}), list[dict[str, int]]()
+    for i in range(4):
+        _use(compile, i)
+        torch._dynamo.reset()
+        found.append(alive())
+    assert found[1:] == found[:1] * 3
+    assert found[0]["Program"] == found[0]["Page"] == found[0]["bytes"] == 0
+    assert found[0]["Backend"] == (how is _by_object)
+
+
+def test_copies_and_scales_go_with_their_model_and_code_at_reset() -> None:
+    """Dynamo keeps the code of a class for other models of it."""
+    backend = Backend(DELAYED, compiler="eager")
+    for i in range(3):
+        _use(lambda model, _: torch.compile(model, backend=backend), i)
+        counts = alive()
+        assert (counts["bytes"], counts["Page"], counts["Program"]) == (0, 0, i + 1)
+        assert (backend.weights.bytes, len(backend.state_dict()), len(backend.names._names)) == (0, 1, 0)
+    torch._dynamo.reset()
+    assert alive()["Program"] == 0
+
+
+@pytest.mark.parametrize("policy", [ALL, DELAYED], ids=["tensorwise", "delayed"])
+def test_one_model_is_compiled_again_and_again(policy: Policy) -> None:
+    model, x, backend = MLP(), torch.randn(16, 32), Backend(policy, compiler="eager")
+    backend.bind(model)
+    found = list[dict[str, int]]()
+    for _ in range(4):
+        torch.compile(lambda x: model(x), backend=backend)(x).sum().backward()
+        backend.bind(model)
+        torch._dynamo.reset()
+        found.append(alive())
+        assert len(backend.report.graphs) == 1  # all were alike
+    assert found[1:] == found[:1] * 3
+    # a copy under a delayed scale is that of its step: made again, it would be another
+    assert (found[0]["Program"], found[0]["bytes"] > 0) == (0, policy is DELAYED)
+    assert len(backend.names._models) == 1
+
+
+@pytest.mark.parametrize("name", [True, False])
+def test_reset_leaves_the_state_of_what_lives(name: bool) -> None:
+    def trained(reset: bool) -> tuple[list[Tensor], dict[str, list[float]]]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        inputs = [torch.randn(16, 32) * 2**step for step in range(4)]
+        model = MLP()
+        options: dict[str, Any] = {"policy": DELAYED, "compiler": "eager"}
+        given: dict[str, Any] = {"backend": "fp8graph", "options": options} if name else {"backend": Backend(**options)}
+        compiled = torch.compile(model, **given)
+        results: list[Tensor] = []
+        for step, x in enumerate(inputs):
+            if step == 2 and reset:
+                before = dict(fp8graph.backend_of(compiled).state_dict())
+                torch._dynamo.reset()
+                gc.collect()
+                after = dict(fp8graph.backend_of(compiled).state_dict())
+                assert before.keys() == after.keys()
+                assert same_bits(before.values(), after.values())
+            y = compiled(x)
+            y.sum().backward()
+            results.append(y.detach())
+        state = fp8graph.backend_of(compiled).state_dict()
+        return results, {key: tensor.tolist() for key, tensor in state.items()}
+
+    (expected, state), (got, kept) = trained(False), trained(True)
+    assert same_bits(expected, got)
+    assert state == kept
+
+
+def test_a_backend_by_name_lives_as_long_as_what_was_compiled_with_it() -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    options: dict[str, Any] = {"compiler": "eager", "policy": ALL}
+    compiled: Any = torch.compile(model, backend="fp8graph", options=options)
+    fp8graph.backend_of(compiled).bind(nn.ModuleDict({"outer": model}))  # nothing else refers to it yet
+    gc.collect()
+    again: Any = torch.compile(model, backend="fp8graph", options=dict(options))
+    assert fp8graph.backend_of(again) is fp8graph.backend_of(compiled)
+    compiled(x)
+    assert fp8graph.backend_of(compiled).report.gemms[0].fqn == "outer.gate"
+    del again
+    torch._dynamo.reset()
+    gc.collect()
+    backend = fp8graph.backend_of(compiled)
+    assert len(backend.report.graphs) == 1
+    compiled(x)
+    assert fp8graph.backend_of(compiled) is backend
+    assert pickle.loads(pickle.dumps(named_backend)) is named_backend
+    reference = weakref.ref(backend)
+    del compiled, backend
+    torch._dynamo.reset()
+    gc.collect()
+    assert reference() is None
+
+
+def test_the_report_outlives_models() -> None:
+    backend = Backend(ALL, compiler="eager")
+
+    def compiled(inner: int) -> None:
+        torch.compile(MLP(32, inner), backend=backend)(torch.randn(16, 32))
+
+    compiled(64)
+    (live,) = backend.report.graphs
+    torch._dynamo.reset()
+    (gone,) = backend.report.graphs
+    assert gone == live
+    assert len(list(live.module.graph.nodes)) > 10  # who holds the view holds the graph
+    with pytest.raises(ValueError, match="has text but no module: its model is gone"):
+        _ = gone.module
+    for inner in (64, 80, 64):
+        compiled(inner)
+        torch._dynamo.reset()
+    assert [view.gemms[0].n for view in backend.report.graphs] == [80, 64]
+
+
+def test_a_long_history_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "KEPT", 2)
+    backend = Backend(ALL, compiler="eager")
+    for inner in (16, 32, 48, 64):
+        torch.compile(MLP(32, inner), backend=backend)(torch.randn(16, 32))
+        torch._dynamo.reset()
+    assert [view.gemms[0].n for view in backend.report.graphs] == [48, 64]
+    assert "2 older graphs, whose models are gone, are no longer listed" in str(backend.report)
+
+
+def test_a_frame_that_fell_back_is_reported_after_reset() -> None:
+    model, backend = MLP(), Backend(ALL, compiler="eager")
+    compiled = torch.compile(model, backend=backend, dynamic=False)
+    for length in range(2, 12):
+        compiled(torch.randn(length, 32))
+    before = backend.report.eager_frames
+    assert len(before) == 1
+    torch._dynamo.reset()
+    assert backend.report.eager_frames == before
+    assert not backend._frames
