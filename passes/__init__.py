@@ -14,22 +14,33 @@ from torch import fx
 
 from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.assign import assign
-from fp8graph.passes.cache import cache
-from fp8graph.passes.gather import gather
-from fp8graph.passes.group import group
+from fp8graph.passes.connect_scales import connect_scales
+from fp8graph.passes.fuse_linears import fuse_linears
+from fp8graph.passes.gather_in_fp8 import gather_in_fp8
+from fp8graph.passes.hoist_weights import hoist_weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.quantize import quantize
-from fp8graph.passes.save import save
+from fp8graph.passes.save_for_backward import save_for_backward
 from fp8graph.passes.share import share
-from fp8graph.passes.state import state
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
 
 Pass = Callable[[fx.Graph, Compilation], None]
 
 # On the joint forward + backward graph (or the forward graph of inference), before the partitioner.
-JOINT_PIPELINE: tuple[Pass, ...] = (unpack, match, assign, quantize, share, gather, group, cache, state, save)
+JOINT_PIPELINE: tuple[Pass, ...] = (
+    unpack,
+    match,
+    assign,
+    quantize,
+    share,
+    gather_in_fp8,
+    fuse_linears,
+    hoist_weights,
+    connect_scales,
+    save_for_backward,
+)
 
 # On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.

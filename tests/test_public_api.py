@@ -82,10 +82,10 @@ def test_supports_says_which_gemms() -> None:
 
 def test_explain_shows_the_program_that_will_run() -> None:
     model, x = MLP(), torch.randn(16, 32, requires_grad=True)
-    apart = fp8graph.explain(model, x, recipe="rowwise", group=False, save="memory")
+    apart = fp8graph.explain(model, x, recipe="rowwise", fuse_linears=False, save="memory")
     assert {gemm.recipe for gemm in apart.gemms} == {"rowwise"}
     assert not any("one GEMM with" in gemm.reason for gemm in apart.gemms)
-    backend = Backend(recipe="tensorwise", group=False, compiler="eager")
+    backend = Backend(recipe="tensorwise", fuse_linears=False, compiler="eager")
     torch.compile(model, backend=backend)(x)
     assert fp8graph.explain(model, x, backend=backend).graphs[0].after == backend.report.graphs[0].after
 
@@ -102,10 +102,10 @@ def test_explain_takes_a_backend_or_its_settings() -> None:
 
 def test_compile_takes_every_setting() -> None:
     model = fp8graph.compile(
-        MLP(), save="memory", group=False, compiler="eager", inductor_options={"max_autotune": True}
+        MLP(), save="memory", fuse_linears=False, compiler="eager", inductor_options={"max_autotune": True}
     )
     settings = fp8graph.backend_of(model).settings
-    assert (settings.save, settings.group, settings.compiler) == ("memory", False, "eager")
+    assert (settings.save, settings.fuse_linears, settings.compiler) == ("memory", False, "eager")
     assert settings.inductor == {"max_autotune": True}
     with pytest.raises(ConfigError, match="save must be one of speed, memory"):
         fp8graph.compile(nn.Linear(16, 16), save="disk")

@@ -35,7 +35,9 @@ def choices(compilation: Compilation) -> Iterator[Choice]:
         planned: dict[GemmName, Gemm] = {g.gemm: g for g in site.gemms if _recipe(g, compilation) is not None}
         if planned:
             views = [view for gemm in planned.values() for view in (gemm.a, gemm.b) if view.operand != "input"]
-            alone = not compilation.settings.group or any(len(owners[value_key(view.tensor)]) > 1 for view in views)
+            alone = not compilation.settings.fuse_linears or any(
+                len(owners[value_key(view.tensor)]) > 1 for view in views
+            )
             family = None if alone else _family(site, planned, compilation)
             families.setdefault(position if family is None else family, []).append((site, planned))
     for family in families.values():

@@ -1,7 +1,7 @@
 """Which linears are multiplied as one: q, k and v; gate and up.
 
-Pass ``group`` joins them once they are quantized; ``choices.py`` asks before that, since GEMMs that become one pay, or
-do not pay, as one. What can be told from the program is here, for both.
+Pass ``fuse_linears`` joins them once they are quantized; ``choices.py`` asks before that, since GEMMs that become one
+pay, or do not pay, as one. What can be told from the program is here, for both.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Backend:
         recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
             "tensorwise"); or, beside ``policy``, in place of its default.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
-            cache_weights, save, save_activations_in_fp8, group.
+            cache_weights, save, save_activations_in_fp8, fuse_linears.
 
     A backend holds no model and no compiled code. Code, with what was prepared for its calls and the FP8 copies of
     weights, goes with the model and at ``torch._dynamo.reset()``; a page of scaling state, and the names that
@@ -57,10 +57,11 @@ class Backend:
     """
 
     def __init__(self, policy: PolicyLike | None = None, *, recipe: RecipeLike = None, **settings: Any) -> None:
-        if unknown := sorted(settings.keys() - set(Settings.names())):
+        arguments = Settings.taken_from(settings)
+        if unknown := sorted(settings):
             known = ("policy", "recipe", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
-        self.settings: Final = Settings(**settings)
+        self.settings: Final = Settings(**arguments)
         epoch = Epoch()
         self._shared: Final = Shared(
             settings=self.settings,

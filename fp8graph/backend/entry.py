@@ -61,10 +61,11 @@ def compile(  # noqa: A001  (the public name is torch's)
         TypeError: for an argument that does not exist.
     """
     torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
-    if unknown := sorted(kwargs.keys() - {*Settings.names(), *torchs}):
+    settings = Settings.taken_from(kwargs)
+    if unknown := sorted(kwargs.keys() - {*torchs}):
         known = ("policy", "recipe", "regions", *Settings.names(), *torchs)
         raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
-    options = {"policy": policy, "recipe": recipe, **Settings.taken_from(kwargs), **(kwargs.pop("options", None) or {})}
+    options = {"policy": policy, "recipe": recipe, **settings, **(kwargs.pop("options", None) or {})}
     if (inductor := options.pop("inductor_options", None)) is not None:
         options["inductor"] = inductor
     if (mode := kwargs.pop("mode", None)) is not None:

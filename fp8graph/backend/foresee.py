@@ -56,7 +56,7 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
                 own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
                 native = own[0].scaling in _device(weight_of[node], compilation).scalings
                 fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
-                can_join = compilation.settings.group and native and fits
+                can_join = compilation.settings.fuse_linears and native and fits
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
                 if compilation.settings.cache_weights and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)

@@ -61,6 +61,7 @@ class NamedBackend:
         return backend
 
     def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
+        options |= Settings.taken_from(options)
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise ConfigError(
                 f"fp8graph has no option {unknown[0]!r}{choices('Options', unknown[0], _OPTIONS)} "

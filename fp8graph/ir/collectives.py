@@ -72,7 +72,7 @@ def ranks_of(group: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What pass `gather` found of an all-gather."""
+    """What pass `gather_in_fp8` found of an all-gather."""
 
     tensor: str  # "layers.0.up input"
     reason: str

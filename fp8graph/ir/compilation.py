@@ -32,10 +32,10 @@ class Compilation:
     amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
     spares: SpareInputs = field(default_factory=SpareInputs)
-    pages: tuple[PageLayout, ...] = ()  # found by pass `state`
+    pages: tuple[PageLayout, ...] = ()  # found by pass `connect_scales`
     gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
-    weights: tuple[QuantizedWeight, ...] = ()  # found by pass `cache`
-    grouped: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
+    weights: tuple[QuantizedWeight, ...] = ()  # found by pass `hoist_weights`
+    fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
     sites: list[Site] = field(default_factory=list[Site])
@@ -47,7 +47,7 @@ class Compilation:
 
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""
-        self.sites, self.plan, self.grouped = [], {}, {}
+        self.sites, self.plan, self.fused = [], {}, {}
 
 
 @dataclass(frozen=True, kw_only=True)

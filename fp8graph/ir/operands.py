@@ -64,7 +64,7 @@ def quantize_operand(
         outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(quantized.names):
-        if name != "amax":  # pass `state` asks for it
+        if name != "amax":  # pass `connect_scales` asks for it
             named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
     return QuantizedOperand(
         quantizer=quantizer,

@@ -17,6 +17,8 @@ from fp8graph.hardware.roofline import launches_are_replayed
 
 _DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, and compiled code depends on it
 
+_FORMER_NAMES: Final = {"group": "fuse_linears"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -39,8 +41,8 @@ class Settings:
             from what is kept anyway.
         save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
             Backward then sees them rounded; forward does not.
-        group: multiply once where linears of one module share their input (q, k and v; gate and up). With per-tensor
-            recipes, the joined weights (and the joined gradients) share a single scale.
+        fuse_linears: multiply once where linears of one module share their input (q, k and v; gate and up). With
+            per-tensor recipes, the joined weights (and the joined gradients) share a single scale. Formerly ``group``.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -53,7 +55,7 @@ class Settings:
     cache_weights: bool = field(default=True, metadata=_DECIDES)
     save: Literal["speed", "memory"] = field(default="speed", metadata=_DECIDES)
     save_activations_in_fp8: bool = field(default=False, metadata=_DECIDES)
-    group: bool = field(default=True, metadata=_DECIDES)
+    fuse_linears: bool = field(default=True, metadata=_DECIDES)
 
     def __post_init__(self) -> None:
         for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
@@ -61,15 +63,19 @@ class Settings:
                 raise ConfigError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
         if self.save_activations_in_fp8 and self.save != "memory":
             raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
-        for name in ("strict", "cache_weights", "save_activations_in_fp8", "group"):
+        for name in ("strict", "cache_weights", "save_activations_in_fp8", "fuse_linears"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
         _ = self.hardware, self.inductor  # raise for what cannot be used
 
     @staticmethod
     def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
-        """The settings among the keyword ``arguments`` of a function, removed from them."""
-        return {name: arguments.pop(name) for name in Settings.names() if name in arguments}
+        """The settings among the keyword ``arguments`` of a function, removed from them, under today's names."""
+        given = {name: arguments.pop(name) for name in (*Settings.names(), *_FORMER_NAMES) if name in arguments}
+        for former, name in _FORMER_NAMES.items():
+            if former in given and name in given:
+                raise ConfigError(f"{former} is the former name of {name}: give {name} alone.")
+        return {_FORMER_NAMES.get(name, name): value for name, value in given.items()}
 
     @staticmethod
     def names() -> tuple[str, ...]:

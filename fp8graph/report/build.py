@@ -22,7 +22,7 @@ def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list
     """The records of one graph, each with the GEMMs that it was fused with."""
     result: list[GemmRecord] = []
     for record in records:
-        others = compilation.grouped.get((record.fqn, record.index, record.gemm), ())
+        others = compilation.fused.get((record.fqn, record.index, record.gemm), ())
         more = f"; one GEMM with {', '.join(others)}" if others else ""
         result.append(dataclasses.replace(record, reason=record.reason + more))
     return result

@@ -1,8 +1,8 @@
 """The FP8 copies of weights: made once per update of a weight, not once per call.
 
-A graph takes the copies as inputs; ``passes/cache.py`` found how each is made. Before a call, every weight whose
-parameters may have changed since its copy was made is quantized again, into the same memory. No single signal shows
-that a parameter has changed, so three are combined:
+A graph takes the copies as inputs; ``passes/hoist_weights.py`` found how each is made. Before a call, every weight
+whose parameters may have changed since its copy was made is quantized again, into the same memory. No single signal
+shows that a parameter has changed, so three are combined:
 
 * the version counter, which an in-place write bumps, but ``AdamW(fused=True)`` does not;
 * the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone may

@@ -343,11 +343,11 @@ def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
         "compiler": "eager",
         "save": "memory",
         "cache_weights": False,
-        "group": False,
+        "fuse_linears": False,
         "recipe": "rowwise",
     }
     compiled = torch.compile(MLP(), backend="fp8graph", options=options)
     compiled(torch.randn(16, 32))
     backend = fp8graph.backend_of(compiled)
     settings = backend.settings
-    assert (settings.save, settings.cache_weights, settings.group) == ("memory", False, False)
+    assert (settings.save, settings.cache_weights, settings.fuse_linears) == ("memory", False, False)

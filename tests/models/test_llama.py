@@ -144,7 +144,7 @@ def test_counts_of_every_recipe(recipe: str) -> None:
         assert counts["quantize"] == tensorwise["quantize"]
         assert counts["casts"] == 4 + 7 + 7 + 7  # no columnwise inputs and gradients
     else:
-        # SwiGLU's result, in backward: pass `save`
+        # SwiGLU's result, in backward: pass `save_for_backward`
         again = int(recipe == "rowwise" and "row" in torch_build.CPU_SCALINGS)
         assert (counts["quantize"], counts["casts"]) == (tensorwise["quantize"] + again, tensorwise["casts"])
     assert counts["update_page"] == (2 if recipe == "delayed" else 0)

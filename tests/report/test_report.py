@@ -69,14 +69,14 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "assign",
         "quantize",
         "share",
-        "gather",
-        "group",
-        "cache",
-        "state",
-        "save",
+        "gather_in_fp8",
+        "fuse_linears",
+        "hoist_weights",
+        "connect_scales",
+        "save_for_backward",
     ]
     assert view.before == view.stages["assign"]
-    assert view.after == view.stages["state"]
+    assert view.after == view.stages["connect_scales"]
     assert view.before.count("aten.mm(") == 7
     assert "aten.mm(" not in view.after
     assert view.stages["quantize"].count("fp8graph.quantize(") == 14

@@ -73,7 +73,7 @@ def test_a_linear_however_it_is_written(name: str) -> None:
     module, count = LINEARS[name]
     x = torch.randn(SHAPE, requires_grad=True)
     expected = step(module, x, parameters=module.parameters())
-    backend = eager_backend(ALL, group=False)
+    backend = eager_backend(ALL, fuse_linears=False)
     got = compiled_step(module, x, backend, fullgraph=True)
     fp8 = [g for g in backend.report.gemms if g.recipe]
     assert len(fp8) == count == len(backend.report.gemms), backend.report

@@ -200,7 +200,7 @@ def test_an_averaged_model() -> None:
 
 def test_two_optimizers_make_their_own_weights_stale() -> None:
     module = MLP()
-    backend = eager_backend(cache_weights=True, group=False)
+    backend = eager_backend(cache_weights=True, fuse_linears=False)
     model = torch.compile(module, backend=backend)
     optimizers = [
         torch.optim.AdamW([module.gate.weight, module.up.weight], lr=0.1, fused=True),
@@ -210,7 +210,7 @@ def test_two_optimizers_make_their_own_weights_stale() -> None:
     # the first step of the first one: nobody is known to hold the third weight
     for optimizer, quantized in zip(optimizers * 2, (3 + 3, 6 + 1, 7 + 2, 9 + 1), strict=True):
         optimizer.step()
-        fresh = torch.compile(copy.deepcopy(module), backend=eager_backend(group=False))
+        fresh = torch.compile(copy.deepcopy(module), backend=eager_backend(fuse_linears=False))
         assert torch.equal(model(batch(1)), fresh(batch(1)))
         assert backend.weights.quantized == quantized
 

@@ -1,4 +1,4 @@
-"""Modules that gather what their linears take: what ranks run with and without pass `gather`."""
+"""Modules that gather what their linears take: what ranks run with and without pass `gather_in_fp8`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
     results: dict[str, Any] = {}
     dynamic, kind = kind.startswith("dynamic "), kind.removeprefix("dynamic ")
     for name in ("with", "without"):
-        without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather")
+        without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather_in_fp8")
         before, inductor_passes.JOINT_PIPELINE = (
             inductor_passes.JOINT_PIPELINE,
             passes.JOINT_PIPELINE if name == "with" else without,

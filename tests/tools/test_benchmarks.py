@@ -91,7 +91,7 @@ def test_every_ablation_is_a_backend() -> None:
     made = contenders.ablations(Run(), "tensorwise")
     backends = [compile(nn.Linear(4, 4))[1] for compile in made.values()]
     assert (
-        len({str((b.policy, b.settings.group, b.settings.inductor)) for b in backends if b is not None})
+        len({str((b.policy, b.settings.fuse_linears, b.settings.inductor)) for b in backends if b is not None})
         == len(made)
         == 7
     )

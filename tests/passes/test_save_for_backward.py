@@ -34,7 +34,9 @@ def quantize_lines(text: str) -> list[str]:
 def test_memory_quantizes_again_in_backward() -> None:
     module = Weight(lambda w, x: (x * 2) @ w.t(), 48, 32)
     x = torch.randn(16, 32)
-    speed, memory = (quantize_lines(stage(module, x, after="save", save=save)) for save in ("speed", "memory"))
+    speed, memory = (
+        quantize_lines(stage(module, x, after="save_for_backward", save=save)) for save in ("speed", "memory")
+    )
     assert sorted(speed) == ["# backward", "mul rowwise columnwise", "primals_1 rowwise", "tangents_1 columnwise"]
     again = "clamp_min_default columnwise"
     assert sorted(memory) == ["# backward", again, "mul rowwise", "primals_1 rowwise", "tangents_1 columnwise"]
@@ -43,7 +45,7 @@ def test_memory_quantizes_again_in_backward() -> None:
 
 def test_the_scale_is_forwards() -> None:
     """A scalar that is saved: backward needs no second amax."""
-    text = stage(Weight(lambda w, x: x @ w.t(), 48, 32), torch.randn(16, 32), after="save", save="memory")
+    text = stage(Weight(lambda w, x: x @ w.t(), 48, 32), torch.randn(16, 32), after="save_for_backward", save="memory")
     (forward,) = [line for line in text.splitlines() if "keep_scales=True" in line]
     assert "f32[1, 2]) =" in forward
     (again,) = [line for line in text.splitlines() if "scales=input_scales" in line]
@@ -57,7 +59,7 @@ def test_checkpointed_regions_are_recomputed_as_they_are() -> None:
         return checkpoint(model, x, use_reentrant=False)
 
     view = view_of(run, torch.randn(16, 32, requires_grad=True), save="memory")
-    assert view.stages["save"] == view.stages["state"]
+    assert view.stages["save_for_backward"] == view.stages["connect_scales"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,7 +108,7 @@ def test_only_functions_between_gemms_are_kept_in_fp8(function: Any) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.b(function(self.a(x), x))
 
-    text = stage(Two(), torch.randn(16, 32), after="save", save="memory", save_activations_in_fp8=True)
+    text = stage(Two(), torch.randn(16, 32), after="save_for_backward", save="memory", save_activations_in_fp8=True)
     assert "fp8graph.dequantize" not in text
 
 

@@ -1,4 +1,4 @@
-"""The pass `state`: pages found, read once, updated once; what it refuses to record."""
+"""The pass `connect_scales`: pages found, read once, updated once; what it refuses to record."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def lines(text: str, *ops: str) -> list[str]:
 
 def state_lines(module: nn.Module, x: Tensor, policy: Policy | None = None) -> list[str]:
     view = view_of(module, x, policy=policy or Policy(default=RECIPE))
-    return lines(view.stages["state"], "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
+    return lines(view.stages["connect_scales"], "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
 
 
 def test_one_read_and_one_update_a_direction() -> None:
     module = Weight(lambda w, x: x @ w.T, 48, 32)
     view = view_of(module, torch.randn(16, 32), policy=Policy(default=RECIPE))
-    before, after = view.stages["share"], view.stages["state"]
+    before, after = view.stages["share"], view.stages["connect_scales"]
     assert "scales" not in before
     common = "power_2_scale=False, amax_epsilon=0.0, "
     assert lines(after, "fp8graph", "aten.copy_") == [

@@ -40,7 +40,7 @@ from fp8graph.ir.trace import inline, trace
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 
-_NAME = "state"
+_NAME = "connect_scales"
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Entry:
     users: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
-def state(graph: fx.Graph, compilation: Compilation) -> None:
+def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     if compilation.subgraph:
         return
     pages: dict[Any, list[_Entry]] = {}

@@ -38,11 +38,11 @@ from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
-_NAME = "gather"
+_NAME = "gather_in_fp8"
 Emit = Callable[..., fx.Node]
 
 
-def gather(graph: fx.Graph, compilation: Compilation) -> None:
+def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
     in_backward = backward_nodes(graph)
     for node in list(nodes(graph, (ops.quantize,))):
         path = path_of(QuantizeNode(node).asked.x)

@@ -31,12 +31,12 @@ from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gra
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.numerics import history
-from fp8graph.passes.state import state
+from fp8graph.passes.connect_scales import connect_scales
 
-_NAME = "cache"
+_NAME = "hoist_weights"
 
 
-def cache(graph: fx.Graph, compilation: Compilation) -> None:
+def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     if compilation.subgraph or not compilation.settings.cache_weights:
         return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
@@ -113,7 +113,7 @@ def _extract(
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
         alone = dataclasses.replace(compilation, weights=(), pages=(), spares=SpareInputs(), records_amaxes=False)
-        state(quantizing, alone)
+        connect_scales(quantizing, alone)
         (page,) = alone.pages
         graphs: list[fx.Graph] = []
         for records in (False, True):
@@ -122,7 +122,7 @@ def _extract(
                 new_page = history.new_page(page.recipe.amax_history_len, 1, page.device)
                 _placeholder(graph, len(sources), new_page)
             spares = SpareInputs(indices=(len(sources),))
-            state(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))
+            connect_scales(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))
         quantizing, recording = graphs
     return QuantizedWeight(
         name=module_path(node),

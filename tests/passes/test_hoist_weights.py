@@ -1,4 +1,4 @@
-"""cache: weights are quantized outside of the graph, which takes their copies; what stays in it."""
+"""hoist_weights: weights are quantized outside of the graph, which takes their copies; what stays in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import graph_text
-from fp8graph.passes.cache import cache
+from fp8graph.passes.hoist_weights import hoist_weights
 from helpers import ALL, MLP, Weight, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
@@ -35,7 +35,7 @@ def x(*shape: int, requires_grad: bool = False) -> Tensor:
 def around(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[list[str], list[str]]:
     """The lines of the graph before and after the pass."""
     stages = view_of(module, *args, policy=policy, cache_weights=True).stages
-    return stages["group"].splitlines(), stages["cache"].splitlines()
+    return stages["fuse_linears"].splitlines(), stages["hoist_weights"].splitlines()
 
 
 def quantized(lines: list[str]) -> list[str]:
@@ -178,7 +178,7 @@ def compilation(spares: int = 2, **known: Any) -> Compilation:
 
 def test_a_graph_by_hand() -> None:
     graph, known = a_weight_and_spares(2), compilation()
-    cache(graph, known)
+    hoist_weights(graph, known)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     (weight,) = known.weights
     assert (weight.parameters, weight.outputs, weight.layouts) == ((0,), ("rowwise", "scale_inv"), ((16, 16), ()))
@@ -195,7 +195,7 @@ def test_a_graph_by_hand() -> None:
 def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) -> None:
     graph, known = a_weight_and_spares(spares), compilation(spares)
     before = graph_text(graph)
-    cache(graph, known)
+    hoist_weights(graph, known)
     assert graph_text(graph) == before
     assert known.spares.wanted == 2
 
@@ -212,7 +212,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
 def test_what_is_not_kept(known: dict[str, Any]) -> None:
     graph, refused = a_weight_and_spares(2), compilation(**known)
     before = graph_text(graph)
-    cache(graph, refused)
+    hoist_weights(graph, refused)
     assert graph_text(graph) == before
     assert (refused.weights, refused.spares.wanted) == ((), 0)
 
@@ -220,7 +220,8 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:
     """What a graph of ``body`` takes, as the backend finds it."""
     backend = Backend(policy, compiler="eager")
-    torch.compile(Weight(body, *shape), backend=backend)(x(16, 32))
+    model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it
+    model(x(16, 32))
     return [copy.weight for found in backend.weights._found.values() for copy in found.copies]
 
 

@@ -42,13 +42,13 @@ from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
-_NAME = "save"
+_NAME = "save_for_backward"
 _BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
-def save(graph: fx.Graph, compilation: Compilation) -> None:
+def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
     functions = _activation_functions(gemms)
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}

@@ -53,7 +53,7 @@ def multiplied(module: nn.Module, *args: Tensor, **kwargs: Any) -> int:
 def test_before_and_after() -> None:
     view = view_of(MLP(), x(16, 32))
     assert len(gemms(view.stages["share"])) == 9
-    after = view.stages["group"]
+    after = view.stages["fuse_linears"]
     assert len(gemms(after)) == 6
     common = "power_2_scale=False, amax_epsilon=0.0"
     assert lines(after, "fp8graph.quantize(primals_1") == [
@@ -167,7 +167,7 @@ class Routes(nn.Module):
 
 
 APART: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
-    "switched off": (Projections(), {"group": False}, 9),
+    "switched off": (Projections(), {"fuse_linears": False}, 9),
     "another recipe": (
         Projections(),
         {"policy": Policy([Rule("q", fp8graph.Float8CurrentScaling(power_2_scale=True)), Rule("k", None)])},
@@ -243,7 +243,7 @@ def test_no_weight_is_quantized_twice_where_results_are_no_slices() -> None:
     backend = eager_backend(cache_weights=True)
     with torch.no_grad():
         torch.compile(model, backend=backend)(torch.randn(16, 32))
-    after = backend.report.graphs[0].stages["group"]
+    after = backend.report.graphs[0].stages["fuse_linears"]
     assert len(gemms(after)) == 3
     assert [text.count("more=") for text in lines(after, "fp8graph.quantize(")] == [0, 1]  # x; q, k and v
     assert backend.weights.bytes == 128 * 32 + 4

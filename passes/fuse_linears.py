@@ -37,7 +37,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
-_NAME = "group"
+_NAME = "fuse_linears"
 # the sides of each GEMM whose operand belongs to the linear alone; the others are x
 _OWN: dict[GemmName, tuple[int, ...]] = {"fprop": (1,), "dgrad": (0, 1), "wgrad": (0,)}
 _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
@@ -60,8 +60,8 @@ class _Linear:
         }
 
 
-def group(graph: fx.Graph, compilation: Compilation) -> None:
-    if not compilation.settings.group:
+def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
+    if not compilation.settings.fuse_linears:
         return
     found: dict[Any, list[_Linear]] = {}
     for linear in _linears(graph, compilation):
@@ -71,7 +71,7 @@ def group(graph: fx.Graph, compilation: Compilation) -> None:
         for gemm in _group(graph, linears):
             for linear in linears:
                 others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
-                compilation.grouped[linear.site.fqn, linear.site.index, gemm] = others
+                compilation.fused[linear.site.fqn, linear.site.index, gemm] = others
     if joined:
         stable_topological_sort(graph)  # what is joined is needed where the first linear runs
         graph.eliminate_dead_code()
