@@ -1,4 +1,4 @@
-"""group: one GEMM a direction where linears share their input, and every case where they stay apart."""
+"""fuse_linears: one GEMM a direction where linears share their input, and every case where they stay apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save: what backward keeps, in text, in bytes, and that no number changes."""
+"""save_for_backward: what backward keeps, in text, in bytes, and that no number changes."""
 
 from __future__ import annotations
 
