@@ -66,7 +66,7 @@ def test_inference_modes_rewrite_fprop_only() -> None:
 
 @pytest.mark.parametrize("style", ["model.compile", "model.forward"])
 def test_generate_runs_compiled(style: str) -> None:
-    model = llama().eval()
+    model = llama(layers=1).eval()
     backend = eager_backend(None)
     if style == "model.compile":
         model.compile(backend=backend)
@@ -277,18 +277,6 @@ def test_a_subgraph_of_a_higher_order_op_is_in_the_report() -> None:
     records = {(g.op, g.recipe) for view in backend.report.graphs for g in view.gemms}
     assert ("linear", "tensorwise") in records
     assert backend.report.graphs[0].after.count("return ") == backend.report.graphs[0].before.count("return ")
-
-
-def test_no_more_graphs_than_inductor() -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    model, tokens = llama(), ids()
-    counter = CompileCounterWithBackend("aot_eager")
-    torch.compile(model, backend=counter)(input_ids=tokens, labels=tokens).loss.backward()
-    torch._dynamo.reset()
-    backend = eager_backend(None)
-    torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss.backward()
-    assert len(backend.report.graphs) == counter.frame_count == 1
 
 
 def test_fp8graph_compile_binds_names_and_covers_direct_calls() -> None:

@@ -37,7 +37,16 @@ def data() -> dict[str, Any]:
     return json.loads(recorded.FILE.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+ELEMENTWISE = ("add", "gelu")  # fused as silu_mul is
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case.producer in ELEMENTWISE else (), id=str(case))
+        for case in CASES
+    ],
+)
 def test_kernels_and_bytes_of_one_tensor(case: Case, data: dict[str, Any]) -> None:
     kernels, mib = recorded.of_case(case)
     assert kernels <= data["tensors"][str(case)][0]
@@ -79,7 +88,7 @@ def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     assert sum(k.bytes for k in padded) <= 1.035 * sum(k.bytes for k in unpadded)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
 def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
     """wgrad contracts over the tokens: their number is padded to a multiple of 16 when it is known."""
     counts: list[int] = []

@@ -267,27 +267,30 @@ MISTAKES: Final[dict[str, Callable[[list[Any], dict[str, Any]], None]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "tensorwise",
-        "delayed",
-        pytest.param(
-            "rowwise",
-            marks=pytest.mark.skipif(
-                "row" not in torch_build.CPU_SCALINGS,
-                reason="torch 2.11 has no GEMM with scales of rows on a CPU",
-            ),
+PLANTED_IN: Final = [
+    "tensorwise",
+    "delayed",
+    pytest.param(
+        "rowwise",
+        marks=pytest.mark.skipif(
+            "row" not in torch_build.CPU_SCALINGS,
+            reason="torch 2.11 has no GEMM with scales of rows on a CPU",
         ),
-    ],
-)
+    ),
+]
+
+
+@pytest.mark.parametrize("recipe", PLANTED_IN)
+def test_without_a_mistake(recipe: str) -> None:
+    assert_right(dataclasses.replace(PLANTED, recipe=recipe))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("recipe", PLANTED_IN)
 def test_a_mistake_is_found(recipe: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = dataclasses.replace(PLANTED, recipe=recipe)
-    assert_right(program)
     monkeypatch.setattr(torch, "_scaled_mm", _mistaken(MISTAKES[mistake], torch._scaled_mm))
     with pytest.raises(AssertionError, match="dB, at least"):
-        assert_right(program)
+        assert_right(dataclasses.replace(PLANTED, recipe=recipe))
 
 
 def test_a_wrong_decision_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dty
     return two
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
 def test_bytes_saved_per_layer(recipe: str) -> None:
     """Of plain Inductor's, which has the same partitioner; torch 2.11's keeps a little more."""
     most = (0.88, 0.69, 0.48) if torch.__version__ >= "2.13" else (0.89, 0.71, 0.52)

@@ -64,20 +64,27 @@ def run_script(folder: Path, **environment: str) -> tuple[str, dict[str, Any]]:
     return done.stderr, json.loads((folder / "view.json").read_text())
 
 
-def test_torch_logs(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def verbose(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
+    """Everything that torch writes about the script: its log, its graph, the folder of its trace."""
+    folder = tmp_path_factory.mktemp("verbose")
+    return *run_script(folder, TORCH_LOGS="+fp8graph", TORCH_TRACE=str(folder / "trace")), folder / "trace"
+
+
+def test_torch_logs(tmp_path: Path, verbose: tuple[str, dict[str, Any], Path]) -> None:
     text, _ = run_script(tmp_path, TORCH_LOGS="fp8graph")
     assert "Sequential training: 5 of 5 GEMMs in FP8" in text
     assert "graph after" not in text
-    text, view = run_script(tmp_path, TORCH_LOGS="+fp8graph")
+    text, view, _ = verbose
     assert all(f"graph after {stage}:" in text for stage in ("before", *view["stages"]))
 
 
-def test_tlparse_shows_the_graphs_and_the_report(tmp_path: Path) -> None:
+def test_tlparse_shows_the_graphs_and_the_report(tmp_path: Path, verbose: tuple[str, dict[str, Any], Path]) -> None:
     tlparse = Path(sys.executable).with_name("tlparse")
     if not tlparse.exists():
         pytest.skip("tlparse is not installed")
-    trace, page = tmp_path / "trace", tmp_path / "page"
-    _, view = run_script(tmp_path, TORCH_TRACE=str(trace))
+    page = tmp_path / "page"
+    _, view, trace = verbose
     (log,) = trace.iterdir()
     subprocess.run([tlparse, log, "-o", page, "--no-browser"], check=True, capture_output=True)
     found = {re.sub(r"fp8graph_\d\d_|_\d+$", "", f.stem): f for f in page.rglob("fp8graph_*.txt")}
