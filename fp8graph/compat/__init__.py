@@ -1,4 +1,4 @@
 """Everything that depends on a version, a defect or a private name of torch, by subsystem, each with the reason.
 
-tests/compat/test_compat.py says when an entry can go.
+tests/compat/ says when an entry can go.
 """

@@ -33,7 +33,7 @@ def widened_columns(x: Tensor, dim: int) -> Tensor:
     """``x``, in FP32 if it is on a CPU and not contiguous along ``dim``, where its amax is to be taken.
 
     Code that is generated for a CPU declares a name twice where two amaxes of the columns of one tensor in half
-    precision are stored (torch 2.15 too; ``tests/compat/test_compat.py`` watches it).
+    precision are stored (torch 2.15 too; ``tests/compat/test_inductor.py`` watches it).
     """
     return x.to(torch.float32) if x.device.type == "cpu" and x.stride(dim) != 1 else x
 

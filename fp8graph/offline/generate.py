@@ -8,7 +8,7 @@ Torch has no switch for code generation without a device. Two of its hooks are o
 triton's active driver); two functions are replaced while a graph is generated, and put back after:
 ``torch.cuda.get_device_properties``, which Inductor's heuristics call directly, and
 ``GraphLowering.compile_to_module``, which would load the text.
-tests/offline/test_offline.py says when the latter can go.
+tests/offline/test_pretend.py says when the latter can go.
 """
 
 from __future__ import annotations

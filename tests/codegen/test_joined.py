@@ -10,9 +10,8 @@ import torch
 from fp8graph.ir import ops
 from fp8graph.numerics import quantization
 from fp8graph.recipes import resolve_recipe
-from helpers import same_bits
+from helpers import RECIPES, same_bits
 
-RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 SHAPES = {  # rows and columns of the parts
     "equal": [(128, 256), (128, 256), (128, 256)],
     "unequal columns": [(128, 256), (128, 128)],

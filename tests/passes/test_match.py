@@ -10,9 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import module_path
 from fp8graph.ir.sites import Site
-from fp8graph.ir.sources import split_source
 from fp8graph.passes.match import match
 from fp8graph.recipes.policy import Policy
 from helpers import MLP, NONE, Weight, view_of
@@ -128,25 +126,6 @@ def test_a_product_of_an_input_with_itself_is_split_once_each() -> None:
 
 def test_no_site_without_a_matmul() -> None:
     assert sites_of(nn.LayerNorm(32), x(4, 32)) == []
-
-
-def test_module_paths_of_all_kinds() -> None:
-    assert split_source("L['self'].model.layers.0.mlp") == ("self", "model.layers.0.mlp")
-    assert split_source("L['self']") == ("self", "")
-    assert split_source("L['fn'].__self__.layers.0") == ("fn", "layers.0")
-    assert split_source("L['fn'].__self__._modules['0']._parameters['w']") == ("fn", "0.w")
-    assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
-    assert split_source("L['self'].__dict__['_modules']['a'].b.__dict__['_parameters']['w']") == ("self", "a.b.w")
-    assert split_source("G['net'].head") == ("net", "head")
-    assert split_source("L['args'][0]._modules['b']._parameters['w']") == ("args.0", "b.w")
-    assert split_source("L['args'][0]") == ("args.0", "")
-    assert split_source("L['kwargs']['model'].b.0") == ("kwargs.model", "b.0")
-    assert split_source("L['models'][1]['left'].b") == ("models.1.left", "b")
-    assert split_source("model.layers.0") == ("", "model.layers.0")
-    node: Any = type(
-        "Node", (), {"meta": {"nn_module_stack": {"k": ("L['self'].a", "cls"), "l": ("L['self'].a.b", "c")}}}
-    )
-    assert module_path(node) == "L['self'].a.b"
 
 
 def test_a_matmul_takes_one_of_several_outputs() -> None:

@@ -16,9 +16,7 @@ from fp8graph.compat import torch_build
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
-from helpers import ALL, MLP, Weight, eager_backend, same_bits, stage, step, view_of
-
-RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4"]
+from helpers import ALL, MLP, RECIPES, Weight, eager_backend, same_bits, stage, step, view_of
 
 
 def quantize_lines(text: str) -> list[str]:

@@ -25,50 +25,10 @@ from fp8graph.planning.mesh import MOST_GPUS, Mesh, Network
 from fp8graph.planning.workload import Linear, Workload
 from fp8graph.recipes import resolve_recipe
 from ranks import run_ranks
+from workloads import llama, llama_8b, tiny_model
 
-LLAMA_PLAN = {
-    "lm_head": "colwise_gather_output",
-    "model.embed_tokens": "embedding_rowwise",
-    **{f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
-    "model.layers.*.self_attn.o_proj": "rowwise",
-    "model.layers.*.mlp.gate_proj": "colwise",
-    "model.layers.*.mlp.up_proj": "colwise",
-    "model.layers.*.mlp.down_proj": "rowwise",
-}
 HOPPER = hardware.from_target("sm_90")
 NETWORK = Network.of_target("sm_90")
-
-
-def llama(
-    *, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, seq: int, **more: Any
-) -> Workload:
-    """One sequence through a Llama whose heads have ``hidden / heads`` numbers, as ``of_model`` makes it."""
-    key_value = hidden // heads * kv_heads
-    sizes = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (key_value, hidden),
-        "self_attn.v_proj": (key_value, hidden), "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    names = [(f"model.layers.{layer}.{name}", *size) for layer in range(layers) for name, size in sizes.items()]
-    linears = [Linear(fqn=name, m=seq, n=n, k=k) for name, n, k in names]
-    linears.append(Linear(fqn="lm_head", m=seq, n=vocabulary, k=hidden, fp8=frozenset()))
-    norms = [f"model.layers.{i}.{name}_layernorm" for i in range(layers) for name in ("input", "post_attention")]
-    return Workload(
-        linears=tuple(linears),
-        parameters={
-            "model.embed_tokens.weight": (vocabulary, hidden),
-            **{f"{linear.fqn}.weight": (linear.n, linear.k) for linear in linears},
-            **{f"{norm}.weight": (hidden,) for norm in (*norms, "model.norm")},
-        },
-        plan=LLAMA_PLAN,
-        attention_flops=7.0 * seq * seq * hidden * layers,
-        heads={"attention heads": heads, "key and value heads": kv_heads},
-        **more,
-    )
-
-
-def llama_8b(seq: int = 8192) -> Workload:
-    return llama(hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8, vocabulary=128256, seq=seq)
 
 
 def plan(work: Workload, mesh: str, **settings: Any) -> step_cost.Plan:
@@ -360,31 +320,6 @@ def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
     assert len(set(decided.values())) == 2
 
 
-def tiny_model(config: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def test_a_model_becomes_a_workload() -> None:
-    """What is read from Hugging Face's model and its report is what the tests make by hand."""
-    config = tiny_config(2)
-    with torch.device("meta"):
-        model = tiny_model(config)
-    ids = torch.zeros(1, 32, dtype=torch.long)
-    report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", training=True)
-    expected = llama(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        layers=2,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        vocabulary=config.vocab_size,
-        seq=32,
-    )
-    assert workload.of_model(model, report, 32) == expected
-
-
 def test_published_figures() -> None:
     """TorchTitan, Llama 3.1 8B on 8 H100, FSDP2, 8192 tokens: tensorwise 1.25 to 1.28 times bf16, rowwise 1.10 times.
 
@@ -398,36 +333,6 @@ def test_published_figures() -> None:
 
 
 # ---- what users type
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ("pp=2", "unknown axis 'pp'. Axes: dp, fsdp, tp, and the switch sp."),
-        ("", "unknown axis ''"),
-        ("dp", "dp='' must be a whole number > 0."),
-        ("dp=x", "dp='x' must be a whole number > 0."),
-        ("dp=-1", "dp='-1' must be a whole number > 0."),
-        ("dp=0", "mesh: dp=0 must be a whole number > 0."),
-        ("dp=2,dp=2", "dp is given twice"),
-        ("sp=2,tp=2", "sp='2' must be 0 or 1."),
-        ("dp=8,sp", "needs tp > 1"),
-        ("dp=16385", "has 16,385 GPUs; the cost model supports up to 16,384."),
-        ("dp=256,fsdp=16,tp=8", "has 32,768 GPUs"),
-    ],
-)
-def test_a_wrong_mesh(mesh: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "llama", "--mesh", mesh]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
-
-
-def test_the_largest_mesh() -> None:
-    found = plan(llama_8b(), f"dp={MOST_GPUS // 512},fsdp=64,tp=8,sp")
-    assert found.mesh.gpus == MOST_GPUS
-    assert [step.recipe for step in found.steps] == ["bf16", "tensorwise", "delayed", "rowwise", "blockwise"]
-    assert all(math.isfinite(step.seconds) and step.exposed <= step.communication for step in found.steps)
 
 
 @pytest.mark.parametrize(
@@ -463,40 +368,6 @@ def test_hardware_and_recipes() -> None:
         plan(work, "dp=8", hardware=hardware.from_target("sm_80"))
     with pytest.raises(fp8graph.ConfigError, match="no network is known for sm_89"):
         Network.of_target("sm_89")
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"overlap": 1.5}, r"overlap=1\.5"),
-        ({"node_bandwidth": 0}, "node_bandwidth=0"),
-        ({"network_bandwidth": "fast"}, "network_bandwidth='fast'"),
-        ({"gpus_per_node": 0.5}, r"gpus_per_node=0\.5"),
-        ({"network_latency": -1e-6}, "network_latency=-1e-06"),
-        ({"node_latency": math.nan}, "node_latency=nan"),
-    ],
-)
-def test_a_wrong_network(wrong: dict[str, Any], message: str) -> None:
-    values: dict[str, Any] = {"name": "n", "node_bandwidth": 1e9, "network_bandwidth": 1e9} | wrong
-    with pytest.raises(fp8graph.ConfigError, match=message):
-        Network(**values)
-
-
-def test_a_measured_network(tmp_path: Path) -> None:
-    speed: dict[str, Any] = {
-        "name": "mine", "bf16_flops": 7e14, "fp32_flops": 5e13, "fp8_flops": 1.3e15, "fp4_flops": 2e15,
-        "bandwidth": 3e12, "launch": 2e-6,
-    }  # fmt: skip
-    path = tmp_path / "mine.json"
-    network: dict[str, Any] = {"name": "mine", "node_bandwidth": 3e11, "network_bandwidth": 2e10, "gpus_per_node": 4}
-    path.write_text(json.dumps({"target": "sm_89", "speed": speed, "network": network}))
-    assert Network.of_target(str(path)) == Network(**network)
-    path.write_text(json.dumps({"target": "sm_90", "speed": speed}))
-    assert Network.of_target(str(path)) == NETWORK
-    for wrong in ({"name": "x"}, 5, {**network, "color": "green"}):
-        path.write_text(json.dumps({"target": "sm_90", "speed": speed, "network": wrong}))
-        with pytest.raises(fp8graph.ConfigError, match=r"mine\.json: network: "):
-            Network.of_target(str(path))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -539,3 +410,10 @@ def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_one_gpu_sends_nothing() -> None:
     assert not workload.collectives(llama_8b(), Mesh())
+
+
+def test_the_largest_mesh() -> None:
+    found = plan(llama_8b(), f"dp={MOST_GPUS // 512},fsdp=64,tp=8,sp")
+    assert found.mesh.gpus == MOST_GPUS
+    assert [step.recipe for step in found.steps] == ["bf16", "tensorwise", "delayed", "rowwise", "blockwise"]
+    assert all(math.isfinite(step.seconds) and step.exposed <= step.communication for step in found.steps)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.numerics import quantize
-from helpers import ALL, MLP, Weight, same_bits, step
+from helpers import ALL, MLP, RECIPES, Weight, same_bits, step
 
 
 def compiled(model: Any, policy: Any = ALL, **kwargs: Any) -> tuple[Any, Backend]:
@@ -26,7 +26,7 @@ def model_and_input(seed: int = 0) -> tuple[MLP, Tensor]:
     return MLP(), torch.randn(16, 32, requires_grad=True)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4", "delayed"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
     model, x = model_and_input()
     results: list[list[Tensor]] = []

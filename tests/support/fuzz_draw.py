@@ -219,7 +219,7 @@ class _Builder:
         if op == "detach" and (self.origins[x] != x or x in self.parts):
             # torch up to 2.15 at least: of an output that is a view of a result and another that is detached from it
             # AOTAutograd makes one from the wrong tensor: it raises ("incorrect out shape", "shape is invalid for input
-            # of size") or is wrong, with every backend (tests/compat/test_compat.py)
+            # of size") or is wrong, with every backend (tests/compat/test_inductor.py)
             return
         if op == "softmax" and columns < 4:  # of one element it is constant
             return

@@ -18,6 +18,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.numerics import quantization
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import OperandName, resolve_recipe
+from helpers import ALL, MLP
 
 MIB = 2**20
 
@@ -197,3 +198,9 @@ def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> lis
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
     return fp8graph.explain(layer, x, policy=policy, target=target).kernels
+
+
+def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:
+    x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta", requires_grad=training)
+    model = MLP(128, 512).to("meta", torch.bfloat16)
+    return fp8graph.explain(model, x, policy=policy, target=target, training=training).kernels

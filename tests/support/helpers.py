@@ -19,6 +19,7 @@ from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
 NONE = fp8graph.Policy(default=None)
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")  # one for each kind of scaling
 
 
 class MLP(nn.Module):

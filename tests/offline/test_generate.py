@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._dynamo import device_interface
-from torch._inductor import config as inductor_config
-from torch._inductor.graph import GraphLowering
 
 import fp8graph
 from fp8graph import offline
 from fp8graph.numerics import history
-from fp8graph.offline import KernelRecord
 from fp8graph.tools.explain import Generating
 from generated import (
     generate,
     joined_weights,
+    kernels_of_mlp,
     quantize_after,
     quantize_after_backward,
     quantize_inputs,
     triton_kernels,
     write_weights,
 )
-from helpers import ALL, MLP, NONE
+from helpers import NONE
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
 
-def kernels(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:
-    x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta", requires_grad=training)
-    model = MLP(128, 512).to("meta", torch.bfloat16)
-    return fp8graph.explain(model, x, policy=policy, target=target, training=training).kernels
-
-
 def test_every_launch_with_its_ops_and_bytes() -> None:
-    found = kernels(policy=NONE, training=False)
+    found = kernels_of_mlp(policy=NONE, training=False)
     assert [(k.kind, k.name.partition("_fused_")[2] or k.name) for k in found] == [
         ("extern", "extern_kernels.mm"),
         ("extern", "extern_kernels.mm"),
@@ -55,7 +43,7 @@ def test_every_launch_with_its_ops_and_bytes() -> None:
 
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
 def test_each_target_generates_its_own(target: str) -> None:
-    found = kernels(target)
+    found = kernels_of_mlp(target)
     assert {k.graph for k in found} == {"forward", "backward", "weights"}
     assert sum(k.name == "extern_kernels._scaled_mm" for k in found) == 6  # gate and up are one
     assert {k.target for k in found} == {target}
@@ -116,12 +104,12 @@ def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, o
 
 
 def test_registers_and_spills_of_a_kernel() -> None:
-    first = next(k for k in kernels() if k.kind == "triton")
+    first = next(k for k in kernels_of_mlp() if k.kind == "triton")
     assert first.registers is not None
     assert 8 <= first.registers <= 255
     assert first.spills == 0
     assert first.to_dict()["registers"] == first.registers
-    gemm = next(k for k in kernels() if k.kind == "extern")
+    gemm = next(k for k in kernels_of_mlp() if k.kind == "extern")
     assert gemm.registers is None
     assert gemm.spills is None
 
@@ -176,75 +164,6 @@ def test_joined_weights_are_written_where_they_are_kept(recipe: str) -> None:
     allocated = re.findall(r"= empty_strided_cuda\(.*", code)
     assert not [line for line in allocated if "float8" in line]
     assert not [kernel for kernel in generated.kernels if kernel.kind == "extern"]
-
-
-def test_what_a_kernel_compiles_to() -> None:
-    """A cast is stored as it is read along rows, 8 numbers per thread; no load or store is narrower than its tensor."""
-    [kernel] = triton_kernels(
-        generate(quantize_after("nothing", "delayed", "input", True, False), quantize_inputs(256, 1024)).kernels
-    )
-    assert kernel.compiled is not None
-    assert kernel.compiled.fp8_store in kernel.compiled.stores
-    assert kernel.compiled.fp8_store >= 4
-    assert max(kernel.compiled.loads) >= 2 * kernel.compiled.fp8_store
-    assert kernel.compiled.instructions > 50
-    assert kernel.compiled.configuration.startswith("XBLOCK=")
-    again = offline.compile_kernel(kernel.source, "sm_90", configuration=kernel.compiled.configuration)
-    assert again == [kernel.compiled]
-    assert offline.compile_kernel(kernel.source, "sm_90", configuration="XBLOCK=3 num_warps=1 num_stages=1") == []
-    assert kernel.to_dict()["instructions"] == kernel.compiled.instructions
-    json.dumps(kernel.to_dict())
-
-
-def test_each_launch_has_its_own_bytes() -> None:
-    """A combo node that becomes two launches: the first had the bytes of both."""
-
-    def function(x: Tensor, y: Tensor, amaxes: Tensor) -> list[Tensor]:
-        return [x + y, amaxes.amax(-1)]
-
-    like = torch.empty(1024, 1024, device="meta")
-    with inductor_config.patch({"combo_kernels": True}):
-        found = triton_kernels(generate(function, [like, like, torch.empty(4, 4096, device="meta")]).kernels)
-    assert [(kernel.name.split("_")[1], kernel.bytes) for kernel in sorted(found, key=lambda k: k.name)] == [
-        ("poi", 3 * 2**22),
-        ("red", 4 * 4096 * 4 + 4 * 4),
-    ]
-
-
-def test_bytes_of_what_is_written_in_place() -> None:
-    """What is overwritten is not read, though the scheduler says that it depends on it."""
-
-    def function(x: Tensor, cache: Tensor) -> list[Tensor]:
-        cache.copy_(x.to(cache.dtype))
-        return []
-
-    inputs = [torch.empty(1024, 512, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bfloat16)]
-    [kernel] = triton_kernels(generate(function, inputs).kernels)
-    assert kernel.bytes == 1024 * 512 * (4 + 2)
-
-
-def test_nothing_stays_replaced() -> None:
-    before = torch.cuda.get_device_properties, GraphLowering.compile_to_module  # pyright: ignore
-    interface = device_interface.get_interface_for_device("cuda")
-    kernels(training=False)
-    assert before == (torch.cuda.get_device_properties, GraphLowering.compile_to_module)  # pyright: ignore
-    assert device_interface.get_interface_for_device("cuda") is interface
-    x = torch.randn(16, 32)
-    model = nn.Linear(32, 48)
-    torch.testing.assert_close(torch.compile(model, backend="inductor")(x), model(x))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is pretended")
-def test_the_replacement_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Delete the replacement of compile_to_module from ``offline`` when this fails: torch can do without it."""
-    patch_object = mock.patch.object
-
-    def all_but_one(target: Any, name: str, new: Any) -> Any:
-        return contextlib.nullcontext() if name == "compile_to_module" else patch_object(target, name, new)
-
-    monkeypatch.setattr(mock.patch, "object", all_but_one)
-    with pytest.raises(Exception, match="NVIDIA|CUDA|cuda|Unsupported"):
-        kernels()
 
 
 @pytest.mark.parametrize("target", [None, "cpu"])

@@ -23,7 +23,7 @@ from fp8graph import (
     NVFP4BlockScaling,
     recipes,
 )
-from fp8graph.recipes import Recipe, recipe_from_dict, registry, resolve_recipe
+from fp8graph.recipes import Recipe, recipe_from_dict, resolve_recipe
 
 
 def test_defaults_are_transformer_engines() -> None:
@@ -88,23 +88,6 @@ def test_every_epsilon_that_fp32_holds(epsilon: float) -> None:
     assert (quantizer.amax_epsilon, type(quantizer.amax_epsilon)) == (epsilon, float)
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({}, [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]),
-        ({"fp8_format": Format.E4M3}, [torch.float8_e4m3fn] * 3),
-        ({"fp8_format": "E4M3"}, [torch.float8_e4m3fn] * 3),
-        ({"fp8_format": "HYBRID"}, [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]),
-    ],
-)
-def test_what_a_quantizer_gets(fields: dict[str, Any], expected: list[torch.dtype]) -> None:
-    recipe = Float8CurrentScaling(**fields, power_2_scale=True, amax_epsilon=0.25)
-    quantizers = [recipe.quantizer(operand) for operand in recipes.OPERANDS]
-    assert [q.dtype for q in quantizers] == expected
-    assert [q.fp8_max for q in quantizers] == [torch.finfo(dtype).max for dtype in expected]
-    assert {(q.power_2_scale, q.amax_epsilon) for q in quantizers} == {(True, 0.25)}
-
-
 def test_positional_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="positional"):
         Float8CurrentScaling(Format.E4M3)  # pyright: ignore[reportCallIssue]
@@ -138,74 +121,6 @@ def test_recipes_that_differ_are_not_equal(fields: dict[str, Any]) -> None:
     assert repr(Float8CurrentScaling(**fields)) != repr(Float8CurrentScaling())  # the compile cache's key
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("nosuch", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
-        ("Tensorwise", "unknown recipe 'Tensorwise'"),
-        ("", "unknown recipe ''"),
-        (7, "7 is not a recipe. Give a recipe object, one of 'tensorwise'"),
-        (Float8CurrentScaling, "is not a recipe. Give a recipe object"),
-        ([], r"\[\] is not a recipe"),
-        ({}, "unknown recipe type None. Available: Float8CurrentScaling"),
-        ({"type": ["Float8CurrentScaling"]}, r"unknown recipe type \['Float8CurrentScaling'\]"),
-        ({"type": "Float8CurrentScaling", 1: 2, "typo": 1}, "has no field"),
-        ({"type": "Float8CurrentScaling", "fp8_format": "E5M2"}, "no hardware multiplies E5M2 by E5M2"),
-        ({"type": "Nope"}, "unknown recipe type 'Nope'"),
-        ({"type": "Float8CurrentScaling", "typo": 1}, "has no field 'typo'. Fields: amax_epsilon"),
-    ],
-)
-def test_recipes_that_do_not_exist(value: Any, message: str) -> None:
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match=message):
-        resolve_recipe(value)
-
-
-@pytest.mark.parametrize("name", recipes.RECIPE_NAMES)
-def test_a_built_in_name_cannot_be_given_another_meaning(name: str) -> None:
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match=name):
-        fp8graph.register_recipe(name, Float8CurrentScaling())
-
-
-@pytest.mark.parametrize("value", [None, "high_precision"])
-def test_no_recipe(value: Any) -> None:
-    assert resolve_recipe(value) is None
-
-
-def test_a_registered_name() -> None:
-    mine = Float8CurrentScaling(power_2_scale=True)
-    fp8graph.register_recipe("test_recipes_mine", mine)
-    assert resolve_recipe("test_recipes_mine") is mine
-    assert fp8graph.Rule("*", "test_recipes_mine").recipe_for("wgrad") is mine
-    values = {"default": "test_recipes_mine", "rules": [{"pattern": "a", "recipe": None, "dgrad": "test_recipes_mine"}]}
-    policy = fp8graph.Policy.from_dict(values)
-    assert policy.resolve("a", "linear").recipes == {"fprop": None, "dgrad": mine, "wgrad": None}
-    assert set(policy.resolve("b", "linear").recipes.values()) == {mine}
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match="Available: .*'test_recipes_mine'"):
-        resolve_recipe("test_recipes_yours")
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe", "message"),
-    [
-        ("tensorwise", Float8CurrentScaling(), "empty or already taken"),
-        ("high_precision", Float8CurrentScaling(), "empty or already taken"),
-        ("", Float8CurrentScaling(), "empty or already taken"),
-        (3, Float8CurrentScaling(), "empty or already taken"),
-        ("test_recipes_text", "tensorwise", "must be a recipe object"),
-        ("test_recipes_none", None, "must be a recipe object"),
-    ],
-)
-def test_names_that_cannot_be_registered(name: str, recipe: Any, message: str) -> None:
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match=message):
-        fp8graph.register_recipe(name, recipe)
-
-
-def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
-    """Every recipe class that is public can be written in a policy file."""
-    public = {name for name, value in vars(fp8graph).items() if isinstance(value, type) and issubclass(value, Recipe)}
-    assert public - {"Recipe"} == set(registry._TYPES)  # the base of all
-
-
 def test_the_defaults_of_the_other_recipes() -> None:
     split = {"use_fast_accum": (False, False, False)}
     fast = {"use_fast_accum": (True, False, False)}
@@ -233,24 +148,6 @@ def test_the_defaults_of_the_other_recipes() -> None:
     }
     assert dataclasses.asdict(MXFP8BlockScaling()) == split | {"fp8_format": Format.E4M3}
     assert dataclasses.asdict(NVFP4BlockScaling()) == split | {"fp8_format": Format.E4M3, "square_weight_blocks": True}
-
-
-@pytest.mark.parametrize(
-    ("name", "operand", "dtype", "block"),
-    [
-        ("rowwise", "grad_output", torch.float8_e4m3fn, (0, 0)),
-        ("delayed", "grad_output", torch.float8_e5m2, (0, 0)),
-        ("blockwise", "input", torch.float8_e4m3fn, (1, 128)),
-        ("blockwise", "weight", torch.float8_e4m3fn, (128, 128)),
-        ("mxfp8", "weight", torch.float8_e4m3fn, (1, 32)),
-        ("nvfp4", "input", torch.uint8, (1, 16)),
-        ("nvfp4", "weight", torch.uint8, (16, 16)),
-    ],
-)
-def test_quantizers(name: str, operand: Any, dtype: torch.dtype, block: tuple[int, int]) -> None:
-    recipe = resolve_recipe(name)
-    assert recipe is not None
-    assert (recipe.quantizer(operand).dtype, recipe.quantizer(operand).block) == (dtype, block)
 
 
 @pytest.mark.parametrize(

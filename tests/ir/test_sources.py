@@ -1,0 +1,27 @@
+"""Dynamo's names of values: the root variable, and the path under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fp8graph.ir.nodes import module_path
+from fp8graph.ir.sources import split_source
+
+
+def test_module_paths_of_all_kinds() -> None:
+    assert split_source("L['self'].model.layers.0.mlp") == ("self", "model.layers.0.mlp")
+    assert split_source("L['self']") == ("self", "")
+    assert split_source("L['fn'].__self__.layers.0") == ("fn", "layers.0")
+    assert split_source("L['fn'].__self__._modules['0']._parameters['w']") == ("fn", "0.w")
+    assert split_source("L['model']._modules['layers']._modules['0']._parameters['w']") == ("model", "layers.0.w")
+    assert split_source("L['self'].__dict__['_modules']['a'].b.__dict__['_parameters']['w']") == ("self", "a.b.w")
+    assert split_source("G['net'].head") == ("net", "head")
+    assert split_source("L['args'][0]._modules['b']._parameters['w']") == ("args.0", "b.w")
+    assert split_source("L['args'][0]") == ("args.0", "")
+    assert split_source("L['kwargs']['model'].b.0") == ("kwargs.model", "b.0")
+    assert split_source("L['models'][1]['left'].b") == ("models.1.left", "b")
+    assert split_source("model.layers.0") == ("", "model.layers.0")
+    node: Any = type(
+        "Node", (), {"meta": {"nn_module_stack": {"k": ("L['self'].a", "cls"), "l": ("L['self'].a.b", "c")}}}
+    )
+    assert module_path(node) == "L['self'].a.b"

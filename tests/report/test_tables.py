@@ -1,0 +1,18 @@
+"""Tables of a report: layers that differ in numbers only are one row."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import fp8graph
+from helpers import ALL, MLP
+
+
+def test_the_table_folds_layers_that_differ_in_numbers_only() -> None:
+    report = fp8graph.explain(nn.Sequential(MLP(), MLP(), MLP()), torch.randn(16, 32), policy=ALL)
+    lines = [line for line in str(report).splitlines() if line.lstrip().startswith("*.up")]
+    # The first layer has no dgrad of the input; the other two do.
+    assert [line.split()[1:4] for line in lines] == [
+        ["3", "linear", "fprop"], ["3", "linear", "wgrad"], ["2", "linear", "dgrad"],
+    ]  # fmt: skip
