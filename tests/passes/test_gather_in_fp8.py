@@ -1,4 +1,4 @@
-"""gather_in_fp8: what travels is FP8; what cannot is gathered as it is, and the report says why. No process is started."""
+"""gather_in_fp8: FP8 travels, or the report says why not. No process is started."""
 
 from __future__ import annotations
 
