@@ -30,27 +30,6 @@ from fp8graph.numerics import decoding, experts, history, matmul, quantization, 
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.scalings import SCALINGS
 
-_SCHEMAS: Final[dict[str, str]] = {
-    "quantize": "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon,"
-    ' int[] rowwise, int[] columnwise, *, str scaling="tensor", int[] block=[], bool carry_overflow=False,'
-    " Tensor? scales=None, int row=0, bool keep_scales=False, Tensor[]? more=None, int dim=-1,"
-    " Tensor? offs=None, bool per_matrix=False) -> Tensor[]",
-    "scaled_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias,"
-    ' ScalarType out_dtype, bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
-    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
-    "scaled_grouped_mm": "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs,"
-    ' ScalarType out_dtype, bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[],'
-    " int[] block_b=[], Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
-    "grouped_mm": "(Tensor a, Tensor b, Tensor offs) -> Tensor",
-    "dequantize": '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
-    " Tensor? global_scale_inv=None) -> Tensor",
-    "amax": "(Tensor x) -> Tensor",
-    "scales": "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
-    "columnwise": "(Tensor data, int[] multiples) -> Tensor",
-    "read_scales": "(Tensor page, bool copy) -> Tensor",
-    "stage_amaxes": "(Tensor page, Tensor[] amaxes) -> Tensor",
-    "update_page": "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
-}
 _library = torch.library.Library("fp8graph", "DEF")
 
 
@@ -124,23 +103,110 @@ def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) 
     return page.new_empty(page.shape)
 
 
-_OPS: Final = (
-    ("quantize", quantization.quantize_layouts, _fake_quantize),
-    ("scaled_mm", matmul.scaled_mm, _fake_scaled_mm),
-    ("scaled_grouped_mm", matmul.scaled_grouped_mm, _fake_scaled_grouped_mm),
-    ("grouped_mm", experts.grouped_mm, _fake_grouped_mm),
-    ("dequantize", decoding.dequantize_data, _fake_dequantize),
-    ("amax", quantization.reducible_amax, _fake_amax),
-    ("scales", quantization.scales_of_amax, _fake_scales),
-    ("columnwise", tiles.columnwise_copy, _fake_columnwise),
-    ("read_scales", _read_scales, _fake_read_scales),
-    ("stage_amaxes", history.staged_page, _fake_update_page),
-    ("update_page", history.updated_page, _fake_update_page),
+REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # what ``lower`` traces
+SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # the fakes whose results are contiguous
+
+
+def _define(
+    name: str,
+    schema: str,
+    *,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    run: Callable[..., Any] | None = None,
+    lowered: bool = True,
+    contiguous: bool = True,
+) -> Any:
+    """One op. ``run``: what it runs where that is not ``reference``; ``lowered``: whether ``lower`` takes it."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run or reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fp8graph::{name}", fake, lib=_library)
+    op = getattr(torch.ops.fp8graph, name).default
+    if lowered:
+        REFERENCE[op] = reference
+    if contiguous:
+        SHAPES[op] = fake
+    return op
+
+
+quantize = _define(
+    "quantize",
+    "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, int[] rowwise, int[] columnwise, *,"
+    ' str scaling="tensor", int[] block=[], bool carry_overflow=False, Tensor? scales=None, int row=0,'
+    " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False) -> Tensor[]",
+    reference=quantization.quantize_layouts,
+    fake=_fake_quantize,
 )
-for _name, _reference, _fake in _OPS:
-    _library.define(_name + _SCHEMAS[_name], tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8graph::{_name}", _fake, lib=_library)
+scaled_mm = _define(
+    "scaled_mm",
+    "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, ScalarType out_dtype,"
+    ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
+    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
+    reference=matmul.scaled_mm,
+    fake=_fake_scaled_mm,
+)
+scaled_grouped_mm = _define(
+    "scaled_grouped_mm",
+    "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs, ScalarType out_dtype,"
+    ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
+    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
+    reference=matmul.scaled_grouped_mm,
+    fake=_fake_scaled_grouped_mm,
+)
+grouped_mm = _define(
+    "grouped_mm",
+    "(Tensor a, Tensor b, Tensor offs) -> Tensor",
+    reference=experts.grouped_mm,
+    fake=_fake_grouped_mm,
+    lowered=False,
+)
+dequantize = _define(
+    "dequantize",
+    '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
+    " Tensor? global_scale_inv=None) -> Tensor",
+    reference=decoding.dequantize_data,
+    fake=_fake_dequantize,
+    contiguous=False,
+)
+amax = _define(
+    "amax",
+    "(Tensor x) -> Tensor",
+    reference=quantization.reducible_amax,
+    fake=_fake_amax,
+)
+scales = _define(
+    "scales",
+    "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
+    reference=quantization.scales_of_amax,
+    fake=_fake_scales,
+)
+columnwise = _define(
+    "columnwise",
+    "(Tensor data, int[] multiples) -> Tensor",
+    reference=tiles.columnwise_copy,
+    fake=_fake_columnwise,
+)
+read_scales = _define(
+    "read_scales",
+    "(Tensor page, bool copy) -> Tensor",
+    reference=history.read_scales,
+    fake=_fake_read_scales,
+    run=_read_scales,
+)
+stage_amaxes = _define(
+    "stage_amaxes",
+    "(Tensor page, Tensor[] amaxes) -> Tensor",
+    reference=history.staged_page,
+    fake=_fake_update_page,
+)
+update_page = _define(
+    "update_page",
+    "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
+    reference=history.updated_page,
+    fake=_fake_update_page,
+)
+
+DIALECT: Final = frozenset(REFERENCE)
 
 
 class _Described:
@@ -167,40 +233,6 @@ def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
     return (
         [make(x.shape, x.dtype) for x in results] if isinstance(results, list) else make(results.shape, results.dtype)
     )
-
-
-quantize = torch.ops.fp8graph.quantize.default
-scaled_mm = torch.ops.fp8graph.scaled_mm.default
-scaled_grouped_mm = torch.ops.fp8graph.scaled_grouped_mm.default
-grouped_mm = torch.ops.fp8graph.grouped_mm.default
-dequantize = torch.ops.fp8graph.dequantize.default
-amax = torch.ops.fp8graph.amax.default
-scales = torch.ops.fp8graph.scales.default
-columnwise = torch.ops.fp8graph.columnwise.default
-read_scales = torch.ops.fp8graph.read_scales.default
-stage_amaxes = torch.ops.fp8graph.stage_amaxes.default
-update_page = torch.ops.fp8graph.update_page.default
-
-SHAPES: Final[dict[Any, Callable[..., Any]]] = {
-    getattr(torch.ops.fp8graph, name).default: fake
-    for name, _, fake in _OPS
-    if name != "dequantize"  # keeps the strides of what it reads: the others are contiguous
-}
-REFERENCE: Final[dict[Any, Callable[..., Any]]] = {
-    quantize: quantization.quantize_layouts,
-    scaled_mm: matmul.scaled_mm,
-    scaled_grouped_mm: matmul.scaled_grouped_mm,
-    dequantize: decoding.dequantize_data,
-    amax: quantization.reducible_amax,
-    scales: quantization.scales_of_amax,
-    columnwise: tiles.columnwise_copy,
-    read_scales: history.read_scales,
-    stage_amaxes: history.staged_page,
-    update_page: history.updated_page,
-}
-
-
-DIALECT: Final = frozenset(REFERENCE)
 
 
 def stays(node: fx.Node) -> bool:
