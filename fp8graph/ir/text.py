@@ -20,6 +20,8 @@ _SHORT: Final = {
     torch.int64: "i64",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2fnuz: "e5m2fnuz",
 }
 
 

@@ -18,7 +18,7 @@ from fp8graph.ir.keys import PASS_KEY
 from fp8graph.ir.nodes import aten, is_backward, known_equal, static_size, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.recipes import FP8_MAX, Quantizer
+from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
 
 
 def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
@@ -195,8 +195,10 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
             return f"operand {name} is {tensor.dtype}"
         if not tensor.is_contiguous():
             return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
-    if a.dtype == b.dtype == torch.float8_e5m2:
-        return "E5M2 x E5M2 does not exist"
+    if (a.dtype in FNUZ) != (b.dtype in FNUZ):
+        return f"{a.dtype} x {b.dtype}: two families of FP8"
+    if a.dtype == b.dtype and a.dtype in (torch.float8_e5m2, torch.float8_e5m2fnuz):
+        return "E5M2 x E5M2, which no recipe asks for"
     return None
 
 

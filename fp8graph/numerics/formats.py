@@ -102,7 +102,7 @@ def exp2_biased(exponent: Tensor) -> Tensor:
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """FP32 -> FP8, round to nearest even, saturating; NaN stays NaN.
 
-    The clamp is explicit because torch's casts differ: E4M3 saturates only from 2.12 on, E5M2 never.
+    The clamp is explicit because torch's casts differ: E4M3 saturates only from 2.12 on, the others never.
     """
     fp8_max = FP8_MAX[dtype]
     return x.clamp_min(-fp8_max).clamp_max(fp8_max).to(dtype)

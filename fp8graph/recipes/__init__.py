@@ -4,6 +4,7 @@ from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import (
     E2M1X2,
     FLT_MAX,
+    FNUZ,
     FP8_MAX,
     GEMM_OPERANDS,
     GEMMS,
@@ -41,6 +42,7 @@ __all__ = [
     "DelayedScaling",
     "E2M1X2",
     "FLT_MAX",
+    "FNUZ",
     "FP8_MAX",
     "Float8BlockScaling",
     "Float8CurrentScaling",

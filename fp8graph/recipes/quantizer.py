@@ -21,10 +21,18 @@ GEMM_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
 }
 OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
-# The largest finite value of each type (OCP 8-bit floating point, table 2).
 E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes per byte, the first one in the low half
 FLT_MAX: Final[float] = torch.finfo(torch.float32).max
-FP8_MAX: Final[dict[torch.dtype, float]] = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, E2M1X2: 6.0}
+FNUZ: Final[frozenset[torch.dtype]] = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
+# The largest finite value of each type. Recipes name those of the standard (OCP 8-bit floating point, table 2). Some
+# devices have fnuz in their place: no -0, no inf, and one NaN, 0x80.
+FP8_MAX: Final[dict[torch.dtype, float]] = {
+    torch.float8_e4m3fn: 448.0,
+    torch.float8_e5m2: 57344.0,
+    torch.float8_e4m3fnuz: 240.0,
+    torch.float8_e5m2fnuz: 57344.0,
+    E2M1X2: 6.0,
+}
 
 
 class Format(enum.Enum):
@@ -61,7 +69,7 @@ class Quantizer:
     ========= ==================================================================================
     """
 
-    dtype: torch.dtype  # torch.float8_e4m3fn, torch.float8_e5m2, or E2M1X2
+    dtype: torch.dtype  # one of ``FP8_MAX``
     scaling: Scaling = "tensor"
     block: tuple[int, int] = (0, 0)  # (0, 0): not a block scaling
     power_2_scale: bool = False

@@ -56,6 +56,5 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
 
 
 def _short(dtype: torch.dtype) -> str:
-    names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "bfloat16": "bf16", "float16": "fp16"}
-    name = str(dtype).removeprefix("torch.")
-    return names.get(name, name.replace("float", "fp"))
+    name = str(dtype).removeprefix("torch.").removeprefix("float8_")
+    return {"e4m3fn": "e4m3", "bfloat16": "bf16"}.get(name, name.replace("float", "fp"))

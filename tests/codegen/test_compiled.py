@@ -26,6 +26,8 @@ QUANTIZERS = [
     Quantizer(dtype=torch.float8_e4m3fn),
     Quantizer(dtype=torch.float8_e5m2),
     Quantizer(dtype=torch.float8_e4m3fn, power_2_scale=True, amax_epsilon=1e-6),
+    Quantizer(dtype=torch.float8_e4m3fnuz),
+    Quantizer(dtype=torch.float8_e5m2fnuz),
 ]
 
 
@@ -36,7 +38,7 @@ def quantize(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2"])
+@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2", "e4m3fnuz", "e5m2fnuz"])
 def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> None:
     compiled = torch.compile(quantize, dynamic=False, options={"cpp.simdlen": 256})
     for dtype in (torch.bfloat16, torch.float32):

@@ -16,6 +16,7 @@ from fp8graph.ir.nodes import BACKWARD, FORWARD, aten
 from helpers import graph_inputs_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3UZ, E5M2UZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
 def graph_of(target: Any, *args: Any, **kwargs: Any) -> fx.Graph:
@@ -39,6 +40,9 @@ BAD = [
     pytest.param((fp8(32, 16).t(), fp8(16, 32), ONE, ONE, None), "operand a is not contiguous", id="a strides"),
     pytest.param((fp8(16, 32), fp8(32, 16).t(), ONE, ONE, None), "operand b is not contiguous", id="b strides"),
     pytest.param((fp8(16, 32, dtype=E5M2), fp8(16, 32, dtype=E5M2), ONE, ONE, None), "E5M2 x E5M2", id="e5m2"),
+    pytest.param((fp8(16, 32, dtype=E5M2UZ), fp8(16, 32, dtype=E5M2UZ), ONE, ONE, None), "E5M2 x E5M2", id="e5m2fnuz"),
+    pytest.param((fp8(16, 32), fp8(16, 32, dtype=E4M3UZ), ONE, ONE, None), "two families of FP8", id="fnuz x OCP"),
+    pytest.param((fp8(16, 32, dtype=E5M2UZ), fp8(16, 32), ONE, ONE, None), "two families of FP8", id="OCP x fnuz"),
     pytest.param((fp8(16, 24), fp8(16, 24), ONE, ONE, None), "k = 24 is not a multiple of 16", id="k alignment"),
     pytest.param((fp8(16, 32), fp8(24, 32), ONE, ONE, None), "n = 24 is not a multiple of 16", id="n alignment"),
     pytest.param((fp8(16, 32), fp8(16, 32), ONE.double(), ONE, None), "a has scales torch.float64", id="scale dtype"),
@@ -104,8 +108,9 @@ def test_square_tiles_are_a_multiple_of_four_along_k() -> None:
 
 def test_a_good_gemm() -> None:
     for bias in (None, torch.zeros(16, dtype=torch.bfloat16)):
-        graph = graph_of(ops.scaled_mm, fp8(5, 32, dtype=E5M2), fp8(16, 32), ONE, ONE, bias, torch.bfloat16, True)
-        verify.verify(graph, after="x")
+        for a, b in ((E5M2, E4M3), (E5M2UZ, E4M3UZ)):
+            operands = fp8(5, 32, dtype=a), fp8(16, 32, dtype=b)
+            verify.verify(graph_of(ops.scaled_mm, *operands, ONE, ONE, bias, torch.bfloat16, True), after="x")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from fp8graph.numerics import formats, quantization
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FP8 = (E4M3, E5M2)
+FP8 = (E4M3, E5M2, *oracle.FNUZ)
 SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -77,6 +77,25 @@ def test_the_cast_of_every_16_bit_number(dtype: torch.dtype) -> None:
         oracle.assert_codes(formats.saturating_cast(x, dtype), oracle.cast(x.double().numpy(), dtype))
 
 
+@pytest.mark.parametrize("dtype", oracle.FNUZ)
+def test_fnuz_is_torchs_own_and_has_one_zero_and_one_nan(dtype: torch.dtype) -> None:
+    """Within range ours is torch's cast, byte for byte; beyond, where torch's gives NaN, ours saturates."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    drawn = torch.randn(2**16, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(-48, 16).repeat(2**10)
+    x = torch.cat([every, drawn])
+    got, torchs = formats.saturating_cast(x, dtype).view(torch.uint8), x.to(dtype).view(torch.uint8)
+    largest = oracle.fp8_max(dtype)
+    assert torch.equal(got[~(x.abs() > largest)], torchs[~(x.abs() > largest)])
+    assert set(got[x > largest].tolist()) == {0x7F}
+    assert set(got[x < -largest].tolist()) == {0xFF}
+    assert set(got[x.isnan()].tolist()) == {0x80}
+    smallest = float(oracle.table(dtype)[1])
+    assert set(got[x.abs() <= smallest / 2].tolist()) == {0}  # a tie goes to the even code
+    assert (largest, smallest) == {oracle.FNUZ[0]: (240.0, 2.0**-10), oracle.FNUZ[1]: (57344.0, 2.0**-17)}[dtype]
+    with pytest.raises(AssertionError, match="got 0x00"):
+        oracle.assert_codes(torch.tensor([-1e-9]).to(dtype), np.array([0x80], np.uint8))
+
+
 @pytest.mark.parametrize("dtype", FP8)
 def test_the_oracle_knows_the_value_of_every_code(dtype: torch.dtype) -> None:
     values = torch.arange(128, dtype=torch.uint8).view(dtype).double().numpy()
@@ -101,7 +120,9 @@ def test_ties_go_to_the_even_code_and_their_neighbours_do_not(dtype: torch.dtype
     for numbers, codes in cases:
         for sign, bit in ((1, 0), (-1, 128)):
             got = formats.saturating_cast(torch.from_numpy(numbers * np.float32(sign)), dtype)
-            oracle.assert_codes(got, np.asarray(codes, np.uint8) | np.uint8(bit))
+            expected = np.asarray(codes, np.uint8) | np.uint8(bit)
+            no_minus_zero = dtype in oracle.FNUZ
+            oracle.assert_codes(got, np.where(no_minus_zero & (expected == 0x80), np.uint8(0), expected))
 
 
 def test_a_difference_is_reported_with_its_place_its_byte_and_both_values() -> None:

@@ -18,12 +18,17 @@ from torch import Tensor
 FLT_MAX = float(np.finfo(np.float32).max)
 Array = npt.NDArray[Any]
 E4M3 = torch.float8_e4m3fn
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 @cache
 def table(dtype: torch.dtype) -> Array:
-    """The value of each of the 128 non-negative codes of an FP8 type, NaN and inf included, in float64."""
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if dtype == torch.float8_e4m3fn else (5, 2, 15)
+    """The value of each of the 128 non-negative codes of an FP8 type, NaN and inf included, in float64.
+
+    fnuz: every code is a number, and each is half of what it is in the OCP type.
+    """
+    exponent_bits, mantissa_bits, bias = (4, 3, 7) if "e4m3" in str(dtype) else (5, 2, 15)
+    bias += dtype in FNUZ
     values: list[float] = []
     for code in range(128):
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
@@ -44,8 +49,14 @@ def fp8_max(dtype: torch.dtype) -> float:
 
 
 def cast(x: Array, dtype: torch.dtype) -> Array:
-    """The code of each float64 number: nearest, ties to the even code, saturating; 255 marks NaN."""
-    return _nearest(x, finite_table(dtype))
+    """The code of each float64 number: nearest, ties to the even code, saturating; 255 marks NaN.
+
+    fnuz has no -0: a negative number that rounds to zero is 0x00, and 0x80 is its one NaN.
+    """
+    codes = _nearest(x, finite_table(dtype))
+    if dtype in FNUZ:
+        codes = np.where(np.isnan(x), np.uint8(0x80), np.where(codes == 0x80, np.uint8(0), codes))
+    return codes
 
 
 def finite_table(dtype: torch.dtype | None) -> Array:
@@ -191,7 +202,8 @@ def assert_codes(got: Tensor, expected: Array) -> None:
     codes = got.contiguous().view(torch.uint8).numpy()
     assert codes.shape == expected.shape, (codes.shape, expected.shape)
     nan = np.isnan(table(got.dtype))[codes & 127]
-    wrong = np.argwhere(np.where(expected == 255, ~nan, codes != expected))
+    any_nan = (expected == 255) & (got.dtype not in FNUZ)  # fnuz has one
+    wrong = np.argwhere(np.where(any_nan, ~nan, codes != expected))
     if len(wrong):
         where = tuple(int(i) for i in wrong[0])
         got_text, expected_text = (
