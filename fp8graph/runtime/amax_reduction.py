@@ -50,7 +50,7 @@ class Reduction:
 
     group: str
     device: torch.device  # of what is reduced
-    take_loaded: Callable[[str], tuple[Tensor, Tensor] | None]  # scale and history that a checkpoint had for a name
+    take_loaded: Callable[[str, float], tuple[Tensor, Tensor] | None]  # scale, history of a name under an FP8 maximum
     order: dict[str, int] = field(default_factory=dict[str, int])  # name -> place in the packed tensor, after the flag
     absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # state of what this rank never ran
     commits: int = 0
@@ -142,7 +142,7 @@ class Reduction:
             recipe=recipe, fp8_max=fp8_max, backward=False, device=self.device, rows=((),), group=self.group
         )
         page = history.new_page(recipe.amax_history_len, 1, self.device)
-        if (loaded := self.take_loaded(name)) is not None:
+        if (loaded := self.take_loaded(name, fp8_max)) is not None:
             history.write_row(page, 0, *loaded)
         return StagedPage(tensor=page, layout=layout, names=[(name,)])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.runtime.state_dict import rescaled
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,15 @@ class Page:
     def fits(self, layout: PageLayout) -> bool:
         """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
         alike = self.layout.group == layout.group and self.tensor.device == layout.device
-        return alike and self.tensor.shape[0] == len(layout.rows)
+        return alike and self.layout.fp8_max == layout.fp8_max and self.tensor.shape[0] == len(layout.rows)
+
+    def rows_for(self, layout: PageLayout, taken: Sequence[int]) -> Tensor:
+        """A copy of the rows ``taken`` for a page of ``layout``, whose device may have other FP8 types."""
+        rows = self.tensor[list(taken)].to(layout.device)
+        if self.layout.fp8_max != layout.fp8_max:
+            rows[:, 0] = rescaled(rows[:, 0], self.layout.fp8_max, layout.fp8_max)
+            rows[:, 1] = rows[:, 0].reciprocal()
+        return rows
 
 
 @dataclass

@@ -26,8 +26,9 @@ from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens
-from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, checked, numbers_of, recipe_text
+from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked, recipe_text
 
 _log = logging.getLogger("fp8graph")
 
@@ -39,7 +40,7 @@ class State:
         self._epoch = epoch  # advanced when graphs have to look for their pages again
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
-        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # not yet asked for: name -> scale, history
+        self._loaded = LoadedRows()
         self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
         self._found: dict[Any, FoundPages] = {}  # by earlier calls: to look up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
@@ -91,7 +92,7 @@ class State:
     def reduces(self, group: str, device: torch.device) -> None:
         """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
         if group not in self._reductions:
-            self._reductions[group] = Reduction(group, device, lambda name: self._loaded.pop(name, None))
+            self._reductions[group] = Reduction(group, device, self._loaded.take)
 
     def commit(self) -> None:
         """If a step is over, reduce its amaxes over the ranks and record them. A collective."""
@@ -171,7 +172,7 @@ class State:
                 taken.append(row.index)
         with torch.no_grad():
             for source, (to, taken) in sources.items():
-                page.tensor[to] = source.tensor[taken].to(layout.device)
+                page.tensor[to] = source.rows_for(layout, taken)
                 source.moved = True
             if layout.group is None:
                 page.tensor[:, HEADER] = 0.0  # staged for ranks that are gone
@@ -195,20 +196,18 @@ class State:
                 if known is None:
                     self._keys.setdefault(key.owner, []).append(key)
                 self._staged = None
-                if known is None and (loaded := self._take(name)) is not None:
+                if known is None and (loaded := self._take(name, layout.fp8_max)) is not None:
                     write_row(page.tensor, index, *loaded)
 
-    def _take(self, name: str) -> tuple[Tensor, Tensor] | None:
+    def _take(self, name: str, fp8_max: float) -> tuple[Tensor, Tensor] | None:
         """What ``load_state_dict`` brought for a row that did not exist yet, or other ranks had it before."""
-        if name in self._loaded:
-            return self._loaded.pop(name)
+        if (loaded := self._loaded.take(name, fp8_max)) is not None:
+            return loaded
         for reduction in self._reductions.values():
             if name in reduction.absent:
-                return numbers_of(reduction.absent.pop(name).tensor[0])
-        place = name.partition("|")[0]
-        for other in self._loaded:
-            if other.partition("|")[0] == place:
-                _log.warning("%s: the loaded state is of recipe %s; starting afresh.", name, other.partition("|")[2])
+                page = reduction.absent.pop(name)
+                return SavedRow.of(page.tensor[0], page.layout.fp8_max).under(fp8_max)
+        self._loaded.warn_of_other_recipes(name)
         return None
 
     def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
@@ -264,15 +263,14 @@ class State:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
         result, existing = {VERSION_KEY: torch.tensor([VERSION])}, self._alive()
         for name, row in existing.items():
-            scale, history = numbers_of(row.page.tensor[row.index])
+            saved = SavedRow.of(row.page.tensor[row.index], row.page.layout.fp8_max)
             if row.page.layout.group is not None:
-                history[0] = 0.0  # staged by a step that is not over
-            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale, history
+                saved.amax_history[0] = 0.0  # staged by a step that is not over
+            result.update(saved.entries(name))
         for reduction in self._reductions.values():  # ranks that did not run a layer save what the others do
             for name, page in reduction.absent.items():
-                result[f"{name}|scale"], result[f"{name}|amax_history"] = numbers_of(page.tensor[0])
-        for name, (scale, history) in self._loaded.items():  # a checkpoint of layers that did not run keeps them
-            result[f"{name}|scale"], result[f"{name}|amax_history"] = scale.clone(), history.clone()
+                result.update(SavedRow.of(page.tensor[0], page.layout.fp8_max).entries(name))
+        result.update(self._loaded.entries())  # a checkpoint of layers that did not run keeps them
         return ScalingState(result, self._not_shared([*existing, *self._loaded]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
@@ -287,9 +285,10 @@ class State:
                 f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
                 f"{place} under {recipe}; {found}. Nothing was loaded."
             )
+        self._loaded.replace({name: row for name, row in entries.items() if name not in existing})
         with torch.no_grad():
             for name, row in existing.items():
-                write_row(row.page.tensor, row.index, *entries.pop(name))
-        self._loaded = entries
+                converted = self._loaded.converted(name, entries[name], row.page.layout.fp8_max)
+                write_row(row.page.tensor, row.index, *converted)
         for reduction in self._reductions.values():
             reduction.forget()

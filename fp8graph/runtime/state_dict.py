@@ -1,28 +1,59 @@
-"""The scaling state as plain tensors under plain names, and back."""
+"""The scaling state as plain tensors under plain names, and back.
+
+Each row has a scale and an amax history. A scale brings amaxes to the maximum of an FP8 type. That of a row is the
+recipe's own (448 for E4M3) unless a third entry, "fp8_max", says otherwise: the device has another type in its place.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from fp8graph.errors import StateError
 from fp8graph.numerics import history
-from fp8graph.recipes import FLT_MAX, DelayedScaling
+from fp8graph.recipes import FLT_MAX, FP8_MAX, DelayedScaling, Format, OperandName
 from fp8graph.runtime.checkpoint import ScalingState
 
 VERSION: Final = 1
 VERSION_KEY: Final = "fp8graph.state_version"
 _FIELDS: Final = ("scale", "amax_history")
+_MAXIMUM: Final = "fp8_max"
 
 
-def numbers_of(row: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of scale [1] and history [length] of a row, on the CPU."""
-    row = row.detach().cpu()
-    return row[:1].clone(), row[history.HEADER :].clone()
+@dataclass(frozen=True)
+class SavedRow:
+    """The state of one tensor outside of any page, on the CPU."""
+
+    scale: Tensor  # FP32 [1]
+    amax_history: Tensor  # FP32 [length]
+    fp8_max: float  # of the type that the scale is for
+
+    @staticmethod
+    def of(row: Tensor, fp8_max: float) -> SavedRow:
+        """A copy of a row of a page."""
+        row = row.detach().cpu()
+        return SavedRow(row[:1].clone(), row[history.HEADER :].clone(), fp8_max)
+
+    def under(self, fp8_max: float) -> tuple[Tensor, Tensor]:
+        """Scale and history for a type whose maximum is ``fp8_max``. Amaxes do not depend on it."""
+        return rescaled(self.scale, self.fp8_max, fp8_max), self.amax_history
+
+    def entries(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """What a state dict has of it."""
+        yield f"{name}|scale", self.scale.clone()
+        yield f"{name}|amax_history", self.amax_history.clone()
+        if self.fp8_max != _recipes_maximum(name):
+            yield f"{name}|{_MAXIMUM}", torch.tensor([self.fp8_max])
+
+
+def rescaled(scale: Tensor, saved: float, wanted: float) -> Tensor:
+    """A scale for another FP8 maximum, rounded once."""
+    return (scale.double() * (wanted / saved)).clamp_max(FLT_MAX).float()
 
 
 def recipe_text(recipe: DelayedScaling) -> str:
@@ -38,8 +69,8 @@ def _plain(value: Any) -> str:
     return str(getattr(value, "name", value)).replace(" ", "")
 
 
-def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, tuple[Tensor, Tensor]]:
-    """The entries of a state dict by name, or a :class:`StateError` that says what is wrong with it."""
+def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]:
+    """The rows of a state dict by name, or a :class:`StateError` that says what is wrong with it."""
 
     def refuse(problem: str) -> StateError:
         return StateError(f"not a valid fp8graph state dict: {problem}. Nothing was loaded.")
@@ -56,29 +87,46 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, tuple[Ten
         if key == VERSION_KEY:
             continue
         name, _, field = str(key).rpartition("|")
-        if field not in _FIELDS or "|" not in name:
+        if field not in (*_FIELDS, _MAXIMUM) or "|" not in name:
             raise refuse(f"unknown entry {key!r}")
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.ndim != 1 or value.numel() < 1:
             raise refuse(f"{key!r} is not a vector of FP32 numbers")
-        low_enough = value > 0 if field == "scale" else value >= 0
+        low_enough = value >= 0 if field == "amax_history" else value > 0
         bad = value[~(low_enough & (value <= FLT_MAX))]  # nan compares False
         if bad.numel():
             raise refuse(f"{key!r} contains {bad[0].item()}")
         parts.setdefault(name, {})[field] = value.detach().cpu().clone()
+    rows: dict[str, SavedRow] = {}
     for name, fields in parts.items():
         if missing := set(_FIELDS) - fields.keys():
             raise refuse(f"it is truncated: {name} has no {missing.pop()}")
-        length = _history_length(name)
+        try:
+            length, maximum = _history_length(name), _recipes_maximum(name)
+        except (KeyError, ValueError):
+            raise refuse(f"{name} is no row of a recipe") from None
         if fields["scale"].numel() != 1 or fields["amax_history"].numel() != length:
             raise refuse(f"{name} has a history of length {fields['amax_history'].numel()}, its recipe one of {length}")
-    return {name: (fields["scale"], fields["amax_history"]) for name, fields in parts.items()}
+        if _MAXIMUM in fields:
+            maximum = fields[_MAXIMUM][0].item()
+            if maximum not in FP8_MAX.values():
+                raise refuse(f"{name} has a scale for the maximum {maximum:g}, which no FP8 type has")
+        rows[name] = SavedRow(fields["scale"], fields["amax_history"], maximum)
+    return rows
+
+
+def _recipes_maximum(name: str) -> float:
+    """The FP8 maximum of the type that the recipe in a row's name gives to its operand."""
+    operand = cast(OperandName, name.partition("|")[0].rpartition(".")[2])
+    return FP8_MAX[Format[_setting(name, "fp8_format", DelayedScaling().fp8_format.name)].dtype(operand)]
 
 
 def _history_length(name: str) -> int:
     """The history length that a row's name states."""
+    return int(_setting(name, "amax_history_len", str(DelayedScaling().amax_history_len)))
+
+
+def _setting(name: str, field: str, default: str) -> str:
+    """What the recipe in a row's name has as ``field``; it leaves out what is the default."""
     settings = name.rpartition("|")[2].removeprefix("delayed(").removesuffix(")").split(",")
-    for setting in settings:
-        field, _, value = setting.partition("=")
-        if field == "amax_history_len" and value.isdigit():
-            return int(value)
-    return DelayedScaling().amax_history_len
+    values = [setting.removeprefix(f"{field}=") for setting in settings if setting.startswith(f"{field}=")]
+    return values[0] if values else default

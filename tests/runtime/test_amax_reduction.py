@@ -27,7 +27,7 @@ RECIPE = DelayedScaling(amax_history_len=4)
 def reduction(tmp_path: Path) -> Iterator[Reduction]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    yield Reduction(dist.group.WORLD.group_name, CPU, lambda name: None)
+    yield Reduction(dist.group.WORLD.group_name, CPU, lambda name, fp8_max: None)
     dist.destroy_process_group()
 
 

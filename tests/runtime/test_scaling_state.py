@@ -16,6 +16,7 @@ import delayed_oracle
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.scaling_state import State
 from helpers import MLP, eager_backend
@@ -497,3 +498,19 @@ def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
     ]
     pages = [state.tensors(layout, [weight], None)[0] for layout in layouts]
     assert [page.device.type for page in pages] == ["cpu", "meta"]
+
+
+def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> None:
+    """From one with E4M3, whose maximum is 448, to one with fnuz: 240. Amaxes are amaxes everywhere."""
+    state, weight = State(Epoch()), nn.Parameter(torch.ones(2, 2))
+    row = StateRow(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
+    settings: Any = {"recipe": RECIPE, "backward": False, "device": torch.device("cpu"), "rows": ((row,),)}
+    ((ocp,), (fnuz,)) = layouts = [(PageLayout(fp8_max=maximum, **settings),) for maximum in (448.0, 240.0)]
+    assert ocp.rows == fnuz.rows
+    (page,) = state.tensors(layouts[0], [weight], None)
+    write_row(page, 0, torch.tensor([112.0]), torch.tensor([0.0, 1.0, 2.0, 4.0][: RECIPE.amax_history_len]))
+    (moved,) = state.tensors(layouts[1], [weight], None)
+    assert moved is not page
+    assert moved[0, :2].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
+    assert torch.equal(moved[0, HEADER:], page[0, HEADER:])
+    assert state.state_dict()["a.input|delayed(amax_history_len=4)|fp8_max"].tolist() == [240.0]

@@ -53,6 +53,10 @@ def without(*keys: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda state: {key: value for key, value in state.items() if key not in keys}
 
 
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda state: {key.replace(old, new) if key.startswith(UP) else key: state[key] for key in state}
+
+
 BAD = [
     pytest.param(replaced(f"{UP}|scale", torch.tensor([math.nan])), "up.input.*contains nan", id="nan scale"),
     pytest.param(replaced(f"{UP}|scale", torch.tensor([math.inf])), "up.input.*contains inf", id="inf scale"),
@@ -68,6 +72,10 @@ BAD = [
     pytest.param(without("fp8graph.state_version"), "'fp8graph.state_version' is missing", id="no version"),
     pytest.param(replaced("fp8graph.state_version", torch.tensor([2])), "version 2, but this fp8graph", id="version"),
     pytest.param(replaced("model.weight", torch.ones(2)), "unknown entry 'model.weight'", id="another state dict"),
+    pytest.param(replaced(f"{UP}|fp8_max", torch.tensor([100.0])), "up.input.*maximum 100, which no FP8", id="maximum"),
+    pytest.param(replaced(f"{UP}|fp8_max", torch.tensor([0.0])), "up.input.*contains 0.0", id="zero maximum"),
+    pytest.param(renamed("len=4", "len=x"), "up.input.*is no row of a recipe", id="a length that is no number"),
+    pytest.param(renamed("delayed(", "delayed(fp8_format=E6M1,"), "up.input.*no row of a recipe", id="a format"),
     pytest.param(lambda state: [*state], "expected a mapping, not list", id="no mapping"),
     pytest.param(lambda state: {}, "is missing", id="empty"),
 ]
@@ -121,6 +129,54 @@ def test_what_nothing_asked_for_is_in_the_report(caplog: pytest.LogCaptureFixtur
     assert unused == {f"{layer}.{o}" for layer in ("up", "down") for o in ("input", "weight", "grad_output")}
     assert "loaded state that no layer has asked for: down.grad_output" in str(backend.report)
     del first
+
+
+def of_fnuz(state: Any) -> dict[str, Tensor]:
+    """A state dict as a device with fnuz saves it: E4M3's maximum is 240 there, E5M2's the same."""
+    result = dict(state)
+    for key in state:
+        name, _, field = key.rpartition("|")
+        if field == "scale" and "grad_output" not in name:
+            result |= {f"{name}|scale": state[key] * (240.0 / 448.0), f"{name}|fp8_max": torch.tensor([240.0])}
+    return result
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_scale_for_another_maximum_is_converted_and_said_so(early: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Loaded before the first step and after. A file without a maximum is of the recipe's own types."""
+    _model, backend = trained(module=(module := MLP()))
+    saved, backend = backend.state_dict(), eager_backend(Policy(default=RECIPE))
+    assert not any(key.endswith("fp8_max") for key in saved)
+    model = torch.compile(module, backend=backend)
+
+    def run_without_recording() -> None:
+        with torch.no_grad():
+            model(torch.randn(16, 32))
+
+    if not early:
+        run_without_recording()
+    with caplog.at_level("WARNING", "fp8graph"):
+        backend.load_state_dict(of_fnuz(saved))
+        run_without_recording()
+    assert caplog.text.count("have other maxima") == 1
+    assert "240 there, 448 here" in caplog.text
+    loaded = backend.state_dict()
+    for key, value in saved.items():
+        if early and "grad_output" in key:  # still waits for a backward
+            assert torch.equal(loaded[key], value)
+        elif key.endswith("scale"):
+            torch.testing.assert_close(loaded[key], value, rtol=2.0**-23, atol=0)
+        else:
+            assert torch.equal(loaded[key], value)
+
+
+def test_a_maximum_is_saved_with_what_waits_for_its_layer() -> None:
+    _model, source = trained()
+    saved, backend = of_fnuz(source.state_dict()), eager_backend(Policy(default=RECIPE))
+    backend.load_state_dict(saved)
+    loaded = backend.state_dict()
+    assert loaded.keys() == saved.keys()
+    assert all(torch.equal(loaded[key], value) for key, value in saved.items())
 
 
 def test_loading_reaches_a_backward_that_is_still_to_come() -> None:
