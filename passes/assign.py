@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8graph import hardware
 from fp8graph.analysis.choices import choices
 from fp8graph.analysis.legality import is_batched, why_not
 from fp8graph.analysis.profit import judge
@@ -115,7 +114,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
-    notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe))]
+    notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),
@@ -130,13 +129,14 @@ def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | No
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = compilation.hardware_of(gemm.node)
-    a, b = (recipe.quantizer(view.operand) for view in (gemm.a, gemm.b))
+    a, b = (device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b))
     return device.obstacle(a, b, value(gemm.node).dtype, grouped=gemm.node.target in GROUPED)
 
 
-def _padding(gemm: Gemm, recipe: Recipe) -> list[str]:
+def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
     *_, m, n = value(gemm.node).shape
-    multiples = hardware.alignment(*(recipe.quantizer(view.operand) for view in (gemm.a, gemm.b)))
+    device = compilation.hardware_of(gemm.node)
+    multiples = device.alignment(*(device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)))
     sizes = {"m": static_size(m), "n": static_size(n), "k": static_size(contraction_size(gemm))}
     return [
         f"{name} {size} padded to {size + -size % multiple}"

@@ -9,7 +9,7 @@
     y = bmm(a, b)               ->      qa = quantize(a); qb = quantize(b)                    (emulated)
                                         y  = to(bmm(dequantize(qa), dequantize(qb)), bf16)
 
-Sizes that cuBLAS cannot take (``hardware.alignment``) are padded inside the quantize, and the result is sliced
+Sizes that cuBLAS cannot take (``Hardware.alignment``) are padded inside the quantize, and the result is sliced
 (and copied if it leaves the graph, or a view is impossible: ``edit.take_place``). A
 bias goes into the GEMM where cuBLAS adds it (bf16 or fp16 result, n not padded), else it is added after. Gradients
 carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe in
@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.hardware import alignment
+from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place
@@ -48,12 +48,17 @@ def quantize(graph: fx.Graph, compilation: Compilation) -> None:
         if decision is not None and decision.recipe is not None:
             gemm, site, position = gemms[node]
             node.meta[GEMM_KEY] = position, gemm.gemm
-            results[node] = _rewrite(graph, gemm, site, decision, results)
+            results[node] = _rewrite(graph, gemm, site, decision, results, compilation.hardware_of(node))
     graph.eliminate_dead_code()  # the transposes that only the replaced matmuls used
 
 
 def _rewrite(
-    graph: fx.Graph, gemm: Gemm, site: Site, decision: Decision, results: Mapping[fx.Node, fx.Node]
+    graph: fx.Graph,
+    gemm: Gemm,
+    site: Site,
+    decision: Decision,
+    results: Mapping[fx.Node, fx.Node],
+    device: Hardware,
 ) -> fx.Node:
     node = gemm.node
 
@@ -63,16 +68,18 @@ def _rewrite(
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
     grouped = node.target in GROUPED
-    quantizers = [recipe.quantizer(view.operand) for view in (gemm.a, gemm.b)]
-    m, n, k = alignment(*quantizers) if native else (1, 1, 1)
+    quantizers = [device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)]
+    m, n, k = device.alignment(*quantizers) if native else (1, 1, 1)
     if grouped and value(gemm.b.tensor).ndim == 2:  # wgrad: groups of columns are whole tiles
         k = math.lcm(k, *(quantizer.block[1] or 1 for quantizer in quantizers))
     with graph.inserting_before(node):
         quantized: list[QuantizedOperand] = []
-        for view, multiples in ((gemm.a, [m, k]), (gemm.b, [n, k])):
+        for view, quantizer, multiples in zip((gemm.a, gemm.b), quantizers, ([m, k], [n, k]), strict=True):
             settings = _of_groups(view, node) if grouped else {}
             quantized.append(
-                quantize_operand(view, results, recipe, site, emit, native and not grouped, multiples, **settings)
+                quantize_operand(
+                    view, results, recipe, quantizer, site, emit, native and not grouped, multiples, **settings
+                )
             )
         if grouped:
             result = _grouped(gemm, recipe, emit, *quantized, native=native, multiple=k)

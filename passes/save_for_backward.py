@@ -30,7 +30,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from operator import getitem
-from typing import Any
 
 import torch
 from torch import fx
@@ -60,7 +59,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             if compilation.settings.save == "memory" or by_row or sharded:
                 _quantize_again(graph, node)
     if compilation.settings.save_activations_in_fp8:
-        _keep_in_fp8(graph, functions, gemms)
+        _keep_in_fp8(graph, functions, gemms, compilation)
     graph.eliminate_dead_code()
 
 
@@ -101,7 +100,9 @@ def _is_read_by_backward(function: Sequence[fx.Node], gemms: Sequence[fx.Node]) 
     return all(any(map(is_backward, readers(x))) for x in inputs)
 
 
-def _keep_in_fp8(graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms: Sequence[fx.Node]) -> None:
+def _keep_in_fp8(
+    graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms: Sequence[fx.Node], compilation: Compilation
+) -> None:
     """Let backward compute activation functions from FP8 copies of their inputs."""
     for function in functions:
         inputs = [node for node in function if node in gemms]
@@ -112,7 +113,9 @@ def _keep_in_fp8(graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms:
         again: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             with graph.inserting_after(node):
-                quantized = insert(graph, ops.quantize, _copy_arguments(node), like=node, made_by=_NAME, name="kept")
+                dtype = compilation.hardware_of(node).own_type(torch.float8_e4m3fn)
+                args = node, dtype, False, 0.0, [1, 1], []
+                quantized = insert(graph, ops.quantize, args, like=node, made_by=_NAME, name="kept")
             quantized.meta[OPERAND_KEY] = "kept"
             with graph.inserting_after(quantized):
                 data, scale_inv = (insert(graph, getitem, (quantized, i), like=node, made_by=_NAME) for i in (0, 1))
@@ -168,10 +171,6 @@ def _elementwise(node: fx.Node) -> bool:
     tags = getattr(node.target, "tags", ())
     convert = node.target is torch.ops.prims.convert_element_type.default
     return torch.Tag.pointwise in tags or convert or node.target in _VIEWS
-
-
-def _copy_arguments(node: fx.Node) -> tuple[Any, ...]:
-    return node, torch.float8_e4m3fn, False, 0.0, [1, 1], []
 
 
 def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> QuantizeNode:

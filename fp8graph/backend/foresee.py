@@ -21,7 +21,7 @@ from fp8graph.ir.places import Parameter
 from fp8graph.ir.sites import Site
 from fp8graph.numerics import quantization
 from fp8graph.passes.assign import resolve
-from fp8graph.recipes import FP8_MAX, LAYOUTS, OPERANDS, DelayedScaling, Recipe
+from fp8graph.recipes import LAYOUTS, OPERANDS, DelayedScaling, Recipe
 from fp8graph.recipes.autocast import REGION_KEY
 from fp8graph.recipes.rules import Op
 
@@ -52,9 +52,10 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
         with contextlib.suppress(Fp8GraphError):  # pass `assign` says so
             recipes = resolve(site, compilation).recipes
             used = [recipes["fprop"], recipes["dgrad"] if training else None]
+            device = _device(weight_of[node], compilation)
             for recipe in {recipe for recipe in used if recipe is not None}:
                 own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
-                native = own[0].scaling in _device(weight_of[node], compilation).scalings
+                native = device.multiplies(own[0].scaling)
                 fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
                 can_join = compilation.settings.fuse_linears and native and fits
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
@@ -63,7 +64,7 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
             for recipe in recipes.values():
                 if isinstance(recipe, DelayedScaling):
                     pages |= {
-                        (recipe, FP8_MAX[recipe.quantizer(operand).dtype], operand == "grad_output")
+                        (recipe, device.quantizer(recipe, operand).fp8_max, operand == "grad_output")
                         for operand in OPERANDS
                         if (training or operand == "input")
                         and (operand != "weight" or not compilation.settings.cache_weights or site.parameter is None)

@@ -58,14 +58,14 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
 
 
-def _run(graph: fx.Graph, name: str, run: Callable[[], None], *, lowered: bool = False) -> None:
-    """Run one pass and check what it leaves. Every failure reaches the user with the name of the pass.
+def _run(graph: fx.Graph, name: str, run: Callable[[], None], **settings: Any) -> None:
+    """Run one pass and check what it leaves (with ``settings``). Every failure reaches the user with its name.
 
     Some exceptions of fake tensors would turn into a silent graph break inside Dynamo; an Fp8GraphError does not.
     """
     try:
         run()
-        verify.verify(graph, after=name, lowered=lowered)
+        verify.verify(graph, after=name, **settings)
     except Fp8GraphError:
         raise
     except Exception as error:
@@ -152,7 +152,8 @@ class JointPass(_Pass):
         records: list[GemmRecord] = []
         earlier = self.records or ()
         for run in JOINT_PIPELINE:
-            _run(graph, run.__name__, functools.partial(run, graph, compilation))
+            checking = functools.partial(run, graph, compilation)
+            _run(graph, run.__name__, checking, hardware_of=compilation.hardware_of)
             if run.__name__ == "assign":  # the matmul nodes are still there
                 records = gemm_records(compilation)
                 self.records = (*earlier, *records)

@@ -31,7 +31,7 @@ class Policies:
         """Take another one; see :meth:`Backend.set_policy`."""
         self.chosen = policy is not None  # by the user
         if policy is None:
-            self.current = general_policy(hardware.default_recipe(self._target or hardware.of_machine()))
+            self.current = general_policy((self._target or hardware.of_machine()).default_recipe)
         else:
             self.current = Policy.coerce(policy)
         if recipe is not None:

@@ -51,10 +51,13 @@ def inductor_cache_folder() -> Path:
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
-    """The Inductor options that rewritten graphs need on the target, or on the device of the inputs."""
+    """The Inductor options that rewritten graphs need on the target, or on the device of the inputs.
+
+    A graph for a GPU may run on a CPU, which is looked at there.
+    """
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-    on_gpu = "cuda" in devices if target is None else target.name != "cpu"
-    return gpu_codegen_patches() if on_gpu else cpu_codegen_patches(example_inputs)
+    on_gpu = "cuda" in devices if target is None else target.is_gpu
+    return {**cpu_codegen_patches(example_inputs), **(gpu_codegen_patches() if on_gpu else {})}
 
 
 def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:

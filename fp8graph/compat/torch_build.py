@@ -7,11 +7,16 @@ from typing import Final
 import torch
 
 # What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
-CPU_SCALINGS: Final = frozenset({"tensor", "delayed"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
-# The CUDA toolkit that torch was built with; None for a CPU build, which generates code for official CUDA builds.
-CUDA_VERSION: Final = (
-    None if torch.version.cuda is None else tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-)
+CPU_SCALINGS: Final = frozenset({"tensor"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
+
+
+def _numbers(version: str | None) -> tuple[int, ...] | None:
+    return None if version is None else tuple(int(part) for part in version.split(".")[:2])
+
+
+# The toolkits that torch was built with; None for a CPU build, which generates code for official CUDA builds.
+CUDA_VERSION: Final = _numbers(torch.version.cuda)
+ROCM_VERSION: Final = _numbers(torch.version.hip)
 
 
 def without_cuda(device: torch.device) -> torch.device:

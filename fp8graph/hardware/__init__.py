@@ -1,5 +1,23 @@
-"""Devices: what they multiply, and how fast."""
+"""Devices: what they multiply, how, and how fast."""
 
-from fp8graph.hardware.devices import Hardware, alignment, default_recipe, from_target, of_device, of_machine
+from fp8graph.hardware.device import Hardware
+from fp8graph.hardware.devices import (
+    EXAMPLES,
+    from_target,
+    multiplies_groups,
+    of_device,
+    of_machine,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 
-__all__ = ["Hardware", "alignment", "default_recipe", "from_target", "of_device", "of_machine"]
+__all__ = [
+    "EXAMPLES",
+    "Hardware",
+    "from_target",
+    "multiplies_groups",
+    "of_device",
+    "of_machine",
+    "scaled_grouped_mm",
+    "scaled_mm",
+]

@@ -66,8 +66,11 @@ class Speed:
         return dataclasses.replace(self, host_launch=0.0)
 
 
-def _speed(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float) -> Speed:
-    """Achievable rates from data-sheet peaks: 80 % of the FLOPS for bf16 GEMMs, 68 % for FP8, 90 % of the bandwidth."""
+def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float) -> Speed:
+    """Achievable rates from data-sheet peaks: 80 % of the FLOPS for bf16 GEMMs, 68 % for FP8, 90 % of the bandwidth.
+
+    The peaks are dense TFLOPS; ``fp4`` is that of FP8 where there is none; the bandwidth is in TB/s.
+    """
     return Speed(
         name=name,
         bf16_flops=0.80e12 * bf16,
@@ -79,40 +82,13 @@ def _speed(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidt
     )
 
 
-# By the name that torch.cuda.get_device_name gives, the more specific one first: dense TFLOPS in bf16 (accumulated in
-# FP32, which GeForce does at half of its FP16 rate), FP8, FP4 (that of FP8 where there is none) and FP32; TB/s.
-BOARDS: Final[Mapping[str, Speed]] = {
-    name: _speed(name, *numbers)
-    for name, *numbers in (
-        ("L4", 121, 242, 242, 30, 0.300),
-        ("L40S", 362, 733, 733, 91, 0.864),
-        ("L40", 181, 362, 362, 90, 0.864),
-        ("RTX 4090", 165, 330, 330, 82, 1.008),
-        ("H20", 148, 296, 296, 44, 4.0),
-        ("H100 PCIe", 756, 1513, 1513, 51, 2.0),
-        ("H100 NVL", 835, 1671, 1671, 60, 3.9),
-        ("H100", 989, 1979, 1979, 67, 3.35),
-        ("H800", 989, 1979, 1979, 67, 3.35),
-        ("H200 NVL", 835, 1671, 1671, 60, 4.8),
-        ("H200", 989, 1979, 1979, 67, 4.8),
-        ("GH200", 989, 1979, 1979, 67, 4.0),
-        ("B200", 2250, 4500, 9000, 80, 8.0),
-        ("GB200", 2500, 5000, 10000, 80, 8.0),
-        ("B300", 2250, 4500, 13500, 75, 8.0),
-        ("GB300", 2500, 5000, 15000, 80, 8.0),
-        ("RTX 5090", 209, 419, 1676, 105, 1.792),
-    )
-}
-_BY_TARGET: Final = {"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090"}
+def of_device_name(device_name: str, boards: Mapping[str, Speed], typical: str | None) -> Speed | None:
+    """The speed of the first of ``boards`` that ``device_name`` names, else that of the ``typical`` one.
 
-
-def of_target(target: str, device_name: str = "") -> Speed | None:
-    """The speed of a board by its name, or of an "sm_XX"; None if neither is known.
-
-    An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 that of an H100 SXM.
+    A laptop's GPU has the name of a board, not its speed.
     """
     if "Laptop" not in device_name:
-        for name, speed in BOARDS.items():
+        for name, speed in boards.items():
             if re.search(rf"\b{name}\b", device_name):
                 return speed
-    return BOARDS.get(_BY_TARGET.get(target.removesuffix("a"), ""))
+    return boards[typical] if typical is not None else None

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8graph.hardware.devices import Hardware, from_target, of_machine
+from fp8graph.hardware.device import Hardware
+from fp8graph.hardware.devices import from_target, of_machine
 from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolve_recipe
 
 
@@ -34,7 +35,7 @@ def supports(recipe: RecipeLike, target: str | None = None) -> Support:
 
     Args:
         recipe: a recipe, or its name.
-        target: "cpu", like "sm_90", or a calibration file; None: this machine's GPU, else its CPU.
+        target: "cpu", like "sm_90" or "gfx942", or a calibration file; None: this machine's GPU, else its CPU.
 
     Returns:
         A truthy or falsy :class:`Support`; ``str()`` of it gives the reason.
@@ -55,7 +56,7 @@ def support_of(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> Su
     obstacles: dict[GemmName, str] = {}
     for gemm, operands in GEMM_OPERANDS.items():
         if recipe.covers(gemm):
-            a, b = map(recipe.quantizer, operands)
+            a, b = (device.quantizer(recipe, operand) for operand in operands)
             reason = device.obstacle(a, b, torch.bfloat16, grouped=grouped)
             if reason is None:
                 native.append(gemm)

@@ -33,13 +33,14 @@ def quantize_operand(
     view: OperandView,
     results: Mapping[fx.Node, fx.Node],
     recipe: Recipe,
+    quantizer: Quantizer,
     site: Site,
     emit: Callable[..., fx.Node],
     squeeze: bool,
     multiples: list[int],
     **settings: Any,
 ) -> QuantizedOperand:
-    """``view`` as ``recipe`` quantizes it, padded to ``multiples``.
+    """``view`` as ``quantizer`` of ``recipe`` quantizes it, padded to ``multiples``.
 
     ``results``: matmul -> its FP8 form. ``emit``: inserts a node. ``squeeze``: [1, r, c] is taken as a matrix.
     ``settings``: further ones of ``fp8graph::quantize``.
@@ -51,7 +52,7 @@ def quantize_operand(
         dims = list(range(value(tensor).ndim))
         tensor = emit(aten.permute.default, tensor, [*dims[:-2], dims[-1], dims[-2]])
     rowwise, columnwise = (multiples, list[int]()) if view.layout == "rowwise" else (list[int](), multiples)
-    operand, quantizer = view.operand, recipe.quantizer(view.operand)
+    operand = view.operand
     settings |= quantization.quantizer_kwargs(quantizer)
     if operand == "grad_output":
         settings["carry_overflow"] = True  # torch.amp.GradScaler must see an inf

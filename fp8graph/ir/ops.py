@@ -10,7 +10,8 @@
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
-Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``).
+Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``); scaled
+matmuls run as the device multiplies them (``hardware``).
 The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
 tests/ir/test_ops.py holds them against the references.
 """
@@ -24,9 +25,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx
 
+from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import pytree
-from fp8graph.numerics import decoding, experts, history, matmul, quantization, tiles
+from fp8graph.numerics import decoding, experts, history, quantization, tiles
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.scalings import SCALINGS
 
@@ -142,7 +144,7 @@ scaled_mm = _define(
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, ScalarType out_dtype,"
     ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None) -> Tensor",
-    reference=matmul.scaled_mm,
+    reference=hardware.scaled_mm,
     fake=_fake_scaled_mm,
 )
 scaled_grouped_mm = _define(
@@ -150,7 +152,7 @@ scaled_grouped_mm = _define(
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs, ScalarType out_dtype,"
     ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
-    reference=matmul.scaled_grouped_mm,
+    reference=hardware.scaled_grouped_mm,
     fake=_fake_scaled_grouped_mm,
 )
 grouped_mm = _define(
@@ -240,4 +242,4 @@ def stays(node: fx.Node) -> bool:
     if node.target is not scaled_grouped_mm:
         return False
     device = cast(fx.Node, node.args[0]).meta["val"].device
-    return not node.args[7] or device.type == "cpu"
+    return not node.args[7] or not hardware.multiplies_groups(device)

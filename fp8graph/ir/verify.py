@@ -6,13 +6,14 @@ and alignment are checked here, from the fake tensors, on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from fp8graph.errors import Fp8GraphError
-from fp8graph.hardware import alignment
+from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.ir.nodes import aten, is_backward, known_equal, static_size, value
@@ -21,8 +22,13 @@ from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
 
 
-def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
-    """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame."""
+def verify(
+    graph: fx.Graph, *, after: str, lowered: bool = False, hardware_of: Callable[[fx.Node], Hardware] | None = None
+) -> None:
+    """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame.
+
+    ``hardware_of``: what a GEMM is decided for. None: whether that multiplies it, at its sizes, was checked before.
+    """
 
     def fail(node: fx.Node, problem: str) -> None:
         raise Fp8GraphError(
@@ -43,7 +49,10 @@ def verify(graph: fx.Graph, *, after: str, lowered: bool = False) -> None:
             if lowered and node.target in ops.DIALECT and not ops.stays(node):
                 fail(node, "a dialect node that was not lowered")
             if PASS_KEY in node.meta:
-                if (problem := _CHECKS[node.target](node)) is not None:
+                problem = _CHECKS[node.target](node)
+                if problem is None and hardware_of is not None and node.target in _CHECKS_OF_DEVICES:
+                    problem = _CHECKS_OF_DEVICES[node.target](node, hardware_of(node))
+                if problem is not None:
                     fail(node, problem)
 
 
@@ -89,10 +98,6 @@ def _scaled_mm(node: fx.Node) -> str | None:
     if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
         return problem
     kind = SCALINGS[scaling]
-    _, *multiples = alignment(*_quantizers(node))
-    for name, size, multiple in zip("nk", (b.shape[0], a.shape[1] * kind.packed), multiples, strict=True):
-        if (fixed := static_size(size)) is not None and fixed % multiple:
-            return f"{name} = {fixed} is not a multiple of {multiple}"
     for side, operand, scale in zip("ab", (a, b), scales, strict=True):
         block = cast("list[int]", node.kwargs.get(f"block_{side}", []))
         if kind.tiled != bool(block):
@@ -106,15 +111,26 @@ def _scaled_mm(node: fx.Node) -> str | None:
     return None
 
 
-def _quantizers(node: fx.Node) -> list[Quantizer]:
+def _sizes(node: fx.Node, device: Hardware) -> str | None:
+    """Whether ``device`` multiplies what a scaled_mm node multiplies."""
+    a, b = (value(n) for n in cast(Any, node.args[:2]))
+    quantizers = _quantizers(node)
+    _, *multiples = device.alignment(*quantizers)
+    sizes = b.shape[0], a.shape[1] * SCALINGS[quantizers[0].scaling].packed
+    for name, size, multiple in zip("nk", sizes, multiples, strict=True):
+        if (fixed := static_size(size)) is not None and fixed % multiple:
+            return f"{name} = {fixed} is not a multiple of {multiple}"
+    return device.obstacle(*quantizers, cast(torch.dtype, node.args[5]))
+
+
+def _quantizers(node: fx.Node) -> tuple[Quantizer, Quantizer]:
     """What the operands of a scaled matmul were quantized by, as far as it says so."""
-    settings: Any = {name: node.kwargs.get(f"block_{name}", (0, 0)) for name in "ab"}
     scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
-    dtypes = (value(operand).dtype for operand in cast(Any, node.args[:2]))
-    return [
-        Quantizer(dtype=dtype, scaling=scaling, block=tuple(block))
-        for dtype, block in zip(dtypes, settings.values(), strict=True)
-    ]
+    a, b = (
+        Quantizer(dtype=value(operand).dtype, scaling=scaling, block=tuple(cast(Any, node.kwargs.get(block, (0, 0)))))
+        for operand, block in zip(cast("list[fx.Node]", node.args[:2]), ("block_a", "block_b"), strict=True)
+    )
+    return a, b
 
 
 def _scaled_grouped_mm(node: fx.Node) -> str | None:
@@ -126,13 +142,21 @@ def _scaled_grouped_mm(node: fx.Node) -> str | None:
         return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
     if offs.ndim != 1 or (b.ndim == 3 and not known_equal(b.shape[0], offs.shape[0])):
         return f"{offs.shape} groups for {tuple(b.shape)}"
-    if node.args[7]:
-        if torch.float8_e5m2 in (a.dtype, b.dtype) or node.args[5] != torch.bfloat16:
-            return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}"
-        multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
-        _, n, k = alignment(*_quantizers(node))
-        if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
-            return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
+    return None
+
+
+def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
+    """Whether ``device`` multiplies what a native scaled_grouped_mm node multiplies."""
+    if not node.args[7]:
+        return None
+    a, b = (value(n) for n in cast(Any, node.args[:2]))
+    quantizers = _quantizers(node)
+    if (problem := device.obstacle(*quantizers, cast(torch.dtype, node.args[5]), grouped=True)) is not None:
+        return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}: {problem}"
+    multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
+    _, n, k = device.alignment(*quantizers)
+    if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
+        return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
     return None
 
 
@@ -157,7 +181,7 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
 def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
     """Why torch, or cuBLASLt, does not read ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
 
-    See ``hardware.alignment``: rows and 1x128 tiles are outer-dim-major; rows of 128x128 tiles are as far apart as
+    See ``NVIDIA.alignment``: rows and 1x128 tiles are outer-dim-major; rows of 128x128 tiles are as far apart as
     there are tiles along k, a multiple of four. The stride of one row or one tile does not matter.
     """
     rows, tiles = operand.shape[0], -(-operand.shape[1] // 128)
@@ -214,3 +238,4 @@ _CHECKS: dict[Any, Any] = {
     ops.dequantize: _dequantize,
     aten._scaled_mm.default: _aten_scaled_mm,
 }
+_CHECKS_OF_DEVICES: dict[Any, Any] = {ops.scaled_mm: _sizes, ops.scaled_grouped_mm: _sizes_of_groups}

@@ -26,7 +26,7 @@ from fp8graph.compat import fakes, inductor
 from fp8graph.errors import Fp8GraphError
 from fp8graph.offline.kernels import Direction, KernelRecord
 from fp8graph.offline.launches import launches
-from fp8graph.offline.pretend import pretend
+from fp8graph.offline.pretend import capability, pretend
 
 _DEVICE: Final = torch.device("cuda:0")
 
@@ -44,6 +44,7 @@ class OfflineInductor:
     """``inner_compile`` of compile_fx: generates each graph for ``target`` and then runs it as it is."""
 
     def __init__(self, target: str, run: Callable[..., Any]) -> None:
+        capability(target)  # or raises
         if not available():
             raise Fp8GraphError(
                 f"generating kernels for {target} needs triton: install it, or use a CUDA build of torch."

@@ -6,16 +6,32 @@ import contextlib
 import re
 import types
 from collections.abc import Generator
-from typing import Any, Final, cast
+from typing import Any, Final
 from unittest import mock
 
 import torch
 import torch.cuda
 
 from fp8graph.compat import dynamo, inductor
+from fp8graph.errors import Fp8GraphError
 
 # What Inductor reads of torch.cuda.get_device_properties: H100/H200 SXM and B200.
 _MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148}
+
+
+def capability(target: str) -> tuple[int, int]:
+    """9 and 0 of "sm_90".
+
+    Raises:
+        Fp8GraphError: for other vendors' GPUs.
+    """
+    match = re.fullmatch(r"sm_(\d+)(\d)a?", target)
+    if match is None:
+        raise Fp8GraphError(
+            f"kernels for {target} cannot be generated without that GPU: only those for NVIDIA's can (target='sm_90'). "
+            "The decisions and the graphs of the report are for it."
+        )
+    return int(match[1]), int(match[2])
 
 
 @contextlib.contextmanager
@@ -25,8 +41,7 @@ def pretend(target: str) -> Generator[None]:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
 
-    match = cast("re.Match[str]", re.fullmatch(r"sm_(\d+)(\d)a?", target))
-    major, minor = int(match[1]), int(match[2])
+    major, minor = capability(target)
     properties = types.SimpleNamespace(
         name=target,
         major=major,

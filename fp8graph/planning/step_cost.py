@@ -263,7 +263,7 @@ def plan(
     step, _ = _step(work, mesh, speed, network, high, None)
     steps, quantized = [step], set[str]()
     for recipe in filter(None, map(resolve_recipe, RECIPES if recipes is None else recipes)):
-        if recipe.quantizer("input").scaling in hardware.scalings:
+        if hardware.multiplies(recipe.quantizer("input").scaling):
             step, fp8 = _step(work, mesh, speed, network, recipe.name, recipe)
             steps.append(step)
             quantized |= {name for name, gemms in fp8.items() if gemms & {"fprop", "dgrad"}}

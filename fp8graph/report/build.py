@@ -34,7 +34,8 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     a, b = map(value, matmul_arguments(gemm.node))
     dtypes = [a.dtype, b.dtype]
     if decision.recipe is not None:
-        dtypes = [decision.recipe.quantizer(view.operand).dtype for view in (gemm.a, gemm.b)]
+        device = compilation.hardware_of(gemm.node)
+        dtypes = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     return GemmRecord(
         fqn=site.fqn,

@@ -18,11 +18,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph import hardware, numerics
+from fp8graph import hardware
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Speed
-from fp8graph.numerics import matmul
+from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Recipe, Scaling, resolve_recipe
 
@@ -42,9 +42,9 @@ def fp8_gpu() -> torch.device:
     """
     device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
     found = hardware.of_device(device)
-    if device.type == "cpu" or not found.scalings:
+    if not found.is_gpu or not found.scalings:
         raise ConfigError(
-            f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on an Ada, Hopper or later GPU."
+            f"nothing to measure: {found.name} has no fast FP8 GEMM. Run this on a GPU that has one, like an H100."
         )
     return device
 
@@ -92,7 +92,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
     def fp8_rate(scaling: Scaling) -> float:
         recipe = resolve_recipe(_RECIPES[scaling])
         assert isinstance(recipe, Recipe)
-        return flops / seconds(_scaled_mm(recipe, size, device))
+        return flops / seconds(_scaled_mm(found, recipe, size, device))
 
     first, *others = _RECIPES
     fp8 = fp8_rate(first)
@@ -124,19 +124,26 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
         yield (done := Calibration(speed=speed, measured=(*done.measured, scaling)))
 
 
-def _scaled_mm(recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
+    """fprop of a square linear, from operands as ``found`` has them."""
     operands: tuple[OperandName, OperandName] = ("input", "weight")
-    left, right = (
-        numerics.quantize(x, recipe, operand, "rowwise") for x, operand in zip((a, b), operands, strict=True)
-    )
-    scaling = recipe.quantizer("input").scaling
-    settings: dict[str, Any] = {"scaling": scaling}
-    for side, q, operand in zip("ab", (left, right), operands, strict=True):
-        settings[f"block_{side}"] = list(recipe.quantizer(operand).block)
-        settings[f"global_scale_inv_{side}"] = q.global_scale_inv
-    args = (left.data, right.data, left.scale_inv, right.scale_inv, None, torch.bfloat16, recipe.fast_accum("fprop"))
-    return lambda: matmul.scaled_mm(*args, **settings)  # with the reordering of scales that Blackwell wants
+    a, b = (found.quantizer(recipe, operand) for operand in operands)
+    m, n, k = found.alignment(a, b)
+    settings: dict[str, Any] = {"scaling": a.scaling}
+    data: list[Tensor] = []
+    scales: list[Tensor] = []
+    for side, quantizer, multiples in (("a", a, [m, k]), ("b", b, [n, k])):
+        x = torch.randn(size, size, device=device, dtype=torch.bfloat16)
+        arguments = quantization.quantizer_args(quantizer)
+        outputs = quantization.quantize_layouts(
+            x, *arguments, multiples, [], **quantization.quantizer_kwargs(quantizer)
+        )
+        named = dict(zip(quantization.output_names(a.scaling, ["rowwise"]), outputs, strict=True))
+        data.append(named["rowwise"])
+        scales.append(named["scale_inv" if "scale_inv" in named else "rowwise_scale_inv"])
+        settings |= {f"block_{side}": list(quantizer.block), f"global_scale_inv_{side}": named.get("global_scale_inv")}
+    args: list[Any] = [*data, *scales, None, torch.bfloat16, recipe.fast_accum("fprop")]
+    return lambda: hardware.scaled_mm(*args, **settings)  # brings scales in order, where the device wants that
 
 
 def describe(done: Calibration, found: Hardware) -> str:

@@ -15,7 +15,6 @@ from fp8graph.hardware.support import support_of
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.version import __version__
 
-ARCHITECTURES: Final = ("cpu", "sm_89", "sm_90", "sm_100")
 EXTRAS: Final = ("rich", "matplotlib", "plotext", "transformers", "triton")
 
 
@@ -29,14 +28,14 @@ def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
 
 def architectures() -> list[tuple[str, ...]]:
     """One row per recipe (linears, then experts) and one for the default recipe; one column per architecture."""
-    devices = [hardware.from_target(name) for name in ARCHITECTURES]
-    rows: list[tuple[str, ...]] = [("recipe", *ARCHITECTURES)]
+    devices = [hardware.from_target(name) for name in hardware.EXAMPLES]
+    rows: list[tuple[str, ...]] = [("recipe", *hardware.EXAMPLES)]
     for name in RECIPE_NAMES:
         if (recipe := resolve_recipe(name)) is not None:
             for grouped in (False, True):
                 cells = (support(device, recipe, grouped=grouped) for device in devices)
                 rows.append((f"{name}, experts" if grouped else name, *cells))
-    rows.append(("default recipe", *(hardware.default_recipe(device) for device in devices)))
+    rows.append(("default recipe", *(device.default_recipe for device in devices)))
     return rows
 
 
@@ -61,5 +60,5 @@ def machine() -> list[tuple[str, str]]:
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all installed"))
     here = hardware.of_machine()
-    rows.append(("default recipe", f"{hardware.default_recipe(here)}, for {here.name}"))
+    rows.append(("default recipe", f"{here.default_recipe}, for {here.name}"))
     return rows

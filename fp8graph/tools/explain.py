@@ -75,7 +75,7 @@ def explain(
         return generating.generator.kernels
 
     target = tracing.settings.hardware
-    on_gpu = target is not None and target.name != "cpu"
+    on_gpu = target is not None and target.is_gpu
     return dataclasses.replace(report, load_kernels=kernels if on_gpu else None)
 
 

@@ -16,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8graph
 from fp8graph import hardware
 from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.roofline import Operand, gemm_seconds, launches_are_replayed
-from fp8graph.hardware.speed import BOARDS, RATES, Speed
+from fp8graph.hardware.speed import RATES, Speed
 from fp8graph.recipes import Layout
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule

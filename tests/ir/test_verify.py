@@ -10,12 +10,19 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
+from fp8graph import hardware
 from fp8graph.ir import ops, verify
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.ir.nodes import BACKWARD, FORWARD, aten
 from helpers import graph_inputs_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def check(graph: fx.Graph, target: str = "sm_90") -> None:
+    verify.verify(graph, after="x", hardware_of=lambda _: hardware.from_target(target))
+
+
 E4M3UZ, E5M2UZ = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
 
 
@@ -55,7 +62,7 @@ BAD = [
 def test_a_bad_gemm(args: tuple[Any, ...], problem: str) -> None:
     graph = graph_of(ops.scaled_mm, *args, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=f"after pass 'x'.*{problem}"):
-        verify.verify(graph, after="x")
+        check(graph)
     a, b, *rest = args[:4]
     lowered = graph_of(aten._scaled_mm.default, a, b.t(), *rest, args[4], None, torch.bfloat16, True)
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
@@ -101,16 +108,16 @@ def test_square_tiles_are_a_multiple_of_four_along_k() -> None:
     settings: Any = {"scaling": "block", "block_a": [1, 128], "block_b": [128, 128]}
     graph = graph_of(ops.scaled_mm, a, b, scale_a, scale_b, None, torch.bfloat16, False, **settings)
     with pytest.raises(fp8graph.Fp8GraphError, match="k = 384 is not a multiple of 512"):
-        verify.verify(graph, after="x")
+        check(graph)
     settings["block_b"] = [1, 128]  # 1x128 on both sides need whole tiles only
-    verify.verify(graph_of(ops.scaled_mm, a, b, scale_a, scale_a, None, torch.bfloat16, False, **settings), after="x")
+    check(graph_of(ops.scaled_mm, a, b, scale_a, scale_a, None, torch.bfloat16, False, **settings))
 
 
 def test_a_good_gemm() -> None:
     for bias in (None, torch.zeros(16, dtype=torch.bfloat16)):
         for a, b in ((E5M2, E4M3), (E5M2UZ, E4M3UZ)):
             operands = fp8(5, 32, dtype=a), fp8(16, 32, dtype=b)
-            verify.verify(graph_of(ops.scaled_mm, *operands, ONE, ONE, bias, torch.bfloat16, True), after="x")
+            check(graph_of(ops.scaled_mm, *operands, ONE, ONE, bias, torch.bfloat16, True))
 
 
 @pytest.mark.parametrize(
@@ -124,12 +131,12 @@ def test_a_good_gemm() -> None:
 )
 def test_a_bad_quantize(x: Tensor, args: tuple[Any, ...], problem: str) -> None:
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
-        verify.verify(graph_of(ops.quantize, x, *args), after="x")
+        check(graph_of(ops.quantize, x, *args))
 
 
 def test_a_dialect_node_that_was_not_lowered() -> None:
     graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
-    verify.verify(graph, after="x")
+    check(graph)
     with pytest.raises(fp8graph.Fp8GraphError, match="not lowered"):
         verify.verify(graph, after="lower", lowered=True)
 
@@ -139,7 +146,7 @@ def test_forward_does_not_read_from_backward() -> None:
     placeholder, _, node, _ = graph.nodes
     placeholder.meta["partitioner_tag"], node.meta["partitioner_tag"] = BACKWARD, FORWARD
     with pytest.raises(fp8graph.Fp8GraphError, match="forward node that reads from backward"):
-        verify.verify(graph, after="x")
+        check(graph)
 
 
 def test_an_inserted_node_has_a_value() -> None:
@@ -148,4 +155,4 @@ def test_an_inserted_node_has_a_value() -> None:
         if PASS_KEY in node.meta:
             del node.meta["val"]
     with pytest.raises(fp8graph.Fp8GraphError, match="without a fake value"):
-        verify.verify(graph, after="x")
+        check(graph)

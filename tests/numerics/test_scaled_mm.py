@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8graph import Float8CurrentScaling, Format, numerics
-from fp8graph.numerics import matmul
+from fp8graph import Float8CurrentScaling, Format, hardware, numerics
 from fp8graph.recipes import OperandName
 
 RECIPE = Float8CurrentScaling()
@@ -35,7 +34,7 @@ def multiply(tensors: dict[str, Tensor], gemm: str, recipe: Float8CurrentScaling
     quantized = [numerics.quantize(tensors[name], recipe, name, layout) for name, layout in GEMMS[gemm]]
     plain = [tensors[name].T if layout == "columnwise" else tensors[name] for name, layout in GEMMS[gemm]]
     a, b = quantized
-    got = matmul.scaled_mm(a.data, b.data, a.scale_inv, b.scale_inv, None, torch.float32, False)
+    got = hardware.scaled_mm(a.data, b.data, a.scale_inv, b.scale_inv, None, torch.float32, False)
     exact = [q.data.double() * q.scale_inv.double() for q in quantized]
     return got, exact[0] @ exact[1].T, plain[0] @ plain[1].T
 
@@ -76,5 +75,5 @@ def test_normal_data_against_high_precision(gemm: str, bound: float) -> None:
 def test_the_bias_is_added_once_in_the_output_dtype() -> None:
     a, b = (torch.zeros(16, 32).to(torch.float8_e4m3fn) for _ in range(2))
     one, bias = torch.tensor(1.0), torch.randn(16).bfloat16()
-    got = matmul.scaled_mm(a, b, one, one, bias, torch.bfloat16, True)
+    got = hardware.scaled_mm(a, b, one, one, bias, torch.bfloat16, True)
     assert torch.equal(got, bias.expand(16, -1))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
-from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, numerics
-from fp8graph.numerics import decoding, formats, matmul, quantization
+from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, hardware, numerics
+from fp8graph.numerics import decoding, formats, quantization
 from fp8graph.recipes import LAYOUTS, Recipe
 from helpers import same_bits
 
@@ -149,34 +149,6 @@ def test_square_tiles_hold_the_same_numbers_in_both_layouts() -> None:
         assert torch.equal(row, column)
 
 
-def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
-    """cuBLAS's formula for the offset of scale (row, tile), one at a time."""
-    rows, tiles = scales.shape
-    padded_rows, padded_tiles = rows + -rows % 128, tiles + -tiles % 4
-    out = [0] * (padded_rows * padded_tiles)
-    for row in range(rows):
-        for tile in range(tiles):
-            block = (row // 128) * (padded_tiles // 4) + tile // 4
-            out[block * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + tile % 4] = int(scales[row, tile])
-    return out
-
-
-@pytest.mark.parametrize(("rows", "tiles"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
-def test_swizzled_scales(rows: int, tiles: int) -> None:
-    """What Blackwell's tensor cores read, byte by byte, padding included."""
-    scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
-    expected = swizzled_by_hand(scales.numpy())
-    for dtype in (torch.uint8, torch.float8_e4m3fn):
-        got = matmul.swizzle_scales(scales.view(dtype))
-        assert (got.dtype, got.shape) == (dtype, (len(expected),))
-        assert got.view(torch.uint8).tolist() == expected
-
-
-def test_the_order_of_a_swizzled_block() -> None:
-    scales = torch.arange(128, dtype=torch.uint8).reshape(128, 1).expand(128, 4)
-    assert matmul.swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
-
-
 @each_recipe
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: Any, bias: bool) -> None:
@@ -187,7 +159,7 @@ def test_the_gemm_is_the_one_of_the_decoded_operands(recipe: Recipe, operand: An
     extra: Any = {"global_scale_inv_a": a.global_scale_inv, "global_scale_inv_b": b.global_scale_inv}
     vector = torch.randn(48) if bias else None
     args = (a.data, b.data, a.scale_inv, b.scale_inv, vector, torch.float32, False)
-    got = matmul.scaled_mm(*args, scaling=a.quantizer.scaling, **blocks, **extra)
+    got = hardware.scaled_mm(*args, scaling=a.quantizer.scaling, **blocks, **extra)
     exact = numerics.dequantize(a).double() @ numerics.dequantize(b).double().T
     exact = exact if vector is None else exact + vector.double()
     assert (got.double() - exact).abs().max() <= 256 * 2.0**-24 * exact.abs().max()

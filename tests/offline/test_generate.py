@@ -78,7 +78,7 @@ def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]
 def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, outputs: int, training: bool) -> None:
     """70 and 3, 12, 86 tiles along k: rows of 128x128 scales are as far apart as there are tiles, and 16 bytes.
 
-    tests/numerics/test_native.py names the sources of both rules.
+    tests/hardware/test_nvidia.py names the sources of both rules.
     """
     backend = Generating(fp8graph.Policy(default="blockwise", min_speedup=0), target="sm_90")
     model = torch.compile(nn.Linear(inputs, outputs, bias=False).bfloat16(), backend=backend)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fp8graph
 import oracle
-from fp8graph.compat import torch_build
+from fp8graph import hardware
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import DelayedScaling, Recipe
 from fp8graph.records import GemmRecord
@@ -388,7 +388,9 @@ def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
         assert record.op == site.op, (record, site.op)
         assert record.recipe == (recipe and recipe.name), (record, recipe)
         native = (
-            recipe is not None and not site.batched and recipe.quantizer("input").scaling in torch_build.CPU_SCALINGS
+            recipe is not None
+            and not site.batched
+            and hardware.from_target("cpu").multiplies(recipe.quantizer("input").scaling)
         )
         execution = "high precision" if recipe is None else "native" if native else "emulated"
         assert record.execution == execution, (record, execution)

@@ -15,7 +15,10 @@ from fp8graph.cli import main
         (["explain", "nosuch"], "cannot build a causal language model from 'nosuch'"),
         (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
         (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
-        (["explain", "llama", "--target", "h100"], "target must be 'cpu', like 'sm_90', or a calibration FILE.json"),
+        (
+            ["explain", "llama", "--target", "h100"],
+            "target must be 'cpu', like 'sm_90' or 'gfx942', or a calib",
+        ),
         (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
         (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
     ],

@@ -11,8 +11,8 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     lines = {line.split("  ")[0]: line for line in out.splitlines()}
-    assert lines["recipe"].split() == ["recipe", "cpu", "sm_89", "sm_90", "sm_100"]
-    assert lines["tensorwise"].split()[1:] == ["native"] * 4
-    assert lines["mxfp8"].split()[1:] == ["emulated", "emulated", "emulated", "native"]
-    assert lines["tensorwise, experts"].split()[2:] == ["emulated", "emulated", "fprop", "native", "emulated"]
-    assert out.splitlines()[-1].split()[2:] == ["tensorwise", "tensorwise", "tensorwise", "mxfp8"]
+    assert lines["recipe"].split() == ["recipe", "cpu", "sm_89", "sm_90", "sm_100", "gfx942", "gfx950"]
+    assert lines["tensorwise"].split()[1:] == ["native"] * 6
+    assert lines["mxfp8"].split()[1:] == ["emulated", "emulated", "emulated", "native", "emulated", "native"]
+    assert lines["tensorwise, experts"].split()[2:] == ["emulated", "emulated", "fprop", "native", *["emulated"] * 3]
+    assert out.splitlines()[-1].split()[2:] == [*["tensorwise"] * 3, "mxfp8", *["tensorwise"] * 2]

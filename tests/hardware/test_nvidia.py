@@ -10,13 +10,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import oracle
 from fp8graph import Float8BlockScaling, hardware
-from fp8graph.numerics import matmul, quantization
+from fp8graph.hardware.nvidia import swizzle_scales
+from fp8graph.numerics import quantization
 from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
@@ -25,6 +27,7 @@ GEMMS: dict[str, tuple[tuple[OperandName, bool], tuple[OperandName, bool]]] = {
     "dgrad": (("grad_output", False), ("weight", True)),
     "wgrad": (("grad_output", True), ("input", True)),
 }
+HOPPER = hardware.from_target("sm_90")
 M, N, K = 200, 96, 300  # ragged for every tile
 SHAPES = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
 
@@ -33,7 +36,7 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
     """One GEMM, from high-precision tensors, as pass ``quantize`` pads and names it."""
     sides, settings = [], dict[str, Any]()
     scaling = recipe.quantizer("input").scaling
-    m, n, k = hardware.alignment(*(recipe.quantizer(operand) for operand, _ in GEMMS[gemm]))
+    m, n, k = HOPPER.alignment(*(recipe.quantizer(operand) for operand, _ in GEMMS[gemm]))
     for side, (operand, columnwise), multiples in zip("ab", GEMMS[gemm], ([m, k], [n, k]), strict=True):
         quantizer = recipe.quantizer(operand)
         layouts: Any = ([], multiples) if columnwise else (multiples, [])
@@ -52,7 +55,7 @@ def multiply(recipe: Recipe, gemm: str, calls: list[Any], out_dtype: torch.dtype
             settings[f"global_scale_inv_{side}"] = named["global_scale_inv"]
     (a, scale_a), (b, scale_b) = sides
     calls.append((a, b, scale_a, scale_b))
-    return matmul.scaled_mm(a, b, scale_a, scale_b, None, out_dtype, False, scaling=scaling, **settings)
+    return hardware.scaled_mm(a, b, scale_a, scale_b, None, out_dtype, False, scaling=scaling, **settings)
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
@@ -64,7 +67,7 @@ def test_the_cuda_rules_are_kept(recipe: str, gemm: str) -> None:
     ((a, b, *_),) = calls
     assert out.dtype == torch.bfloat16
     assert out.shape == (a.shape[0], b.shape[0])
-    _, n, k = hardware.alignment(*(found.quantizer(operand) for operand, _ in GEMMS[gemm]))
+    _, n, k = HOPPER.alignment(*(found.quantizer(operand) for operand, _ in GEMMS[gemm]))
     assert b.shape[0] % n == 0
     assert (a.shape[1] * (2 if recipe == "nvfp4" else 1)) % k == 0
 
@@ -133,7 +136,7 @@ def test_block_scales_are_stored_as_torch_and_cublas_read_them(n: int, k: int, m
 
 @pytest.mark.parametrize(("tiles", "stride"), [(3, 3), (3, 4)])
 def test_neither_stride_is_right_for_three_tiles(tiles: int, stride: int) -> None:
-    """Four can go from ``hardware.alignment`` when torch and cuBLASLt agree about them."""
+    """Four can go from ``NVIDIA.alignment`` when torch and cuBLASLt agree about them."""
     data = torch.empty(256, 128 * tiles, dtype=torch.float8_e4m3fn, device="meta")
     scale = torch.empty_strided((2, tiles), (stride, 1), device="meta")
     assert not (torch_reads(data, scale, 128) and cublas_reads(data, scale, 128))
@@ -216,6 +219,34 @@ def test_mxfp8_and_nvfp4_scales_are_swizzled(monkeypatch: pytest.MonkeyPatch) ->
         (torch.float8_e4m3fn, (256 * 20,)),  # 20 tiles of 16 after padding
         (torch.float8_e4m3fn, (128 * 20,)),
     ]
+
+
+def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
+    """cuBLAS's formula for the offset of scale (row, tile), one at a time."""
+    rows, tiles = scales.shape
+    padded_rows, padded_tiles = rows + -rows % 128, tiles + -tiles % 4
+    out = [0] * (padded_rows * padded_tiles)
+    for row in range(rows):
+        for tile in range(tiles):
+            block = (row // 128) * (padded_tiles // 4) + tile // 4
+            out[block * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + tile % 4] = int(scales[row, tile])
+    return out
+
+
+@pytest.mark.parametrize(("rows", "tiles"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
+def test_swizzled_scales(rows: int, tiles: int) -> None:
+    """What Blackwell's tensor cores read, byte by byte, padding included."""
+    scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
+    expected = swizzled_by_hand(scales.numpy())
+    for dtype in (torch.uint8, torch.float8_e4m3fn):
+        got = swizzle_scales(scales.view(dtype))
+        assert (got.dtype, got.shape) == (dtype, (len(expected),))
+        assert got.view(torch.uint8).tolist() == expected
+
+
+def test_the_order_of_a_swizzled_block() -> None:
+    scales = torch.arange(128, dtype=torch.uint8).reshape(128, 1).expand(128, 4)
+    assert swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
 
 
 def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:

@@ -1,0 +1,124 @@
+"""AMD's GPUs: hipBLASLt's GEMMs behind ``torch._scaled_mm``, fnuz on gfx942, the order of MX scales on gfx950.
+
+Decided from torch's source and AMD's data sheets: nothing here has run on an AMD GPU, and the speeds are the data
+sheets' peaks times what GEMMs reach on NVIDIA's. ``fp8graph bench --calibrate`` measures a machine.
+
+Sources: ``_scaled_mm_out_cuda`` in aten/src/ATen/native/cuda/ScaledBlas.cpp and ``scaled_mm_arch_allowed`` in
+ScaledBlasDeviceUtils.cpp, where ``USE_ROCM`` is defined; torch 2.11 and later are built with ROCm 7. Grouped FP8 GEMMs
+are in builds with MSLK only (``GroupedBlas.cpp``), which torch's own wheels for ROCm are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import torch_build
+from fp8graph.hardware.device import Hardware, Rule
+from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.tiles import pad_to_multiple
+from fp8graph.recipes import Quantizer
+
+_GEMMS: Final[Mapping[str, frozenset[str]]] = {
+    "gfx942": frozenset({"tensor", "row"}),  # MI300A, MI300X, MI325X
+    "gfx950": frozenset({"tensor", "row", "mxfp8"}),  # MI350X, MI355X
+    "gfx1200": frozenset({"tensor", "row"}),  # Radeon RX 9060
+    "gfx1201": frozenset({"tensor", "row"}),  # Radeon RX 9070, AI PRO R9700
+}
+_FNUZ: Final[Mapping[torch.dtype, torch.dtype]] = {
+    torch.float8_e4m3fn: torch.float8_e4m3fnuz,
+    torch.float8_e5m2: torch.float8_e5m2fnuz,
+}
+# MX: torch checks multiples of 32 (v2), and M and N of 16 and K of 128 (v1): these are both.
+_ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
+    "tensor": (1, 16, 16),
+    "row": (1, 16, 16),
+    "mxfp8": (32, 32, 128),
+}
+
+# As nvidia.BOARDS: dense TFLOPS in bf16, FP8, FP4 (that of FP8: torch has no NVFP4 GEMM here) and FP32 vectors; TB/s.
+BOARDS: Final[Mapping[str, Speed]] = {
+    name: of_data_sheet(name, *numbers)
+    for name, *numbers in (
+        ("MI300A", 981, 1961, 1961, 123, 5.3),
+        ("MI300X", 1307, 2615, 2615, 163, 5.3),
+        ("MI325X", 1307, 2615, 2615, 163, 6.0),
+        ("MI350X", 2307, 4614, 4614, 144, 8.0),
+        ("MI355X", 2517, 5033, 5033, 157, 8.0),
+        ("RX 9070 XT", 195, 389, 389, 49, 0.645),
+    )
+}
+_TYPICAL: Final = {"gfx942": "MI300X", "gfx950": "MI355X", "gfx1201": "RX 9070 XT"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AMD(Hardware):
+    """An AMD GPU. By default one scale per tensor: MX GEMMs are slow on gfx950 so far (pytorch/ao#4290)."""
+
+    rocm: tuple[int, ...] | None = torch_build.ROCM_VERSION  # torch's; None: not known, or another build
+
+    examples = ("gfx942", "gfx950")
+    is_gpu = True
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        if not re.fullmatch(r"gfx[0-9a-f]{3,4}", target):
+            return None
+        speed = of_device_name(device_name, BOARDS, _TYPICAL.get(target))
+        return cls(name=target, scalings=_GEMMS.get(target, frozenset()), speed=speed)
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        properties: Any = torch.cuda.get_device_properties(device)
+        name = str(properties.gcnArchName).partition(":")[0]  # "gfx942:sramecc+:xnack-"
+        found = cls.from_target(name, torch.cuda.get_device_name(device))
+        return found if found is not None else cls(name=name)
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        return device.type in ("cuda", "meta") and torch.version.hip is not None
+
+    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+        return _FNUZ.get(dtype, dtype) if self.name == "gfx942" else dtype
+
+    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+        return _ALIGNMENT[SCALINGS[a.scaling].gemm]
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        return {"row": self._rows, "mxfp8": self._mx}
+
+    def _rows(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        if out_dtype != torch.bfloat16:
+            result = str(out_dtype).removeprefix("torch.")
+            return f"one scale per row gives bfloat16 results only on AMD's GPUs, not {result}"
+        if b.dtype != self.own_type(torch.float8_e4m3fn):
+            return "one scale per row takes E4M3 only as the second operand on AMD's GPUs"
+        return None
+
+    def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        if self.rocm is not None and not (7, 0) <= self.rocm < (7, 14):  # from 7.14 on: swizzled (32 x 8)
+            return f"MXFP8 GEMMs need ROCm 7.0 to 7.13, torch has {'.'.join(map(str, self.rocm))}"
+        if out_dtype not in (torch.bfloat16, torch.float16):
+            return "MXFP8 GEMMs give bfloat16 or float16 results only on AMD's GPUs"
+        return "MXFP8 GEMMs take E4M3 only" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+
+    @classmethod
+    def has_kernel(cls, gemm: str) -> bool:
+        return gemm in _ALIGNMENT
+
+    @classmethod
+    def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """MX scales stay [rows, k / 32], k a multiple of 128; torch counts those of 128 rows and more, so zeros follow.
+
+        v1 of the op: in v2 torch's fake takes the rows of one operand for those of both (2.11 to 2.15), and refuses.
+        """
+        if scale_inv.dtype != torch.uint8:
+            return data, scale_inv
+        return data, pad_to_multiple(scale_inv, 128, 1).reshape(-1).view(torch.float8_e8m0fnu)

@@ -1,0 +1,38 @@
+"""CPUs: torch has a reference ``_scaled_mm`` for tensors and rows, which gives the right numbers without the speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from fp8graph.compat import torch_build
+from fp8graph.hardware.device import Hardware
+from fp8graph.recipes import Quantizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPU(Hardware):
+    """The CPU. Its kernel takes OCP types and fnuz."""
+
+    examples = ("cpu",)
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        return cls(name="cpu", scalings=torch_build.CPU_SCALINGS) if target == "cpu" else None
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        return cls(name="cpu", scalings=torch_build.CPU_SCALINGS)
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    @classmethod
+    def has_kernel(cls, gemm: str) -> bool:
+        return gemm in torch_build.CPU_SCALINGS
+
+    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+        return 1, 16, 16

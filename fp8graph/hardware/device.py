@@ -1,0 +1,205 @@
+"""What all devices have in common: which low-precision GEMMs they multiply, and how torch's kernels are called.
+
+One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) says what its devices have; ``devices.py`` lists them.
+Kinds of scaling go by the name of the GEMM that multiplies them (``Scaling.gemm``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self, cast
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import ops
+from fp8graph.hardware.speed import Speed
+from fp8graph.numerics import matmul
+from fp8graph.numerics.experts import padded_offsets
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import OperandName, Quantizer, Recipe
+
+Rule = Callable[[Quantizer, Quantizer, torch.dtype], str | None]  # of a, b and the result: why not, or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device: what it multiplies in low precision, and how fast it is. By itself: one that multiplies nothing."""
+
+    name: str  # "cpu", "sm_90", "gfx942", or the device type
+    scalings: frozenset[str] = frozenset()  # whose GEMMs torch._scaled_mm has for it
+    grouped: frozenset[str] = frozenset()  # whose GEMMs torch._scaled_grouped_mm has for it
+    speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
+
+    examples: ClassVar[tuple[str, ...]] = ()  # names of the vendor's devices, for texts and ``fp8graph doctor``
+    is_gpu: ClassVar[bool] = False
+    multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        """The vendor's device that is called ``target``; None if that is none of its names."""
+        raise NotImplementedError
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        """The device behind one on which the vendor's kernels run."""
+        raise NotImplementedError
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        """Whether the vendor's kernels are what runs on ``device``. Meta tensors stand for those of a GPU."""
+        raise NotImplementedError
+
+    # What is decided for a device.
+
+    @property
+    def default_recipe(self) -> str:
+        """The recipe to use if the user names none."""
+        return "tensorwise"
+
+    def multiplies(self, scaling: str) -> bool:
+        """Whether it has a GEMM for operands of a kind of scaling, of some types and sizes."""
+        return SCALINGS[scaling].gemm in self.scalings
+
+    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+        """The type that the device has in place of one that recipes name."""
+        return dtype
+
+    def quantizer(self, recipe: Recipe, operand: OperandName) -> Quantizer:
+        """How ``recipe`` quantizes ``operand`` for this device.
+
+        In the device's own type where it multiplies that kind of scaling. What it does not multiply is decoded before
+        the GEMM, and is what the recipe says.
+        """
+        quantizer = recipe.quantizer(operand)
+        own = self.own_type(quantizer.dtype)
+        return replace(quantizer, dtype=own) if self.multiplies(quantizer.scaling) else quantizer
+
+    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+        """What m, n and k of a native GEMM [m, k] @ [k, n] must be multiples of; operands are padded with zeros."""
+        return 1, 1, 1
+
+    def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
+        """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
+        kind = SCALINGS[a.scaling]
+        if kind.gemm not in (self.grouped if grouped else self.scalings):
+            return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}"
+        rule = self.grouped_rules.get(kind.gemm) if grouped else self.rules.get(kind.gemm)
+        return rule(a, b, out_dtype) if rule is not None else None
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        """What torch's kernels demand of operands and result, by GEMM, beside the kind of scaling."""
+        return {}
+
+    @property
+    def grouped_rules(self) -> Mapping[str, Rule]:
+        """The same of grouped GEMMs."""
+        return {}
+
+    # How it is multiplied.
+
+    @classmethod
+    def has_kernel(cls, gemm: str) -> bool:
+        """Whether torch._scaled_mm has a kernel for this GEMM on any device of the vendor."""
+        return False
+
+    @classmethod
+    def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Data and scales of one operand in the types and the order in which torch._scaled_mm reads them."""
+        return data, scale_inv
+
+    @classmethod
+    def scaled_mm(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        scale_inv_a: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+        *,
+        scaling: str = "tensor",
+        block_a: Sequence[int] = (),
+        block_b: Sequence[int] = (),
+        global_scale_inv_a: Tensor | None = None,
+        global_scale_inv_b: Tensor | None = None,
+    ) -> Tensor:
+        """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
+
+        What the vendor has no kernel for is decoded first (``numerics.matmul``). ``assign`` asks for that only to look
+        at another device's graph.
+
+        Args:
+            a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).
+            scale_inv_a, scale_inv_b: as ``quantize_layouts`` returns them.
+            bias: [n] in ``out_dtype`` (bf16 or fp16), or None.
+            scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
+            global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
+        """
+        gemm = SCALINGS[scaling].gemm
+        if not cls.has_kernel(gemm):
+            blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
+            return matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
+        data_a, scales_a = cls.operand(a, scale_inv_a, gemm, block_a)
+        data_b, scales_b = cls.operand(b, scale_inv_b, gemm, block_b)
+        scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
+        if scales_a.ndim != scales_b.ndim:  # [] of an own amax and [1] of a table: Inductor's templates want one shape
+            scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
+        two_levels = global_scale_inv_a is not None and global_scale_inv_b is not None
+        result = ops.scaled_mm(
+            data_a,  # [m, k] row-major
+            data_b.t(),  # [k, n] column-major: no copy
+            scales_a,
+            scales_b,
+            bias=None if two_levels else bias,
+            out_dtype=torch.float32 if two_levels else out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+        if two_levels:  # v1 of torch's op has no place for the global scales
+            result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
+            result = (result if bias is None else result + bias).to(out_dtype)
+        return result
+
+    @classmethod
+    def scaled_grouped_mm(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        scale_inv_a: Tensor,
+        scale_inv_b: Tensor,
+        offs: Tensor,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+        native: bool,
+        *,
+        scaling: str = "tensor",
+        block_a: Sequence[int] = (),
+        block_b: Sequence[int] = (),
+        global_scale_inv_a: Tensor | None = None,
+        global_scale_inv_b: Tensor | None = None,
+        multiple: int = 1,
+    ) -> Tensor:
+        """:meth:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
+        [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; rows of no group are zero where emulated.
+
+        ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
+        ``multiple``: what the groups of columns are padded to. ``native``: multiplied with one scale per row.
+        """
+        if not (native and cls.multiplies_groups):
+            blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
+            return matmul.scaled_grouped_mm(
+                a, b, scale_inv_a, scale_inv_b, offs, out_dtype, scaling, blocks, scalars, multiple
+            )
+        kind, ragged_k = SCALINGS[scaling], b.ndim == 2
+        return ops.scaled_grouped_mm(
+            a,  # [t, k] or [m, t], row-major
+            b.transpose(-2, -1),  # column-major: no copy
+            kind.scale_per_row(a, scale_inv_a, offs, ragged_k),
+            kind.scale_per_row(b, scale_inv_b, offs, ragged_k),
+            padded_offsets(offs, multiple) if ragged_k else offs,
+            out_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )

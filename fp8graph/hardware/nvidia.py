@@ -1,0 +1,210 @@
+"""NVIDIA's GPUs: cuBLASLt's and CUTLASS's GEMMs behind ``torch._scaled_mm``, and the order of their scales.
+
+Per-tensor FP8 from sm_89 (Ada), rows and tiles from sm_90 (Hopper), MXFP8 and NVFP4 from sm_100 (Blackwell).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import torch_build
+from fp8graph.hardware.device import Hardware, Rule
+from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.tiles import pad_to_multiple
+from fp8graph.recipes import Quantizer
+
+# What cuBLAS wants sizes to be multiples of: 16; whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart.
+_ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
+    "tensor": (1, 16, 16),
+    "row": (1, 16, 16),
+    "block": (4, 16, 128),
+    "mxfp8": (1, 16, 32),
+    "nvfp4": (1, 16, 32),
+}
+# cuBLAS: tiles of a and b; not 128x128 with 128x128
+_TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
+
+# By the name that torch.cuda.get_device_name gives, the more specific one first: dense TFLOPS in bf16 (accumulated in
+# FP32, which GeForce does at half of its FP16 rate), FP8, FP4 (that of FP8 where there is none) and FP32; TB/s.
+BOARDS: Final[Mapping[str, Speed]] = {
+    name: of_data_sheet(name, *numbers)
+    for name, *numbers in (
+        ("L4", 121, 242, 242, 30, 0.300),
+        ("L40S", 362, 733, 733, 91, 0.864),
+        ("L40", 181, 362, 362, 90, 0.864),
+        ("RTX 4090", 165, 330, 330, 82, 1.008),
+        ("H20", 148, 296, 296, 44, 4.0),
+        ("H100 PCIe", 756, 1513, 1513, 51, 2.0),
+        ("H100 NVL", 835, 1671, 1671, 60, 3.9),
+        ("H100", 989, 1979, 1979, 67, 3.35),
+        ("H800", 989, 1979, 1979, 67, 3.35),
+        ("H200 NVL", 835, 1671, 1671, 60, 4.8),
+        ("H200", 989, 1979, 1979, 67, 4.8),
+        ("GH200", 989, 1979, 1979, 67, 4.0),
+        ("B200", 2250, 4500, 9000, 80, 8.0),
+        ("GB200", 2500, 5000, 10000, 80, 8.0),
+        ("B300", 2250, 4500, 13500, 75, 8.0),
+        ("GB300", 2500, 5000, 15000, 80, 8.0),
+        ("RTX 5090", 209, 419, 1676, 105, 1.792),
+    )
+}
+# An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 that of an H100 SXM.
+_TYPICAL: Final = {"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVIDIA(Hardware):
+    """An NVIDIA GPU."""
+
+    cuda: tuple[int, ...] | None = torch_build.CUDA_VERSION  # torch's; None: not known, or a CPU build
+
+    examples = ("sm_89", "sm_90", "sm_100")
+    is_gpu = True
+    multiplies_groups = True
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        match = re.fullmatch(r"sm_(\d+)(\d)a?", target)
+        if match is None:
+            return None
+        major, minor = int(match[1]), int(match[2])
+        scalings: set[str] = set()
+        if (major, minor) >= (8, 9):
+            scalings |= {"tensor"}
+        if major >= 9:
+            scalings |= {"row"}
+        if (major, minor) == (9, 0):  # Blackwell's block scaling is MXFP8
+            scalings |= {"block"}
+        # one scale per row; operands with fewer scales use copies of them
+        grouped = {"tensor", "row"} if (major, minor) == (9, 0) else set[str]()
+        if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
+            scalings |= {"mxfp8", "nvfp4"}
+        return cls(
+            name=target,
+            scalings=frozenset(scalings),
+            grouped=frozenset(grouped),
+            speed=of_device_name(device_name, BOARDS, _TYPICAL.get(target.removesuffix("a"))),
+        )
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        major, minor = torch.cuda.get_device_capability(device)
+        found = cls.from_target(f"sm_{major}{minor}", torch.cuda.get_device_name(device))
+        assert found is not None
+        return found
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        return device.type in ("cuda", "meta") and torch.version.hip is None
+
+    @property
+    def default_recipe(self) -> str:
+        return "mxfp8" if "mxfp8" in self.scalings else "tensorwise"
+
+    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+        """What m, n and k must be multiples of.
+
+        Where one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128,
+        k / 128] of that side with rows 16 bytes apart (its documentation, "Scaling factors layouts": L4, k / 128
+        rounded up to 4); ``torch._scaled_mm`` refuses rows that are not ceil(k / 128) apart
+        (``is_blockwise_128x128_scaling`` in aten/src/ATen/native/cuda/ScaledBlas.cpp since pytorch#164953;
+        pytorch#166752 rounds up in v2 only). The two agree on such a k alone, and where they do not, a GEMM is refused
+        or reads wrong scales.
+        """
+        m, n, k = _ALIGNMENT[SCALINGS[a.scaling].gemm]
+        return m, n, 4 * k if (128, 128) in (a.block, b.block) else k
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        return {"row": self._rows, "block": self._tiles, "mxfp8": self._mx}
+
+    def _rows(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """cuBLASLt multiplies rows on sm_90, from CUDA 12.9 on.
+
+        Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
+        Where cuBLASLt has none, rows go to a CUTLASS kernel, which gives bf16 and fp16 (pytorch#166744) but, in torch
+        2.11, no FP32 (pytorch#162022).
+        """
+        if out_dtype == torch.float32 and (self._is_old or self.name.removesuffix("a") != "sm_90"):
+            return f"one scale per row gives float32 results only on sm_90 with CUDA 12.9 or later, {self._found}"
+        return None
+
+    def _tiles(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """Source: ``get_scale_mode`` in aten/src/ATen/cuda/CUDABlas.cpp."""
+        if self._is_old:
+            return f"one scale per tile needs CUDA 12.9 or later, {self._found}"
+        if (a.block, b.block) not in _TILES:
+            (am, ak), (bm, bk) = a.block, b.block
+            return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
+        return None
+
+    def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        return "MXFP8 GEMMs take E4M3 only" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+
+    @property
+    def _is_old(self) -> bool:
+        return self.cuda is not None and self.cuda < (12, 9)
+
+    @property
+    def _found(self) -> str:
+        return f"torch has {'.'.join(map(str, self.cuda))}" if self.cuda and self._is_old else f"this is {self.name}"
+
+    @property
+    def grouped_rules(self) -> Mapping[str, Rule]:
+        return dict.fromkeys(self.grouped, self._groups)
+
+    def _groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        if out_dtype != torch.bfloat16:
+            return f"grouped FP8 GEMMs only produce bf16 output, not {str(out_dtype).removeprefix('torch.')}"
+        if torch.float8_e5m2 in (a.dtype, b.dtype):
+            return "grouped FP8 GEMMs take E4M3 only"
+        return None
+
+    @classmethod
+    def has_kernel(cls, gemm: str) -> bool:
+        return gemm in _ALIGNMENT
+
+    @classmethod
+    def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return _ORDERS.get(gemm, _as_it_is)(data, scale_inv, block)
+
+
+def swizzle_scales(scale_inv: Tensor) -> Tensor:
+    """Scales [rows, k tiles] -> flat, in the order in which Blackwell's tensor cores read them.
+
+    Padded with zeros to 128 rows x 4 tiles; each such block is 512 scales: rows 0, 32, 64, 96 (4 tiles each), then
+    1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
+    """
+    padded = pad_to_multiple(scale_inv.view(torch.uint8), 128, 4)
+    rows, tiles = padded.shape
+    blocks = padded.reshape(rows // 128, 4, 32, tiles // 4, 4)  # [row block, 32-row group, row in it, tile block, tile]
+    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale_inv.dtype)
+
+
+def _as_it_is(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return data, scale_inv
+
+
+def _tiles_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+    if block[0] == 1:
+        return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
+    return data, scale_inv  # 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``alignment``
+
+
+def _mx_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+    return data, swizzle_scales(scale_inv).view(torch.float8_e8m0fnu)
+
+
+def _fp4_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
+    rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale per row
+    return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
+
+
+_ORDERS: Final = {"block": _tiles_in_order, "mxfp8": _mx_in_order, "nvfp4": _fp4_in_order}
