@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("model", help="a config.json, a folder that holds one, or a model type like 'llama'")
     explain.add_argument("--policy", help="a policy file (.toml or .json)")
     explain.add_argument("--recipe", help="the recipe of the default policy")
-    explain.add_argument("--target", help="the hardware to decide for: cpu, sm_90, sm_100, ...")
+    explain.add_argument("--target", help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ...")
     explain.add_argument("--inference", action="store_true", help="forward only")
     explain.add_argument("--batch", type=_positive, default=1)
     explain.add_argument("--seq", type=_positive, default=128, help="tokens per sequence (default 128)")

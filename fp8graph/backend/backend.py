@@ -41,8 +41,8 @@ class Backend:
         policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
             except heads and MoE routers, found by their usual names and by what the model's family
             (``fp8graph.models.FAMILIES``, detected from the modules' classes) says.
-        recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU multiplies it, else
-            "tensorwise"); or, beside ``policy``, in place of its default.
+        recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU is NVIDIA's and
+            multiplies it, else "tensorwise"); or, beside ``policy``, in place of its default.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
             cache_weights, save, save_activations_in_fp8, fuse_linears.
 

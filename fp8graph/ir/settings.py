@@ -33,7 +33,7 @@ class Settings:
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
-        target: the hardware to decide for, "cpu" or like "sm_90"; default: that of the tensors.
+        target: the hardware to decide for, "cpu" or like "sm_90" and "gfx942"; default: that of the tensors.
         cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
             ``runtime/weight_cache.py``; after writing to ``.data``: :func:`refresh_weights`). They take one byte per
             element and layout: up to the memory of bf16 weights in training, half of it in inference.

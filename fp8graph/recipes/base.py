@@ -39,7 +39,7 @@ class Recipe:
             raise self._bad("fp8_format", "a Format")
         if self.fp8_format is Format.E5M2:
             raise UnsupportedRecipeError(
-                f"{type(self).__name__}(fp8_format=E5M2): no hardware multiplies E5M2 by E5M2. "
+                f"{type(self).__name__}(fp8_format=E5M2): no NVIDIA GPU multiplies E5M2 by E5M2. "
                 "Use Format.HYBRID (E5M2 for gradients only) or Format.E4M3."
             )
         if isinstance(self.use_fast_accum, list):  # TOML and JSON have no tuples

@@ -39,7 +39,7 @@ class Format(enum.Enum):
     """The FP8 types of forward operands and of gradients.
 
     ``E4M3`` uses E4M3 everywhere; ``HYBRID`` uses E4M3 for input and weight, and E5M2 for grad_output. Every recipe
-    refuses ``E5M2``: no hardware multiplies E5M2 by E5M2.
+    refuses ``E5M2``: NVIDIA's GPUs do not multiply E5M2 by E5M2.
     """
 
     E4M3 = "E4M3"

@@ -51,8 +51,8 @@ def test_frozen_and_keyword_only() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fp8_format": Format.E5M2}, "no hardware multiplies E5M2 by E5M2. Use Format.HYBRID"),
-        ({"fp8_format": "E5M2"}, "no hardware multiplies E5M2 by E5M2"),
+        ({"fp8_format": Format.E5M2}, "no NVIDIA GPU multiplies E5M2 by E5M2. Use Format.HYBRID"),
+        ({"fp8_format": "E5M2"}, "no NVIDIA GPU multiplies E5M2 by E5M2"),
         ({"fp8_format": "E3M4"}, "'E3M4'.*must be one of E4M3, HYBRID"),
         ({"fp8_format": 3}, "fp8_format=3.*fp8_format must be a Format"),
         ({"fp8_format": None}, "fp8_format=None.*fp8_format must be a Format"),
@@ -166,7 +166,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (DelayedScaling, {"amax_compute_algo": None}, "or a function"),
         (DelayedScaling, {"scaling_factor_compute_algo": "x"}, "a function or None"),
         (DelayedScaling, {"reduce_amax": 1}, "True or False"),
-        (DelayedScaling, {"fp8_format": Format.E5M2}, "no hardware multiplies E5M2 by E5M2"),
+        (DelayedScaling, {"fp8_format": Format.E5M2}, "no NVIDIA GPU multiplies E5M2 by E5M2"),
         (Float8RowwiseScaling, {"power_2_scale": 1}, "True or False"),
         (Float8RowwiseScaling, {"amax_epsilon": -1}, "a finite number"),
         (Float8RowwiseScaling, {"high_precision_wgrad": None}, "True or False"),

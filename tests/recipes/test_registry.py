@@ -26,7 +26,7 @@ from fp8graph.recipes import Recipe, registry, resolve_recipe
         ({}, "unknown recipe type None. Available: Float8CurrentScaling"),
         ({"type": ["Float8CurrentScaling"]}, r"unknown recipe type \['Float8CurrentScaling'\]"),
         ({"type": "Float8CurrentScaling", 1: 2, "typo": 1}, "has no field"),
-        ({"type": "Float8CurrentScaling", "fp8_format": "E5M2"}, "no hardware multiplies E5M2 by E5M2"),
+        ({"type": "Float8CurrentScaling", "fp8_format": "E5M2"}, "no NVIDIA GPU multiplies E5M2 by E5M2"),
         ({"type": "Nope"}, "unknown recipe type 'Nope'"),
         ({"type": "Float8CurrentScaling", "typo": 1}, "has no field 'typo'. Fields: amax_epsilon"),
     ],
