@@ -11,7 +11,7 @@ import torch
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["input", "weight", "grad_output"]
 Layout = Literal["rowwise", "columnwise"]
-Scaling = Literal["tensor", "delayed", "row", "block", "mxfp8", "nvfp4"]
+Scaling = Literal["tensor", "delayed", "row", "block", "block_e8m0", "mxfp8", "nvfp4"]
 GEMMS: Final[tuple[GemmName, ...]] = ("fprop", "dgrad", "wgrad")
 # a and b of each: fprop x @ w.T, dgrad dy @ w, wgrad dy.T @ x
 GEMM_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
@@ -59,14 +59,15 @@ class Quantizer:
 
     ``scaling`` says what shares one scale:
 
-    ========= ==================================================================================
-    tensor    the tensor, scale from its own amax
-    delayed   the tensor, scale from the amaxes of earlier steps
-    row       a row of the operand as the GEMM contracts it
-    block     a ``block`` of (rows, elements along the contraction dim)
-    mxfp8     a ``block``; the scale is a power of two in E8M0
-    nvfp4     a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
-    ========= ==================================================================================
+    ========== ==================================================================================
+    tensor     the tensor, scale from its own amax
+    delayed    the tensor, scale from the amaxes of earlier steps
+    row        a row of the operand as the GEMM contracts it
+    block      a ``block`` of (rows, elements along the contraction dim)
+    block_e8m0 a ``block``; the scale is a power of two in E8M0
+    mxfp8      a ``block`` that Blackwell multiplies; the scale is a power of two in E8M0
+    nvfp4      a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
+    ========== ==================================================================================
     """
 
     dtype: torch.dtype  # one of ``FP8_MAX``

@@ -100,6 +100,7 @@ class Float8RowwiseScaling(Recipe):
         )
 
 
+ScaleFormat = Literal["fp32", "ue8m0"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]
 
@@ -166,6 +167,8 @@ class Float8BlockScaling(Recipe):
         fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
         x_block, w_block, grad_block: the tiles of input, weight and grad_output, two whole numbers >= 1.
         power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
+        scale_format: "fp32", or "ue8m0" for powers of two in E8M0, ``amax / fp8_max`` rounded up: DeepSeek-V3.1's
+            ``scale_fmt``, DeepGEMM's ``use_ue8m0`` (whose epsilon is 1e-4).
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -178,6 +181,7 @@ class Float8BlockScaling(Recipe):
     grad_block: tuple[int, int] = (1, 128)
     power_2_scale: bool = True
     amax_epsilon: float = 0.0
+    scale_format: ScaleFormat = "fp32"
 
     name: ClassVar[str] = "blockwise"
 
@@ -186,6 +190,10 @@ class Float8BlockScaling(Recipe):
         self._check_scale_fields()
         if any(self.use_fast_accum):
             raise self._bad("use_fast_accum", "(False, False, False): block scaling accumulates in FP32 only")
+        if self.scale_format not in ("fp32", "ue8m0"):
+            raise self._bad("scale_format", '"fp32" or "ue8m0"')
+        if self.scale_format == "ue8m0" and not self.power_2_scale:
+            raise self._bad("power_2_scale", 'True with scale_format="ue8m0", whose scales are powers of two')
         for field in ("x_block", "w_block", "grad_block"):
             block: object = getattr(self, field)
             if isinstance(block, list):  # TOML and JSON have no tuples
@@ -198,7 +206,7 @@ class Float8BlockScaling(Recipe):
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(
             dtype=self.fp8_format.dtype(operand),
-            scaling="block",
+            scaling="block_e8m0" if self.scale_format == "ue8m0" else "block",
             block={"input": self.x_block, "weight": self.w_block, "grad_output": self.grad_block}[operand],
             power_2_scale=self.power_2_scale,
             amax_epsilon=float(self.amax_epsilon),

@@ -25,6 +25,8 @@ RECIPES: list[tuple[str, Recipe, Any]] = [
     ("128x128", Float8BlockScaling(), "weight"),
     ("1x128 E5M2", Float8BlockScaling(fp8_format="HYBRID"), "grad_output"),  # pyright: ignore[reportArgumentType]
     ("2x48 with an epsilon", Float8BlockScaling(x_block=(2, 48), amax_epsilon=0.5), "input"),
+    ("1x128 E8M0", Float8BlockScaling(scale_format="ue8m0"), "input"),
+    ("128x128 E8M0", Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4), "weight"),
     ("row", Float8RowwiseScaling(), "input"),
     ("row FP32 scales", Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0), "grad_output"),
     ("1x32 E8M0", MXFP8BlockScaling(), "weight"),
@@ -134,7 +136,7 @@ def test_dequantize_is_data_times_scale(recipe: Recipe, operand: Any) -> None:
     fp4 = quantizer.scaling == "nvfp4"
     finite, sign = oracle.finite_table(None if fp4 else quantizer.dtype), 8 if fp4 else 128
     values = np.where(codes & sign, -1.0, 1.0) * finite[codes & (sign - 1)]
-    scales = np.exp2(scale_inv - 127) if quantizer.scaling == "mxfp8" else scale_inv
+    scales = np.exp2(scale_inv - 127) if quantizer.scaling in ("mxfp8", "block_e8m0") else scale_inv
     rows, columns = (1, 150) if quantizer.scaling == "row" else quantizer.block
     exact = values * np.repeat(np.repeat(scales, rows, 0), columns, 1)[:70, :150]
     exact = (exact.astype(np.float32) * np.float32(global_scale_inv)) if fp4 else exact.astype(np.float32)

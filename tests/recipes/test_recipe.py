@@ -99,6 +99,7 @@ def test_positional_arguments_are_refused() -> None:
         *(resolve_recipe(name) for name in recipes.RECIPE_NAMES),
         Float8CurrentScaling(fp8_format=Format.E4M3, power_2_scale=True, amax_epsilon=1e-6),
         Float8BlockScaling(x_block=(2, 64), w_block=(32, 32)),
+        Float8BlockScaling(scale_format="ue8m0"),
         DelayedScaling(margin=2, amax_history_len=1, amax_compute_algo="most_recent", reduce_amax=False),
     ],
 )
@@ -145,6 +146,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "grad_block": (1, 128),
         "power_2_scale": True,
         "amax_epsilon": 0.0,
+        "scale_format": "fp32",
     }
     assert dataclasses.asdict(MXFP8BlockScaling()) == split | {"fp8_format": Format.E4M3}
     assert dataclasses.asdict(NVFP4BlockScaling()) == split | {"fp8_format": Format.E4M3, "square_weight_blocks": True}
@@ -176,6 +178,8 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (Float8BlockScaling, {"w_block": (128, 128, 1)}, "two whole numbers"),
         (Float8BlockScaling, {"grad_block": (1.0, 128)}, "grad_block.*two whole numbers"),
         (Float8BlockScaling, {"grad_block": (1, -128)}, "two whole numbers"),
+        (Float8BlockScaling, {"scale_format": "e8m0"}, 'scale_format must be "fp32" or "ue8m0"'),
+        (Float8BlockScaling, {"scale_format": "ue8m0", "power_2_scale": False}, "power_2_scale must be True with"),
         (Float8BlockScaling, {"use_fast_accum": (True, False, False)}, "block scaling accumulates in FP32 only"),
         (MXFP8BlockScaling, {"fp8_format": "E2M1"}, "one of E4M3, HYBRID"),
         (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "Format.E4M3: the type of the block scales"),

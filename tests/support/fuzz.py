@@ -41,6 +41,7 @@ RECIPES: Final[dict[str, Recipe | None]] = {
     "delayed_recent": DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent", margin=1),
     "blockwise": Float8BlockScaling(),
     "blockwise_small": Float8BlockScaling(x_block=(1, 8), w_block=(4, 16), grad_block=(2, 8), power_2_scale=False),
+    "blockwise_e8m0": Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
     "nvfp4_rows": NVFP4BlockScaling(square_weight_blocks=False),

@@ -328,7 +328,7 @@ def _decoded(x: Tensor, quantizer: Any, factor: float) -> Tensor:
     codes, stored, global_scale_inv = oracle.quantize_tiles(x, quantizer)
     rows, columns = codes.shape[-2:]
     tile = (1, columns) if quantizer.scaling == "row" else quantizer.block
-    inverse = np.exp2(stored - 127) if quantizer.scaling == "mxfp8" else stored
+    inverse = np.exp2(stored - 127) if quantizer.scaling in ("mxfp8", "block_e8m0") else stored
     inverse = np.repeat(np.repeat(inverse, tile[0], -2), tile[1], -1)[..., :rows, :columns]
     fp4 = quantizer.scaling == "nvfp4"
     return torch.from_numpy(_values(codes, None if fp4 else quantizer.dtype) * inverse * global_scale_inv)

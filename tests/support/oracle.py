@@ -142,7 +142,11 @@ def quantize(
 
 def e8m0(amax: float, dtype: torch.dtype) -> int:
     """The E8M0 exponent of ``amax * (1 / fp8_max)`` rounded up: logarithms where the product moves bits."""
-    x = float(np.float32(amax) * np.float32(1.0 / fp8_max(dtype)))
+    return e8m0_above(float(np.float32(amax) * np.float32(1.0 / fp8_max(dtype))))
+
+
+def e8m0_above(x: float) -> int:
+    """The E8M0 exponent of ``x`` rounded up."""
     if math.isnan(x):
         return 255
     if math.isinf(x):
@@ -176,6 +180,9 @@ def quantize_tiles(x: Tensor, quantizer: Any, *, columnwise: bool = False) -> tu
         amax = float(np.abs(tile).max())
         if quantizer.scaling == "mxfp8":
             stored = float(e8m0(amax, quantizer.dtype))
+            factor = math.nan if stored == 255 else math.ldexp(1.0, 127 - int(stored))
+        elif quantizer.scaling == "block_e8m0":
+            stored = float(e8m0_above(round_to_float32(max(amax, quantizer.amax_epsilon) / fp8_max(quantizer.dtype))))
             factor = math.nan if stored == 255 else math.ldexp(1.0, 127 - int(stored))
         elif fp4:
             product = np.float32(amax) * np.float32(round_to_float32(global_scale / 6.0))
