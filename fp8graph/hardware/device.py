@@ -139,12 +139,13 @@ class Hardware:
             scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
             global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
         """
-        gemm = SCALINGS[scaling].gemm
+        kind = SCALINGS[scaling]
+        gemm = kind.gemm
         if not cls.has_kernel(gemm):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
             return matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
-        data_a, scales_a = cls.operand(a, scale_inv_a, gemm, block_a)
-        data_b, scales_b = cls.operand(b, scale_inv_b, gemm, block_b)
+        data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
+        data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
         if scales_a.ndim != scales_b.ndim:  # [] of an own amax and [1] of a table: Inductor's templates want one shape
             scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)

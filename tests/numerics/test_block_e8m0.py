@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fp8graph
 from fp8graph import Float8BlockScaling, Policy, numerics
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import resolve_recipe
@@ -32,9 +33,7 @@ def deepgemm(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_and_scales_are_those_of_deepgemm(operand: Any, tile: tuple[int, int], dtype: torch.dtype) -> None:
     x = (torch.randn(256, 512) * torch.logspace(-9, 4, 256).unsqueeze(1)).to(dtype)
-    x[:4] = (
-        torch.tensor([448.0, 449.0, 0.0, 1e-6]).to(dtype).unsqueeze(1)
-    )  # a power of two, above it, 0, little
+    x[:4] = torch.tensor([448.0, 449.0, 0.0, 1e-6]).to(dtype).unsqueeze(1)  # a power of two, above it, 0, little
     data, scale_inv = deepgemm(x, tile)
     q = numerics.quantize(x, RECIPE, operand, "rowwise")
     assert torch.equal(q.data.view(torch.uint8), data.view(torch.uint8))
@@ -65,6 +64,20 @@ def test_a_linear_trains() -> None:
     for name, got, expected in zip(("fprop", "dgrad", "wgrad"), results, exact, strict=False):
         assert numerics.sqnr_db(expected, got) > 26.0, name
     assert {gemm.recipe for gemm in backend.report.gemms} == {"blockwise"}
+
+
+def test_hopper_multiplies_it_and_blackwell_does_not() -> None:
+    """On Hopper the bytes become FP32 scales in front of the GEMM."""
+    linear = nn.Linear(512, 256, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(128, 512, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    policy = Policy(default=RECIPE, min_speedup=0)
+    hopper, blackwell = (fp8graph.explain(linear, x, policy=policy, target=name) for name in ("sm_90", "sm_100"))
+    assert {gemm.execution for gemm in hopper.gemms} == {"native"}
+    assert "e4m3[512, 512], uint8[2, 4], uint8[4, 4])" in hopper.graphs[0].stages["share"]
+    assert any("_scaled_mm" in kernel.name for kernel in hopper.kernels)
+    assert {gemm.reason for gemm in blackwell.gemms} == {
+        "default; emulated: sm_100 has no FP8 GEMM with one scale per tile"
+    }
 
 
 def test_a_policy_file_can_ask_for_it() -> None:

@@ -141,7 +141,11 @@ class Scaling(ABC):
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
         """``data * scale_inv`` in FP32: what quantized numbers stand for."""
 
-    # Operands of grouped GEMMs.
+    # Operands of GEMMs.
+
+    def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
+        """The scales as the GEMM of ``gemm`` takes them."""
+        return scale_inv
 
     def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
         """The scales of one group or matrix; ``index``: where it is along the first dim of the data."""

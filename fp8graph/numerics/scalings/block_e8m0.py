@@ -17,8 +17,7 @@ from fp8graph.recipes import FP8_MAX
 
 
 class BlockE8M0(Block):
-    name = gemm = "block_e8m0"
-    gemm_title = "FP8 GEMM with one E8M0 scale per tile"
+    name = "block_e8m0"  # ``gemm`` is that of FP32 scales
     scale_dtype = torch.uint8
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
@@ -30,3 +29,6 @@ class BlockE8M0(Block):
 
     def scale_values(self, scale_inv: Tensor) -> Tensor:
         return exp2_biased(scale_inv.to(torch.int32))
+
+    def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
+        return self.scale_values(scale_inv)
