@@ -33,7 +33,7 @@ from fp8graph.recipes import (
 from fp8graph.recipes.autocast import autocast
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT, Rule
-from fp8graph.records import CollectiveRecord, GemmRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
 from fp8graph.version import __version__
@@ -59,6 +59,7 @@ __all__ = [
     "PolicyError",
     "QuantizedTensor",
     "Recipe",
+    "RefusalRecord",
     "Report",
     "Rule",
     "StateError",

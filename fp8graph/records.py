@@ -1,4 +1,4 @@
-"""What a report is made of: one record per GEMM and per collective. Plain data."""
+"""What a report is made of: one record per GEMM, per collective and per refusal. Plain data."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ class CollectiveRecord:
     ranks: int
     bytes_sent: int  # by each rank, see ``ir/collectives.py``; with the traced sizes where they are dynamic
     reason: str  # why it travels so; "" where fp8graph changed nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusalRecord:
+    """What a pass could have done for one layer and did not, and why."""
+
+    what: str  # "one GEMM", "kept weight", "FP8 activation" or "quantized again"
+    fqn: str
+    index: int  # among the sites of one module
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)

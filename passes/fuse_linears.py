@@ -18,101 +18,59 @@ are no multiples of tiles; weights and gradients with further uses; gradients of
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import fx
 
-from fp8graph.analysis.siblings import can_be_slices, kin, size_in_group
+from fp8graph.analysis.linears import Linear, key_of, linears_of, why_apart
+from fp8graph.analysis.siblings import can_be_slices, kin
 from fp8graph.analysis.sums import are_summed, take_out_of_sum
 from fp8graph.compat.inductor import stable_topological_sort
-from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value, update_views
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, nodes, value
+from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
 _NAME = "fuse_linears"
-# the sides of each GEMM whose operand belongs to the linear alone; the others are x
-_OWN: dict[GemmName, tuple[int, ...]] = {"fprop": (1,), "dgrad": (0, 1), "wgrad": (0,)}
+_FORWARD_APART = "in forward: slices of one result would be copied, or would keep all of it for backward"
 _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Linear:
-    """A site whose GEMMs may be grouped: its scaled_mm nodes."""
-
-    site: Site
-    gemms: dict[GemmName, fx.Node]
-    size: int  # N
-
-    def quantized(self) -> dict[tuple[GemmName, int], fx.Node]:
-        """The quantize nodes of the weight and of the gradient, by where they are used."""
-        return {
-            (gemm, side): cast(fx.Node, cast(fx.Node, node.args[side]).args[0])
-            for gemm, node in self.gemms.items()
-            for side in _OWN[gemm]
-        }
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
     if not compilation.settings.fuse_linears:
         return
-    found: dict[Any, list[_Linear]] = {}
-    for linear in _linears(graph, compilation):
-        found.setdefault(_key(linear), []).append(linear)
+    found: dict[Any, list[Linear]] = {}
+    siblings: dict[Any, list[Linear]] = {}
+    for linear in linears_of(graph, compilation):
+        siblings.setdefault((kin(linear.site)[0], linear.x), []).append(linear)
+        if not linear.refusal:
+            found.setdefault(tuple(key_of(linear).values()), []).append(linear)
     joined = [linears for linears in found.values() if len(linears) > 1 and are_summed(_dgrads(linears))]
+    for linears in siblings.values():
+        for linear in linears:
+            if len(linears) > 1 and not any(linear in several for several in joined):
+                compilation.refuse("one GEMM", linear.site, linear.refusal or why_apart(linear, linears))
     for linears in joined:
-        for gemm in _group(graph, linears):
-            for linear in linears:
-                others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
+        multiplied = list(_group(graph, linears))
+        for linear in linears:
+            others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
+            for gemm in multiplied:
                 compilation.fused[linear.site.fqn, linear.site.index, gemm] = others
+            if "fprop" not in multiplied:
+                compilation.refuse("one GEMM", linear.site, _FORWARD_APART)
     if joined:
         stable_topological_sort(graph)  # what is joined is needed where the first linear runs
         graph.eliminate_dead_code()
 
 
-def _dgrads(linears: Sequence[_Linear]) -> list[fx.Node]:
+def _dgrads(linears: Sequence[Linear]) -> list[fx.Node]:
     return [linear.gemms["dgrad"] for linear in linears if "dgrad" in linear.gemms]
 
 
-def _linears(graph: fx.Graph, compilation: Compilation) -> Iterator[_Linear]:
-    multiplied: dict[int, dict[GemmName, fx.Node]] = {}
-    for node in nodes(graph, (ops.scaled_mm,)):
-        site, gemm = node.meta[GEMM_KEY]
-        multiplied.setdefault(site, {})[gemm] = node
-    for position, gemms in multiplied.items():
-        site = compilation.sites[position]
-        own = _Linear(site=site, gemms=gemms, size=0).quantized().values()
-        here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
-        if not here or "fprop" not in gemms:
-            continue
-        size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
-        users = {user for q in own for output in q.users for user in output.users}
-        if size is not None and users <= set(gemms.values()):
-            yield _Linear(site=site, gemms=gemms, size=size)
-
-
-def _key(linear: _Linear) -> Any:
-    """Equal for linears that can be one: module, input, and how every operand is quantized and multiplied."""
-    settings: list[Any] = []
-    for (gemm, side), q in linear.quantized().items():
-        recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
-        asked = QuantizeNode(q).asked
-        settings.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
-    for gemm, node in linear.gemms.items():
-        shared = [node.args[side] for side in (0, 1, 2, 3) if side % 2 not in _OWN[gemm]]
-        scalings = {name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}
-        settings.append((gemm, *shared, node.args[4] is None, *map(str, (*node.args[5:], scalings))))
-    return *kin(linear.site), *settings
-
-
-def _group(graph: fx.Graph, linears: Sequence[_Linear]) -> Iterator[GemmName]:
+def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
     """The first linear's nodes become those of the group. Yields the GEMMs that are one now."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():

@@ -21,12 +21,13 @@ from operator import getitem
 import torch
 from torch import fx
 
+from fp8graph.analysis.refusals import site_of, why_not_cached
 from fp8graph.compat import aot
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
-from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
+from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.ir.sources import graph_inputs
@@ -51,6 +52,9 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         if body is not None:
             found[node] = _extract(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
+        elif node.meta.get(OPERAND_KEY) == "weight" and (reason := why_not_cached(node, compilation)):
+            if (site := site_of(node, compilation)) is not None:
+                compilation.refuse("kept weight", site, reason)
     compilation.weights = tuple(found.values())
     if not found:
         return

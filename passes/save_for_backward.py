@@ -34,42 +34,62 @@ from operator import getitem
 import torch
 from torch import fx
 
+from fp8graph.analysis.activations import activation_functions
+from fp8graph.analysis.refusals import site_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.keys import CACHED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _NAME = "save_for_backward"
 _BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
-_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
 def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
-    functions = _activation_functions(gemms)
+    found = activation_functions(gemms)
+    functions = [function for function, refusal in found if not refusal]
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
-        if not is_backward(node) and not {"recompute", CACHED_KEY} & {*node.meta} and "offs" not in node.kwargs:
+        if not is_backward(node):
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.asked.x in free
             sharded = compilation.gathered and node.meta[OPERAND_KEY] == "weight"
             if compilation.settings.save == "memory" or by_row or sharded:
-                _quantize_again(graph, node)
+                refusal = _check(quantized)
+                if refusal is None:
+                    _quantize_again(graph, node)
+                elif refusal and (site := site_of(node, compilation)) is not None:
+                    compilation.refuse("quantized again", site, refusal)
     if compilation.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
+        for function, refusal in found:
+            for node in function if refusal else ():
+                if GEMM_KEY in node.meta and node in gemms and any(map(is_backward, readers(node))):
+                    compilation.refuse("FP8 activation", compilation.sites[node.meta[GEMM_KEY][0]], refusal)
     graph.eliminate_dead_code()
 
 
+def _check(quantized: QuantizeNode) -> str | None:
+    """Why the columnwise copy is kept for backward, "" where there is none to keep; None if it can be made again."""
+    node, copy = quantized.node, quantized.outputs.get("columnwise")
+    if CACHED_KEY in node.meta or copy is None or not quantized.asked.rowwise or not any(map(is_backward, copy.users)):
+        return ""
+    if "recompute" in node.meta:
+        return "torch.utils.checkpoint runs its forward again anyway"
+    if "offs" in node.kwargs:
+        return "the operands of grouped GEMMs are kept as they are"
+    return None if all(map(is_backward, copy.users)) else "forward reads the columnwise copy, too"
+
+
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
-    """Let backward make the columnwise copy itself, if only backward reads it."""
+    """Let backward make the columnwise copy itself."""
     quantized = QuantizeNode(node)
     asked, outputs = quantized.asked, quantized.outputs
-    copy = outputs.get("columnwise")
-    if not asked.rowwise or copy is None or not copy.users or not all(map(is_backward, copy.users)):
-        return
+    copy = outputs["columnwise"]
     with graph.inserting_before(node):
         rows_only = dataclasses.replace(asked, columnwise=[], keep_scales=quantized.kind.own_scale)
         forward = _insert(graph, rows_only, node, like=node)
@@ -135,42 +155,6 @@ def _keep_in_fp8(
 
 def _replaced(replacements: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return replacements.get(node, node)
-
-
-def _activation_functions(gemms: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Elementwise functions of GEMM results whose values go into quantize nodes only: their nodes, inputs first."""
-    found: list[list[fx.Node]] = []
-    taken: set[fx.Node] = set()
-    for gemm in gemms:
-        if gemm in taken:
-            continue
-        function, pending = {gemm}, [gemm]
-        closed = True
-        while pending:
-            node = pending.pop()
-            for other in (*(u for u in node.users if not is_backward(u)), *_operands(node, gemms)):
-                if other.target is ops.quantize or other in function:
-                    continue
-                if other.op != "call_function" or not (_elementwise(other) or other in gemms):
-                    closed = False
-                    continue
-                function.add(other)
-                pending.append(other)
-        taken |= function
-        if closed and len(function) > 1 and not any("recompute" in node.meta for node in function):
-            found.append([node for node in gemm.graph.nodes if node in function])
-    return found
-
-
-def _operands(node: fx.Node, gemms: Sequence[fx.Node]) -> list[fx.Node]:
-    """What an elementwise node reads; a GEMM's operands are not part of the function."""
-    return [] if node in gemms else node.all_input_nodes
-
-
-def _elementwise(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    convert = node.target is torch.ops.prims.convert_element_type.default
-    return torch.Tag.pointwise in tags or convert or node.target in _VIEWS
 
 
 def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> QuantizeNode:

@@ -62,7 +62,7 @@ def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation)
         if view.operand != "input" and (recipe := recipes[name]) is not None
     ]
     native = all(compilation.plan[gemm.node].execution == "native" for gemm in planned.values())
-    if "fprop" not in planned or not native or size_in_group(site, own) is None:
+    if "fprop" not in planned or not native or isinstance(size_in_group(site, own), str):
         return None
     fprop = planned["fprop"]
     dtypes = value(fprop.b.tensor).dtype, value(fprop.node).dtype

@@ -22,20 +22,30 @@ def kin(site: Site) -> tuple[Any, ...]:
     return site.fqn.rpartition(".")[0], site.region, *same_run
 
 
-def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | None:
-    """N of a linear that may be one of several; None for a product of activations, a weight on the left (``w @ x``),
-    and an N that is dynamic or no multiple of 16 and of the ``blocks`` (scale tiles of its weight and gradient)."""
+def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | str:
+    """N of a linear that may be one of several, or why it may not: a product of activations, a weight on the left
+    (``w @ x``), and an N that is dynamic or no multiple of 16 and of the ``blocks`` (scale tiles of its weight and
+    gradient)."""
     fprop = site.gemms[0]
-    if site.op != "linear" or fprop.gemm != "fprop" or fprop.a.operand != "input":
-        return None
+    if site.op != "linear" or fprop.gemm != "fprop":
+        return "it multiplies no weight"
+    if fprop.a.operand != "input":
+        return "its weight is on the left: write x @ w.T in place of w @ x"
     weight = value(fprop.b.tensor)
     size = static_size(weight.shape[-1 if fprop.b.flipped else -2])
-    return size if size is not None and fits_in_group(size, blocks) else None
+    if size is None:
+        return "its output size is dynamic"
+    multiple = _multiple(blocks)
+    return size if size % multiple == 0 else f"its output size {size} is not a multiple of {multiple}: pad it"
 
 
 def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
     """Whether a weight of ``size`` rows can lie between others: whole scale tiles, and 16-byte aligned."""
-    return size % max(16, *(max(block or (1,)) for block in blocks)) == 0
+    return size % _multiple(blocks) == 0
+
+
+def _multiple(blocks: Iterable[Sequence[int]]) -> int:
+    return max(16, *(max(block or (1,)) for block in blocks))
 
 
 def can_be_slices(fprops: Sequence[fx.Node]) -> bool:

@@ -144,6 +144,7 @@ class Compiler:
                 inputs=joint.inputs,
                 gemms=joint.records or (),
                 collectives=joint.collectives,
+                refusals=joint.refusals,
                 before=joint.before,
                 after=list(joint.stages.values())[-1],
                 stages=joint.stages,

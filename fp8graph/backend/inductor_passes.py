@@ -21,7 +21,7 @@ from fp8graph.ir.compilation import Compilation, Findings
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
-from fp8graph.records import CollectiveRecord, GemmRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report.build import gemm_records, with_groups
 from fp8graph.report.collectives import collective_records
 
@@ -130,6 +130,7 @@ class JointPass(_Pass):
         self.inputs: tuple[str, ...] = ()
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
         self.collectives: tuple[CollectiveRecord, ...] = ()
+        self.refusals: tuple[RefusalRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
         self.training = False
         self.findings = Findings()
@@ -162,6 +163,8 @@ class JointPass(_Pass):
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
         self.records = (*earlier, *with_groups(records, compilation))
         self.collectives = (*self.collectives, *collective_records(graph))
+        self.refusals = (*self.refusals, *compilation.refusals)
+        compilation.refusals = []
         self.findings = self.findings.and_those_of(compilation)
         compilation.forget_nodes()  # they would keep the graph alive
         if compilation.spares.wanted > len(compilation.spares.indices):

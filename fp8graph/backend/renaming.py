@@ -17,7 +17,7 @@ from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
 from fp8graph.recipes.rules import Resolution
-from fp8graph.records import GemmRecord
+from fp8graph.records import GemmRecord, RefusalRecord
 from fp8graph.report import GraphView
 
 _Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old name: new site, old and new resolution
@@ -64,7 +64,11 @@ class Decided:
             weights=weights,
             pages=tuple(_page(page, renamed) for page in self.findings.pages),
         )
-        view = dataclasses.replace(self.view, gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms))
+        view = dataclasses.replace(
+            self.view,
+            gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms),
+            refusals=tuple(_refusal(refusal, renamed) for refusal in self.view.refusals),
+        )
         return Decided(findings=findings, resolutions=resolutions, view=view)
 
 
@@ -86,3 +90,8 @@ def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:
     site, old, new = renamed[gemm.fqn, gemm.index]
     reason = gemm.reason.replace(old.source, new.source)  # another rule may ask for the same
     return dataclasses.replace(gemm, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
+
+
+def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:
+    site, *_ = renamed[refusal.fqn, refusal.index]
+    return dataclasses.replace(refusal, fqn=site.fqn, index=site.index)

@@ -17,6 +17,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Decision, Site
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
+from fp8graph.records import RefusalRecord
 
 
 @dataclass(kw_only=True)
@@ -38,12 +39,19 @@ class Compilation:
     fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
+    refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])
     sites: list[Site] = field(default_factory=list[Site])
     plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """What ``node`` is decided for: the target, or the device of its result."""
         return self.settings.hardware or of_device(value(node).device)
+
+    def refuse(self, what: str, site: Site, reason: str) -> None:
+        """Say in the report why a pass leaves ``site`` as it is; see :class:`RefusalRecord`."""
+        record = RefusalRecord(what=what, fqn=site.fqn, index=site.index, reason=reason)
+        if record not in self.refusals:
+            self.refusals.append(record)
 
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""

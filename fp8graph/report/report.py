@@ -15,8 +15,8 @@ from torch import fx
 from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import CollectiveRecord, GemmRecord
-from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, size_text, summary
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, refusal_rows, size_text, summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,7 @@ class GraphView:
     inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
     gemms: tuple[GemmRecord, ...]
     collectives: tuple[CollectiveRecord, ...]
+    refusals: tuple[RefusalRecord, ...]  # what passes left as it was
     before: str
     after: str
     stages: dict[str, str]
@@ -45,7 +46,7 @@ class GraphView:
         """The view as plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
-        records = {"gemms": self.gemms, "collectives": self.collectives}
+        records = {"gemms": self.gemms, "collectives": self.collectives, "refusals": self.refusals}
         return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
 
     @staticmethod
@@ -53,7 +54,9 @@ class GraphView:
         """The inverse of :meth:`to_dict`."""
         gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
         sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
+        refused = (RefusalRecord(**r) for r in values["refusals"])
         fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
+        fields["refusals"] = tuple(refused)
         fields["inputs"] = tuple(values["inputs"])
         return GraphView(**fields)
 
@@ -83,6 +86,11 @@ class Report:
     def collectives(self) -> list[CollectiveRecord]:
         """All collectives of all graphs, and what each rank sends. Those of DDP and FSDP2 are outside the graphs."""
         return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
+
+    @property
+    def refusals(self) -> list[RefusalRecord]:
+        """Why linears were not joined, weights not kept, activations not saved in FP8."""
+        return [refusal for graph in self.graphs for refusal in graph.refusals]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
@@ -150,6 +158,8 @@ class Report:
         tables = _html_table(rows, kinds)
         if self.collectives:
             tables += "<h2>Collectives</h2>" + _html_table(collective_rows(self.collectives))
+        if self.refusals:
+            tables += "<h2>Left as it was</h2>" + _html_table(refusal_rows(self.refusals))
         texts = [
             f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
             f"<pre>{html.escape(text)}</pre></details>"
@@ -175,7 +185,8 @@ class Report:
     def __str__(self) -> str:
         table = aligned(gemm_rows(self.gemms), ruled=True)
         sent = aligned(collective_rows(self.collectives), ruled=True) if self.collectives else []
-        return "\n".join([self.summary(), *table, *self._notes(), *sent])
+        refused = aligned(refusal_rows(self.refusals), ruled=True) if self.refusals else []
+        return "\n".join([self.summary(), *table, *self._notes(), *sent, *refused])
 
     def _notes(self) -> list[str]:
         lines: list[str] = []

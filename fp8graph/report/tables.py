@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from fp8graph.records import CollectiveRecord, GemmRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
@@ -58,6 +58,19 @@ def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, 
         groups[key] = groups.get(key, 0) + 1
     header = ("collective", "count", "direction", "tensor", "of each rank", "ranks", "bytes sent", "reason")
     return [header, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+
+
+def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
+    """One row per reason, with the sites that it holds for."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for refusal in refusals:
+        groups.setdefault((refusal.what, refusal.reason), []).append(_any_layer(refusal.fqn) or "(root)")
+    rows: list[tuple[str, ...]] = [("not done", "sites", "count", "reason")]
+    for (what, reason), names in groups.items():
+        sites = list(dict.fromkeys(names))
+        some = ", ".join(sites[:4]) + (", ..." if len(sites) > 4 else "")
+        rows.append((what, some, str(len(names)), reason))
+    return rows
 
 
 def _any_layer(name: str) -> str:

@@ -1,0 +1,111 @@
+"""Quantized linears: which of them can be multiplied as one, and why others cannot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+from torch import fx
+
+from fp8graph.analysis.same_value import value_key
+from fp8graph.analysis.siblings import kin, size_in_group
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.keys import GEMM_KEY, ROWS_KEY
+from fp8graph.ir.nodes import nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import Site
+from fp8graph.recipes import GemmName
+
+# the sides of each GEMM whose operand belongs to the linear alone; the others are x
+_OWN: Final[dict[GemmName, tuple[int, ...]]] = {"fprop": (1,), "dgrad": (0, 1), "wgrad": (0,)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Linear:
+    """A site whose GEMMs may be grouped: its scaled_mm nodes."""
+
+    site: Site
+    gemms: dict[GemmName, fx.Node]
+    size: int  # N
+    refusal: str = ""  # why it is multiplied apart, whatever is beside it
+
+    @property
+    def x(self) -> Any:
+        """What is quantized for fprop; linears of other recipes quantize it another way."""
+        side = 0 if self.site.gemms[0].a.operand == "input" else 1
+        source = cast(fx.Node, cast(fx.Node, self.gemms["fprop"].args[side]).args[0])
+        return value_key(QuantizeNode(source).asked.x) if source.target is ops.quantize else source
+
+    def quantized(self) -> dict[tuple[GemmName, int], fx.Node]:
+        """The quantize nodes of the weight and of the gradient, by where they are used."""
+        return {
+            (gemm, side): cast(fx.Node, cast(fx.Node, node.args[side]).args[0])
+            for gemm, node in self.gemms.items()
+            for side in _OWN[gemm]
+        }
+
+
+def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
+    multiplied: dict[int, dict[GemmName, fx.Node]] = {}
+    for node in nodes(graph, (ops.scaled_mm,)):
+        site, gemm = node.meta[GEMM_KEY]
+        multiplied.setdefault(site, {})[gemm] = node
+    for position, gemms in multiplied.items():
+        site = compilation.sites[position]
+        own = Linear(site=site, gemms=gemms, size=0).quantized().values()
+        here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
+        if "fprop" not in gemms or site.op != "linear":
+            continue
+        if not here:
+            yield Linear(site=site, gemms=gemms, size=0, refusal="its weight or gradient is gathered in FP8")
+            continue
+        size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
+        users = {user for q in own for output in q.users for user in output.users}
+        if isinstance(size, str):
+            yield Linear(site=site, gemms=gemms, size=0, refusal=size)
+        elif users <= set(gemms.values()):
+            yield Linear(site=site, gemms=gemms, size=size)
+        else:
+            refusal = "another matmul reads its quantized weight or gradient, too (tied weights?)"
+            yield Linear(site=site, gemms=gemms, size=size, refusal=refusal)
+
+
+def key_of(linear: Linear) -> dict[str, Any]:
+    """Equal for linears that can be one: module, input, and how every operand is quantized and multiplied."""
+    quantized: list[Any] = []
+    for (gemm, side), q in linear.quantized().items():
+        recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
+        asked = QuantizeNode(q).asked
+        quantized.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
+    shared = [node.args[side] for gemm, node in linear.gemms.items() for side in range(4) if side % 2 not in _OWN[gemm]]
+    settings = [
+        (*map(str, node.args[5:]), str({name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}))
+        for node in linear.gemms.values()
+    ]
+    module, region, *when = kin(linear.site)
+    return {
+        "its module": module,
+        "autocast region": region,
+        "where it runs (torch.no_grad, checkpoint)": tuple(when),
+        "which GEMMs run in FP8, or at all (a frozen weight has no wgrad)": frozenset(linear.gemms),
+        "having a bias": linear.gemms["fprop"].args[4] is None,
+        "the order in which backward runs its GEMMs": tuple(linear.gemms),
+        "recipe, dtype or layouts": (*quantized, *settings),
+        "how its input is quantized": tuple(shared),
+    }
+
+
+def why_apart(linear: Linear, siblings: Sequence[Linear]) -> str:
+    """Why a linear is not joined with the others that read its input."""
+    own = key_of(linear)
+    for other in siblings:
+        if other is not linear and not other.refusal:
+            different = [what for what, values in key_of(other).items() if values != own[what]]
+            name = other.site.fqn.rpartition(".")[2]
+            if not different:
+                return f"backward does more with the gradients that it and {name} give their input than add them up"
+            return f"it differs from {name} in {different[0]}"
+    return "the others that read its input cannot be joined with it"

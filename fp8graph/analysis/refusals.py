@@ -1,0 +1,69 @@
+"""Why a weight is quantized in the graph, and not once per update outside of it: for the report."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8graph.ir import collectives, ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.keys import GEMM_KEY
+from fp8graph.ir.nodes import SITES, static_size, value
+from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import Site
+from fp8graph.ir.sources import graph_inputs, split_source
+
+_GEMMS = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
+_SHARDED = "a copy of all of it would take the memory that sharding saves"
+
+
+def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
+    """The site that reads a quantize node; None if its GEMM is emulated."""
+    for output in quantized.users:
+        for reader in output.users:
+            if GEMM_KEY in reader.meta:
+                return compilation.sites[reader.meta[GEMM_KEY][0]]
+    return None
+
+
+def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
+    """Why the copy of a weight is not kept; "" for what is no weight: not computed from a parameter, or by a GEMM.
+
+    Of weights that could be kept nothing is asked.
+    """
+    asked = QuantizeNode(quantized).asked
+    inputs = dict(graph_inputs(quantized.graph))
+    pending, seen, reasons, is_weight = [asked.x, *(asked.more or ())], set[fx.Node](), list[str](), False
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            index = inputs.get(node)
+            is_weight |= index in compilation.parameters and value(node).ndim > 1
+            reasons.append(_why_not_input(node, index, compilation))
+        elif node.target in _GEMMS:
+            return ""
+        else:
+            if node.target is collectives.ALL_GATHER:
+                reasons.append(f"it is gathered from several ranks in the graph: {_SHARDED}")
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                reasons.append("it is computed with random numbers, others in each call")
+            pending.extend(node.all_input_nodes)
+    if any(static_size(size) is None for size in value(asked.x).shape):
+        reasons.insert(0, "its size is dynamic: compile with dynamic=False, or mark that size static")
+    return next(filter(None, reasons), "") if is_weight else ""
+
+
+def _why_not_input(node: fx.Node, index: int | None, compilation: Compilation) -> str:
+    if index in compilation.gathered:
+        return f"FSDP2 gathers it for each use: {_SHARDED}"
+    if index in compilation.parameters:
+        return ""
+    known = index is not None and index < len(compilation.sources)
+    name = split_source(compilation.sources[index])[1] if known and index is not None else node.name
+    return (
+        f"it is computed from {name or node.name!r}, too, which is no parameter and may change with each call: make it "
+        "one (requires_grad=False) if it does not"
+    )
