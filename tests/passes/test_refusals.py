@@ -1,4 +1,4 @@
-"""What passes leave as it was, and why: one reason in the report for each thing that fuse_linears, hoist_weights and save_for_backward refuse."""
+"""What passes leave as it was, and why: each refusal to fuse, hoist or save has a reason in the report."""
 
 from __future__ import annotations
 
@@ -86,6 +86,13 @@ class Multiplied(Two):
         return torch.cat([self.gate(x), self.up(Third.apply(x))], dim=-1)
 
 
+class NoGrad(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        with torch.no_grad():
+            return torch.cat([gate, self.up(x)], dim=-1)
+
+
 class Third(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -115,6 +122,12 @@ APART = [
     pytest.param(Left(), ALL, "its weight is on the left: write x @ w.T in place of w @ x", id="weight on the left"),
     pytest.param(
         Tied(), ALL, "another matmul reads its quantized weight or gradient, too (tied weights?)", id="tied weights"
+    ),
+    pytest.param(
+        NoGrad(),
+        ALL,
+        "it differs from gate in where it runs (torch.no_grad, checkpoint)",
+        id="no_grad",
     ),
     pytest.param(
         Multiplied(),
