@@ -1,4 +1,4 @@
-"""What passes leave as it was, and why: each refusal to fuse, hoist or save has a reason in the report."""
+"""The text of every reason why fuse_linears, hoist_weights and save_for_backward refuse."""
 
 from __future__ import annotations
 
