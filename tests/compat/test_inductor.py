@@ -14,6 +14,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codegen.cpp import CppScheduling
 
 import fp8graph
+from fp8graph import hardware
 from fp8graph.compat import inductor
 from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
@@ -33,6 +34,16 @@ def test_plain_inductor_transposes_two_bf16_tensors_right_with_256_bit_vectors()
 
     narrow = torch.compile(transposes, options=inductor.cpu_codegen_patches([x]))(x, w)
     assert all(torch.equal(a, b) for a, b in zip(narrow, transposes(x, w), strict=True))
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_a_graph_for_a_gpu_that_runs_on_a_cpu_is_generated_right(target: str) -> None:
+    """It gets the options of both: those of the GPU it is decided for, and those that keep C++ right."""
+    x, device = torch.ones(1), hardware.from_target(target)
+    patches = inductor.codegen_patches(device, [x])
+    assert patches.items() >= inductor.cpu_codegen_patches([x]).items()
+    assert patches.items() >= inductor.gpu_codegen_patches().items()
+    assert inductor.codegen_patches(None, [x]) == inductor.cpu_codegen_patches([x])
 
 
 @pytest.mark.slow
