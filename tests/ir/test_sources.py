@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from fp8graph.ir.nodes import module_path
 from fp8graph.ir.sources import split_source
 
 
@@ -21,7 +18,3 @@ def test_module_paths_of_all_kinds() -> None:
     assert split_source("L['kwargs']['model'].b.0") == ("kwargs.model", "b.0")
     assert split_source("L['models'][1]['left'].b") == ("models.1.left", "b")
     assert split_source("model.layers.0") == ("", "model.layers.0")
-    node: Any = type(
-        "Node", (), {"meta": {"nn_module_stack": {"k": ("L['self'].a", "cls"), "l": ("L['self'].a.b", "c")}}}
-    )
-    assert module_path(node) == "L['self'].a.b"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
-from fp8graph import numerics
+from fp8graph import Backend, numerics
 from fp8graph.backend import inductor_passes
+from fp8graph.backend.codegen import run_eagerly
+from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -57,6 +60,11 @@ def graph_inputs_for(graph: fx.Graph, args: Iterable[Any]) -> list[Any]:
             argument = node
         result.append(argument)
     return result
+
+
+def traced(function: Any, *shapes: tuple[int, ...]) -> fx.Graph:
+    """``function`` of FP32 tensors of those shapes as an aten graph, with fake values."""
+    return make_fx(function, select_decomp_table(), tracing_mode="fake")(*map(torch.empty, shapes)).graph
 
 
 def eager_backend(policy: Any = ALL, *, cache_weights: bool = False, **kwargs: Any) -> fp8graph.Backend:
@@ -140,3 +148,19 @@ def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(inductor_passes.JointPass, "__call__", counted)
     return runs
+
+
+class Counting(Backend):
+    """Runs graphs as they are; counts the passes and the graphs that code would be generated for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compiler="eager", **kwargs)
+        self.generated: list[dict[str, Any]] = []
+
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            self.generated.append({"inputs": inputs, **kwargs})
+            return run_eagerly(module, inputs)
+
+        return compile

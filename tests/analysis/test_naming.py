@@ -1,0 +1,70 @@
+"""naming: what sites are called, from their places and the names that parameters are bound to."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8graph.analysis.naming import names_of
+from fp8graph.ir.places import Parameter, Place
+
+
+def names(places: list[Place], *parameters: Parameter) -> list[str]:
+    return [fqn + (f"[{index}]" if index else "") for fqn, index in names_of(places, parameters)]
+
+
+def parameter(source: str, index: int = 0, bound: str = "") -> Parameter:
+    return Parameter(source=source, index=index, bound=bound)
+
+
+def place(path: str, owner: int | None = 0, root: str = "self") -> Place:
+    return Place(root=root, path=path, parameter=owner)
+
+
+W = "L['self']._modules['mlp']._modules['up']._parameters['weight']"
+
+
+def test_a_module_is_named_by_its_path() -> None:
+    assert names([place("mlp.up")], parameter(W)) == ["mlp.up"]
+
+
+def test_a_bound_model_makes_names_absolute() -> None:
+    bound = parameter(W, bound="layers.3.mlp.up.weight")
+    assert names([place("mlp.up"), place("", None), place("attention", None)], bound) == [
+        "layers.3.mlp.up",
+        "layers.3",
+        "layers.3.attention",
+    ]
+
+
+def test_further_sites_of_a_module_are_numbered() -> None:
+    places = [place("mlp.up"), place("attention", None), place("mlp.up"), place("attention", None)]
+    assert names(places, parameter(W)) == ["mlp.up", "attention", "mlp.up[1]", "attention[1]"]
+
+
+@pytest.mark.parametrize(
+    ("source", "bound", "name"),
+    [
+        pytest.param("L['self']._parameters['w']", "", "w", id="the parameter's own name"),
+        pytest.param("L['self']._parameters['weight']", "layers.0.proj.weight", "layers.0.proj", id="a linear alone"),
+        pytest.param("L['self']._parameters['weight']", "", "weight", id="a linear alone, not bound"),
+    ],
+)
+def test_code_at_the_root_of_the_frame(source: str, bound: str, name: str) -> None:
+    assert names([place("")], parameter(source, bound=bound)) == [name]
+
+
+def test_a_child_that_is_not_called_owns_its_weight() -> None:
+    source = "L['self']._modules['embed']._modules['lora_B']._parameters['default']"
+    assert names([place("embed")], parameter(source)) == ["embed.lora_B"]
+
+
+def test_a_parametrized_weight_is_its_layers_own() -> None:
+    source = "L['self']._modules['up']._modules['parametrizations']._modules['weight']._parameters['original']"
+    assert names([place("up")], parameter(source)) == ["up"]
+
+
+def test_several_models_in_one_frame_are_told_apart() -> None:
+    sources = [parameter(f"L['{m}']._modules['up']._parameters['weight']", i) for i, m in enumerate(("a", "b"))]
+    assert names([place("up", 0, "a"), place("up", 1, "b")], *sources) == ["a.up", "b.up"]
+    bound = [parameter(p.source, p.index, f"{m}.up.weight") for p, m in zip(sources, ("old", "new"), strict=True)]
+    assert names([place("up", 0, "a"), place("up", 1, "b")], *bound) == ["old.up", "new.up"]

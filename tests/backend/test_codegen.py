@@ -1,0 +1,51 @@
+"""Which of Inductor's options the code that we ask for has, and what it may take for static."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+from fp8graph import Policy
+from fp8graph.backend import codegen
+from fp8graph.backend.codegen import run_eagerly
+from fp8graph.ir.settings import Settings
+from helpers import MLP, Counting
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool) -> None:
+    """CUDA graphs copy what is not static at each replay, and leave graphs alone that write into it."""
+    model, x = MLP(), torch.randn(16, 32)
+    static: list[list[int]] = []
+
+    def plain(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def inner(graph: fx.GraphModule, _inputs: Sequence[Any], **kwargs: Any) -> Any:
+            static.append(list(kwargs["static_input_idxs"]))
+            return run_eagerly(graph, _inputs)
+
+        return cast(Any, compile_fx)(module, list(inputs), inner_compile=inner)
+
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend=plain)(x)
+        backend = Counting(Policy(default=recipe, min_speedup=0))
+        torch.compile(model, backend=backend)(x)
+    (forward,) = backend.generated
+    ours = list(forward["static_input_idxs"])
+    assert static[0]
+    assert ours == [*static[0], *range(4, len(forward["inputs"]))]
+    assert len(forward["inputs"]) > 4  # x, three weights; and copies, pages
+
+
+def test_what_quantizes_weights_asks_for_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes into tensors that stay: torch would skip the graph, and warn."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(codegen, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
+    settings = Settings(inductor_options={"triton.cudagraphs": True})
+    codegen.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], settings)
+    assert [patches["triton.cudagraphs"] for patches in asked] == [False]

@@ -1,0 +1,40 @@
+"""What a graph takes beside Dynamo's inputs is foreseen, and it is traced once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8graph import Policy
+from fp8graph.backend import compiling
+from helpers import MLP, Counting, counted_passes, eager_backend, same_bits, step
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "nvfp4"])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_is_traced_once(recipe: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes beside Dynamo's inputs is foreseen, to the tensor."""
+    runs = counted_passes(monkeypatch)
+    model, x = MLP(128, 256), torch.randn(16, 128, requires_grad=training)
+    backend = Counting(Policy(default=recipe, min_speedup=0))
+    with torch.set_grad_enabled(training):
+        torch.compile(model, backend=backend)(x)
+    assert len(runs) == 1
+    assert all(t.numel() for t in backend.generated[0]["inputs"] if isinstance(t, Tensor))
+
+
+@pytest.mark.parametrize("foreseen", [0, 1, 40])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_foreseeing_wrongly_changes_no_number(recipe: str, foreseen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = MLP(), torch.randn(16, 32, requires_grad=True)
+    results: list[list[Tensor]] = []
+    for guess in (None, foreseen):
+        torch._dynamo.reset()
+        if guess is not None:
+            monkeypatch.setattr(compiling, "spare_inputs", lambda *_, guess=guess, **__: guess)
+        runs = counted_passes(monkeypatch)
+        run = torch.compile(model, backend=eager_backend(Policy(default=recipe), cache_weights=True))
+        results.append([t for _ in range(3) for t in step(run, x, parameters=model.parameters())])
+        assert len(runs) >= 1 + (guess is not None and guess < 5)
+    assert same_bits(*results)

@@ -1,0 +1,152 @@
+"""What a call costs beside the compiled code, and what a prepared call depends on."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+import fp8graph
+from fp8graph import Backend, Policy
+from helpers import ALL, MLP, eager_backend
+
+
+def constant(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    """``inner_compile``: code that takes no time."""
+    (output,) = module.graph.find_nodes(op="output")
+    results = [torch.zeros(tuple(node.meta["val"].shape)) for node in output.args[0]]
+
+    def run(args: list[Any]) -> list[Tensor]:
+        args.clear()
+        return results
+
+    run._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+    return run
+
+
+class NoCode(Backend):
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        return constant
+
+
+def instructions(call: Callable[[], Any]) -> tuple[int, int]:
+    """Functions that one call of ``call`` calls, in Python and in C, and the bytecode instructions that it executes."""
+    for _ in range(3):
+        call()
+    functions, executed = 0, 0
+
+    def profile(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal functions
+        functions += event in ("call", "c_call")
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal executed
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        executed += event == "opcode"
+        return trace
+
+    for begin, function in ((sys.setprofile, profile), (sys.settrace, trace)):
+        begin(cast(Any, function))
+        try:
+            call()
+        finally:
+            begin(None)
+    return functions, executed
+
+
+@pytest.mark.parametrize(
+    ("policy", "cache_weights", "instructions_per_weight"),
+    [
+        pytest.param(ALL, True, 8, id="copies of all weights"),
+        pytest.param(ALL, False, 0, id="no copies"),
+        pytest.param(Policy(default=None), True, 0, id="nothing in FP8"),
+    ],
+)
+def test_a_call_costs_little_more_than_dynamos_guards(
+    policy: Policy, cache_weights: bool, instructions_per_weight: int
+) -> None:
+    """What Python executes in a call, names bound, less the same model compiled without us. The time: first_hour.py."""
+    more: list[tuple[int, int]] = []
+    for weights in (32, 64):
+        torch._dynamo.reset()
+        model, x = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(weights))), torch.randn(16, 16)
+        plain: Any = torch.compile(
+            lambda x, model=model: model(x),
+            backend=lambda m, inputs: cast(Any, compile_fx)(m, list(inputs), inner_compile=constant),
+        )
+        backend = NoCode(policy, compiler="eager", cache_weights=cache_weights)
+        backend.bind(model)
+        ours: Any = torch.compile(lambda x, model=model: model(x), backend=backend)
+        with torch.no_grad():
+            (ours_calls, ours_executed), (calls, executed) = (
+                instructions(lambda run=run, x=x: run(x)) for run in (ours, plain)
+            )
+        more.append((ours_calls - calls, ours_executed - executed))
+        assert bool(backend.weights.bytes) == (cache_weights and policy is ALL)
+    (few_calls, few), (many_calls, many) = more
+    assert many_calls == few_calls < 35  # no function per weight
+    assert (many - few) / 32 <= instructions_per_weight  # Dynamo's wrappers: 6
+    assert few - 32 * instructions_per_weight < 350
+
+
+def test_prepared_calls_keep_nothing_alive() -> None:
+    model = MLP()
+    backend = eager_backend(ALL, cache_weights=True)
+    run = torch.compile(model, backend=backend)
+    run(torch.randn(16, 32))
+    assert any(p._prepared._calls for p in backend._programs)
+    parameters = [weakref.ref(p) for p in model.parameters()]
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert [reference() for reference in parameters] == [None] * 3
+    assert not any(prepared._calls for prepared in (p._prepared for p in backend._programs))
+
+
+def test_memory_that_comes_back_to_its_address_is_not_taken_for_the_old_one() -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    backend = eager_backend(ALL, cache_weights=True)
+    run = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        run(x)
+        for p in model.parameters():
+            address, size = p.data_ptr(), p.shape
+            p.data = torch.empty(1)
+            news = [torch.zeros(size) for _ in range(50)]
+            p.data = next((new for new in news if new.data_ptr() == address), news[0]) + 0.5
+        expected = torch.compile(copy.deepcopy(model), backend=eager_backend(ALL))(x)
+        assert torch.equal(run(x), expected)
+
+
+@pytest.mark.parametrize("change", ["policy", "names", "region", "parameter"])
+def test_a_prepared_call_ends_with_what_it_was_prepared_for(change: str) -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    backend = eager_backend(ALL, cache_weights=True)
+    run = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        before = run(x)
+        assert torch.equal(run(x), before)
+        if change == "policy":
+            backend.set_policy(Policy(default=None))
+            assert torch.allclose(run(x), model(x), atol=1e-6)
+        elif change == "names":
+            backend.bind(nn.ModuleDict({"mlp": model}))
+            run(x)
+            assert {gemm.fqn for gemm in backend.report.gemms} >= {"mlp.gate", "gate"}
+        elif change == "region":
+            with fp8graph.autocast(enabled=False):
+                assert torch.allclose(run(x), model(x), atol=1e-6)
+            assert torch.equal(run(x), before)
+        else:
+            model.gate.weight = nn.Parameter(torch.zeros_like(model.gate.weight))
+            assert not run(x).any()

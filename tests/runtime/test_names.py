@@ -1,0 +1,56 @@
+"""Names of parameters: by identity, without keeping them alive."""
+
+from __future__ import annotations
+
+import gc
+from typing import cast
+
+import torch
+from torch import nn
+
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.names import Names
+from helpers import MLP
+
+
+def test_a_bound_parameter_has_its_name_and_others_have_none() -> None:
+    names, model = Names(Epoch()), nn.ModuleDict({"mlp": MLP()})
+    assert not names
+    names.bind(model)
+    assert names
+    assert [names.get(p) for p in model.parameters()] == ["mlp.gate.weight", "mlp.up.weight", "mlp.down.weight"]
+    assert names.get(nn.Parameter(torch.zeros(1))) == ""
+
+
+def test_an_equal_tensor_is_another_parameter() -> None:
+    names, model = Names(Epoch()), MLP()
+    names.bind(model)
+    assert names.get(model.up.weight.detach()) == ""
+
+
+def test_a_parameter_that_a_bound_model_got_later() -> None:
+    names, model = Names(Epoch()), MLP()
+    names.bind(model)
+    model.up.weight = nn.Parameter(torch.zeros(64, 32))
+    assert names.get(model.up.weight) == "up.weight"
+
+
+def test_the_compiled_module_is_named_as_the_original() -> None:
+    names, model = Names(Epoch()), MLP()
+    names.bind(cast(nn.Module, torch.compile(model, backend="eager")))
+    assert names.get(model.up.weight) == "up.weight"
+
+
+def test_nothing_is_kept_alive() -> None:
+    names, model = Names(Epoch()), MLP()
+    names.bind(model)
+    assert len(names._names) == 3
+    del model
+    gc.collect()
+    assert not names
+
+
+def test_binding_ends_prepared_calls() -> None:
+    epoch = Epoch()
+    Names(epoch).bind(MLP())
+    assert epoch.now == 1

@@ -1,0 +1,52 @@
+"""Pages of scaling state: tokens of parameters, and which graph a page fits."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+
+from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.recipes import DelayedScaling
+from fp8graph.runtime.pages import Page, Tokens
+
+RECIPE = DelayedScaling(amax_history_len=4)
+
+
+def test_a_parameter_keeps_its_token() -> None:
+    tokens = Tokens(lambda _: None)
+    a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+    assert tokens.of(a) != tokens.of(b)
+    assert tokens.of(a) == tokens.of(a)
+    assert tokens.alive() == {tokens.of(a), tokens.of(b)}
+
+
+def test_a_token_does_not_come_again() -> None:
+    """An id does, as soon as the memory of a parameter is another's."""
+    gone: list[int] = []
+    tokens = Tokens(gone.append)
+    given: list[int] = []
+    for _ in range(20):
+        parameter = nn.Parameter(torch.zeros(1))
+        given.append(tokens.of(parameter))
+        del parameter
+        gc.collect()
+    assert len(set(given)) == 20
+    assert gone == given
+    assert tokens.alive() == set()
+
+
+def layout(rows: int = 2, group: str | None = None, device: str = "cpu") -> PageLayout:
+    row = StateRow(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
+    return PageLayout(
+        recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),) * rows, group=group
+    )
+
+
+def test_which_graph_a_page_fits() -> None:
+    page = Page(tensor=torch.zeros(2, 6), layout=layout())
+    assert page.fits(layout())
+    assert not page.fits(layout(rows=3))
+    assert not page.fits(layout(group="data parallel"))
+    assert not page.fits(layout(device="meta"))  # the model has moved

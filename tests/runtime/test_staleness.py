@@ -1,0 +1,77 @@
+"""Whether parameters have changed: steps of optimizers, versions, addresses, memory that is another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8graph.runtime.staleness import Steps, Unchanged, storage_of
+
+
+def parameters(count: int = 2) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(8)) for _ in range(count)]
+
+
+def step(held: list[Any], **kwargs: Any) -> None:
+    for p in held:
+        p.grad = torch.ones_like(p)
+    torch.optim.AdamW(held, lr=0.1, **kwargs).step()
+
+
+def test_a_step_counts_for_what_its_optimizer_holds() -> None:
+    steps, (a, b) = Steps(), parameters()
+    step([a])
+    step([b])
+    step([a])
+    assert (steps.count, steps.of(a), steps.of(b)) == (3, 3, 2)
+
+
+def test_a_step_counts_for_what_no_optimizer_was_seen_to_hold() -> None:
+    """It may hold slices of it; what does not train is not changed by any."""
+    steps, (a, b) = Steps(), parameters()
+    b.requires_grad_(False)
+    step(parameters(1))
+    assert (steps.of(a), steps.of(b)) == (1, 0)
+
+
+def replace_memory(p: nn.Parameter) -> None:
+    p.data = p.data.clone()
+
+
+CHANGES: dict[str, Callable[[Steps, list[nn.Parameter]], Any]] = {
+    "in place": lambda steps, ps: ps[1].requires_grad_(False).add_(1),
+    "other memory": lambda steps, ps: replace_memory(ps[1]),
+    "a step that bumps no version": lambda steps, ps: step([ps[1]], fused=True),
+    "the user says so": lambda steps, ps: setattr(steps, "refreshes", steps.refreshes + 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen(change: str) -> None:
+    steps, args = Steps(), [*parameters(), torch.zeros(1)]
+    unchanged = Unchanged(steps, [0, 1], args)
+    assert unchanged(args)
+    args[2] = torch.ones(3)  # not among the positions
+    assert unchanged(args)
+    CHANGES[change](steps, args[:2])  # pyright: ignore[reportArgumentType]
+    assert not unchanged(args)
+
+
+def test_memory_at_the_same_address_is_other_memory() -> None:
+    steps, args = Steps(), [*parameters()]
+    unchanged = Unchanged(steps, [0, 1], args)
+    address = args[0].data_ptr()
+    args[0].data = torch.empty(1)
+    news: list[Tensor] = [torch.ones(8) for _ in range(50)]
+    args[0].data = next((new for new in news if new.data_ptr() == address), news[0])
+    assert not unchanged(args)
+
+
+def test_views_have_one_storage() -> None:
+    a, b = torch.zeros(8), torch.zeros(8)
+    assert storage_of(a) == storage_of(a[2:])
+    assert storage_of(a) != storage_of(b)
