@@ -163,3 +163,36 @@ def test_tests_have_rooms_too() -> None:
     assert len(list(tests.glob("test_*.py"))) <= 6
     rooms = {file.parent.name for file in tests.glob("*/test_*.py")}
     assert rooms - FLOOR.keys() == {"codegen", "fuzz", "scenarios"}
+
+
+# Files whose tests lie in files of other names: those of the passes and scenarios that they serve. It gets no longer.
+TESTED_ELSEWHERE = set(
+    """
+    __main__ cli records version
+    analysis.activations analysis.choices analysis.gather_legality analysis.gather_path analysis.legality
+    analysis.profit analysis.refusals analysis.siblings
+    backend.compiling backend.dynamo_graph backend.entry backend.inductor_passes backend.named backend.policies
+    backend.program backend.programs backend.renaming backend.situation
+    compat.aot compat.dynamo compat.fakes compat.logs compat.lowerings compat.ops compat.torch_build
+    hardware.device hardware.devices hardware.speed hardware.support
+    ir.compilation ir.keys ir.operands ir.places ir.quantize_node ir.sites ir.trace
+    recipes.base
+    report.build report.collectives
+    runtime.loaded runtime.recomputation
+    """.split()
+)
+# Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute.
+ARRANGED_OTHERWISE = {"models", "numerics"}
+
+
+def has_tests(name: str) -> bool:
+    """Whether a file of the product has a file of tests of its name: ``ir.edit`` in ``tests/ir/test_edit.py``."""
+    *folders, own = name.split(".")
+    return Path(ROOT, "tests", *folders, f"test_{own}.py").exists()
+
+
+def test_files_have_tests_of_their_name() -> None:
+    packages = {name for name, file in MODULES.items() if file.name == "__init__.py"}
+    own = {name for name in MODULES.keys() - packages if room(name) not in ARRANGED_OTHERWISE}
+    assert {name for name in own if not has_tests(name)} - TESTED_ELSEWHERE == set()
+    assert {name for name in TESTED_ELSEWHERE if has_tests(name)} == set()  # off the list with them
