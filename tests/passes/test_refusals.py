@@ -114,7 +114,7 @@ APART = [
     ),
     pytest.param(
         Two(),
-        Policy([Rule("up", "rowwise")], default="tensorwise", min_speedup=0),
+        Policy([Rule("up", "delayed")], default="tensorwise", min_speedup=0),
         "it differs from gate in recipe, dtype or layouts",
         id="recipe",
     ),
