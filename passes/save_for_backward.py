@@ -80,7 +80,7 @@ def _check(quantized: QuantizeNode) -> str | None:
         return ""
     if "recompute" in node.meta:
         return "torch.utils.checkpoint runs its forward again anyway"
-    if "offs" in node.kwargs:
+    if quantized.asked.offs is not None or quantized.asked.per_matrix:
         return "the operands of grouped GEMMs are kept as they are"
     return None if all(map(is_backward, copy.users)) else "forward reads the columnwise copy, too"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
-from helpers import eager_backend, step
+from helpers import eager_backend, same_bits, step
 
 moe = pytest.importorskip("transformers.integrations.moe")
 
@@ -70,6 +70,19 @@ def test_an_expert_is_a_linear_of_its_own(recipe: str, dtype: torch.dtype, sizes
     for a, b in zip(expected, got, strict=True):
         # the same FP8 numbers, summed in another order; bf16: the last bit
         assert sqnr_db(a.float(), b.float()) > (100 if dtype == torch.float32 else 50)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+def test_saving_memory_changes_nothing(recipe: str) -> None:
+    """Backward keeps the FP8 copies of weights that are quantized in the graph, whatever ``save`` says."""
+    module = Experts()
+    x = torch.randn(32, 32, requires_grad=True)
+    results: list[list[Any]] = []
+    for save in ("speed", "memory"):
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend=eager_backend(policy(recipe), save=save, cache_weights=False))
+        results.append([*step(compiled, x, offsets(SIZES[0]), parameters=[module.w])])
+    assert same_bits(*results)
 
 
 @pytest.mark.slow
