@@ -170,7 +170,7 @@ TESTED_ELSEWHERE = set(
     """
     __main__ cli records version
     analysis.activations analysis.choices analysis.gather_legality analysis.gather_path analysis.legality
-    analysis.profit analysis.refusals analysis.siblings
+    analysis.linears analysis.profit analysis.refusals analysis.siblings
     backend.compiling backend.dynamo_graph backend.entry backend.inductor_passes backend.named backend.policies
     backend.program backend.programs backend.renaming backend.situation
     compat.aot compat.dynamo compat.fakes compat.logs compat.lowerings compat.ops compat.torch_build
