@@ -26,8 +26,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:  # pyright: ignore[reportUnusedFunction]
+    """What other tests of this process left is not counted."""
     torch._dynamo.reset()
     gc.collect()
+    gc.freeze()
 
 
 def alive() -> dict[str, int]:
