@@ -94,7 +94,7 @@ def assert_counts(report: Report, family: Family, layers: int) -> None:
         sites=len({(g.fqn, g.index) for g in report.gemms}), fp8_gemms=sum(g.recipe is not None for g in report.gemms)
     )
     for view in report.graphs:
-        nodes = dialect_counts(view.stages["group"])
+        nodes = dialect_counts(view.stages["fuse_linears"])
         multiplied = nodes["scaled_mm"] + nodes["scaled_grouped_mm"]
         found += Counts(multiplied=multiplied, quantized_tensors=nodes["quantize"], casts=nodes["casts"])
     assert dataclasses.asdict(found) == dataclasses.asdict(family.counts(layers))
