@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.choices import choices
-from fp8graph.analysis.legality import is_batched, why_not
+from fp8graph.analysis.legality import is_batched, why_not_in_fp8
 from fp8graph.analysis.profit import judge
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import Compilation
@@ -31,11 +31,11 @@ from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
-    plan = compilation.plan
+    decisions = compilation.decisions
     for site in compilation.sites:
         resolution = resolve(site, compilation)
         for gemm in site.gemms:
-            plan[gemm.node] = (
+            decisions[gemm.node] = (
                 decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
                 else Decision(
@@ -48,7 +48,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     bar = compilation.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
-            plan[gemm.node] = _with_speedup(plan[gemm.node], speedup, bar)
+            decisions[gemm.node] = _with_speedup(decisions[gemm.node], speedup, bar)
 
 
 def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
@@ -105,7 +105,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     if not recipe.covers(gemm.gemm):
         return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
     asked = f" ({resolution.source} asked for {recipe.name})"
-    obstacle = why_not(gemm, resolution)
+    obstacle = why_not_in_fp8(gemm, resolution)
     if obstacle is None and compilation.subgraph and isinstance(recipe, DelayedScaling):
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_legality import bytes_sent, columnwise_travels, why_not
+from fp8graph.analysis.gather_legality import bytes_of_gather, columnwise_travels, why_not_sent_in_fp8
 from fp8graph.analysis.gather_path import Path, path_of, replay
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
@@ -50,9 +50,9 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
             continue
         site, _ = node.meta[GEMM_KEY]
         tensor = f"{compilation.sites[site].fqn} {node.meta[OPERAND_KEY]}".strip()
-        reason, sent = why_not(QuantizeNode(node), path, compilation), [path.gathered]
+        reason, sent = why_not_sent_in_fp8(QuantizeNode(node), path, compilation), [path.gathered]
         if reason is None:
-            reason = f"quantized before it is sent, {bytes_sent(path.gathered)} bytes otherwise"
+            reason = f"quantized before it is sent, {bytes_of_gather(path.gathered)} bytes otherwise"
             sent = _rewrite(graph, node, path, BACKWARD if path.gathered in in_backward else None)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)

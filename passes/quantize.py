@@ -12,8 +12,8 @@
 Sizes that cuBLAS cannot take (``Hardware.alignment``) are padded inside the quantize, and the result is sliced
 (and copied if it leaves the graph, or a view is impossible: ``edit.take_place``). A
 bias goes into the GEMM where cuBLAS adds it (bf16 or fp16 result, n not padded), else it is added after. Gradients
-carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe in
-the plan are not touched.
+carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe
+are not touched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def quantize(graph: fx.Graph, compilation: Compilation) -> None:
     results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: one matmul's result is the next one's operand
     gemms = {gemm.node: (gemm, site, i) for i, site in enumerate(compilation.sites) for gemm in site.gemms}
     for node in list(nodes(graph, SITES)):
-        decision = compilation.plan.get(node)
+        decision = compilation.decisions.get(node)
         if decision is not None and decision.recipe is not None:
             gemm, site, position = gemms[node]
             node.meta[GEMM_KEY] = position, gemm.gemm

@@ -1,4 +1,4 @@
-"""The GEMMs of a plan as they would run in FP8: what is multiplied as one, and who shares a quantization."""
+"""The GEMMs that have a recipe as they would run in FP8: what is multiplied as one, who shares a quantization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs th
 
 
 def choices(compilation: Compilation) -> Iterator[Choice]:
-    """Every GEMM of ``compilation.plan`` that has a recipe, siblings (``siblings.py``) in one choice.
+    """Every GEMM that has a recipe, siblings (``siblings.py``) in one choice.
 
     None where no device has a known speed: there is nothing to choose.
     """
@@ -49,7 +49,7 @@ def choices(compilation: Compilation) -> Iterator[Choice]:
 
 
 def _recipe(gemm: Gemm, compilation: Compilation) -> Recipe | None:
-    return compilation.plan[gemm.node].recipe
+    return compilation.decisions[gemm.node].recipe
 
 
 def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation) -> object:
@@ -61,7 +61,7 @@ def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation)
         for view in (gemm.a, gemm.b)
         if view.operand != "input" and (recipe := recipes[name]) is not None
     ]
-    native = all(compilation.plan[gemm.node].execution == "native" for gemm in planned.values())
+    native = all(compilation.decisions[gemm.node].execution == "native" for gemm in planned.values())
     if "fprop" not in planned or not native or isinstance(size_in_group(site, own), str):
         return None
     fprop = planned["fprop"]
@@ -132,7 +132,7 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
 def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
     """Of the device that multiplies this GEMM; None if it is not known, and for an emulated one."""
     speed = compilation.hardware_of(gemm.node).speed
-    if speed is None or compilation.plan[gemm.node].execution != "native":
+    if speed is None or compilation.decisions[gemm.node].execution != "native":
         return None
     return speed.replayed() if compilation.settings.cuda_graphs else speed
 

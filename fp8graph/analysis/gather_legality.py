@@ -18,7 +18,7 @@ from fp8graph.recipes import DelayedScaling
 _SETTINGS: Final = frozenset({"scaling", "block", "carry_overflow"})
 
 
-def why_not(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
+def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
     """Why the tensor of the quantize node is not quantized before it is gathered; None if it is."""
     asked, kind = quantized.asked, quantized.kind
     others = path.other_readers(quantized.node)
@@ -54,7 +54,7 @@ def why_not(quantized: QuantizeNode, path: Path, compilation: Compilation) -> st
             return f"shards of {rows} rows are no whole tiles of {tile_columns}, or come in several batches"
         if tile_rows > 1 and not _fits(whole := rows * cast(int, path.gathered.args[1]), contracted):
             return f"{whole} rows, contracted in backward, are padded"  # its scales are those of the shards
-    before, after = bytes_sent(path.gathered), _bytes_after(quantized, path)
+    before, after = bytes_of_gather(path.gathered), _bytes_after(quantized, path)
     return None if after < before else f"no fewer bytes: {after} in both directions, {before} as it is"
 
 
@@ -70,7 +70,7 @@ def columnwise_travels(quantized: QuantizeNode) -> bool:
     return bool(asked.columnwise) and not quantized.kind.one_scale and (tile_rows == 1 or not asked.rowwise)
 
 
-def bytes_sent(gathered: fx.Node) -> int:
+def bytes_of_gather(gathered: fx.Node) -> int:
     x = value(gathered)
     return collectives.bytes_sent("all_gather", size_hint(x.numel()) * x.itemsize, cast(int, gathered.args[1]))
 

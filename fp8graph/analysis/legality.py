@@ -11,7 +11,7 @@ from fp8graph.recipes.rules import Resolution
 _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_not(gemm: Gemm, resolution: Resolution) -> str | None:
+def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
     """Why FP8 cannot do this GEMM, or None if it can."""
     a, b = value(gemm.a.tensor), value(gemm.b.tensor)
     for tensor in (a, b):

@@ -26,7 +26,7 @@ def process_group(group: Any) -> Any:
     return dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
 
 
-def ranks_of(group: str | None) -> int:
+def number_of_ranks(group: str | None) -> int:
     """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return 1

@@ -44,8 +44,8 @@ def of_machine() -> Hardware:
 
 
 def of_device(device: torch.device) -> Hardware:
-    """The hardware behind ``device``."""
-    vendor = vendor_of(device)
+    """The hardware behind ``device``; behind that of meta tensors there is none."""
+    vendor = vendor_of(device) if device.type != "meta" else None
     return vendor.of_device(device) if vendor is not None else Hardware(name=f"device {device.type!r}")
 
 

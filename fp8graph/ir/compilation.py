@@ -22,7 +22,7 @@ from fp8graph.records import RefusalRecord
 
 @dataclass(kw_only=True)
 class Compilation:
-    """What the passes of one graph share. Filled from the left: names -> sites -> plan."""
+    """What the passes of one graph share. Filled from the left: names -> sites -> decisions."""
 
     policy: Policy
     settings: Settings = field(default_factory=Settings)
@@ -41,7 +41,7 @@ class Compilation:
     )
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])
     sites: list[Site] = field(default_factory=list[Site])
-    plan: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
+    decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """What ``node`` is decided for: the target, or the device of its result."""
@@ -55,7 +55,7 @@ class Compilation:
 
     def forget_nodes(self) -> None:
         """Drop what points into the graph."""
-        self.sites, self.plan, self.fused = [], {}, {}
+        self.sites, self.decisions, self.fused = [], {}, {}
 
 
 @dataclass(frozen=True, kw_only=True)

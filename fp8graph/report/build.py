@@ -29,7 +29,7 @@ def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list
 
 
 def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
-    decision = compilation.plan[gemm.node]
+    decision = compilation.decisions[gemm.node]
     out = value(gemm.node)
     a, b = map(value, matmul_arguments(gemm.node))
     dtypes = [a.dtype, b.dtype]

@@ -251,10 +251,12 @@ class State:
 
     def _not_shared(self, names: Iterable[str]) -> str:
         """Why other ranks may have other scales; "" if all have the same."""
-        ranks = distributed.ranks_of(None)
+        ranks = distributed.number_of_ranks(None)
         if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
             return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
-        smallest = min((1 if group is None else distributed.ranks_of(group) for group in self._groups), default=ranks)
+        smallest = min(
+            (1 if group is None else distributed.number_of_ranks(group) for group in self._groups), default=ranks
+        )
         if smallest < ranks:
             return f"its amaxes were reduced over {smallest} of {ranks} ranks (autocast's amax_reduction_group)"
         return ""
