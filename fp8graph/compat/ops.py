@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["OpOverload", "copy_each", "pytree", "scaled_grouped_mm", "scaled_mm", "schema"]
+__all__ = ["OpOverload", "copy_each", "named_arguments", "pytree", "scaled_grouped_mm", "scaled_mm", "schema"]
 
 
 def scaled_mm(
@@ -49,3 +49,14 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def schema(op: Any) -> Any:
     """The schema of an op: its arguments and returns, with types and aliases."""
     return cast(OpOverload, op)._schema
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an op's node by name, its defaults included."""
+    given = dict(node.kwargs)
+    for position, argument in enumerate(schema(node.target).arguments):
+        if position < len(node.args):
+            given[argument.name] = node.args[position]
+        elif argument.name not in given:
+            given[argument.name] = argument.default_value
+    return given

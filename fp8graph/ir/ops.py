@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
 
 from fp8graph import hardware
 from fp8graph.compat import fakes
-from fp8graph.compat.ops import pytree
+from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.numerics import decoding, experts, history, quantization, tiles
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.scalings import SCALINGS
@@ -241,5 +241,5 @@ def stays(node: fx.Node) -> bool:
     """Whether a node of the dialect runs as the op that it is: a loop over groups, whose sizes no graph knows."""
     if node.target is not scaled_grouped_mm:
         return False
-    device = cast(fx.Node, node.args[0]).meta["val"].device
-    return not node.args[7] or not hardware.multiplies_groups(device)
+    given = named_arguments(node)
+    return not given["native"] or not hardware.multiplies_groups(given["a"].meta["val"].device)

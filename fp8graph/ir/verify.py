@@ -6,12 +6,13 @@ and alignment are checked here, from the fake tensors, on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from fp8graph.compat.ops import named_arguments
 from fp8graph.errors import Fp8GraphError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
@@ -92,14 +93,14 @@ def _joined(asked: Asked) -> str | None:
 
 
 def _scaled_mm(node: fx.Node) -> str | None:
-    *tensors, bias = cast(list[fx.Node], node.args[:5])
-    a, b, *scales = map(value, tensors)
-    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
-    if (problem := _gemm(a, b, value(bias) if bias is not None else None, cast(torch.dtype, node.args[5]))) is not None:
+    given = named_arguments(node)
+    bias, scaling = given["bias"], given["scaling"]
+    a, b = value(given["a"]), value(given["b"])
+    if (problem := _gemm(a, b, value(bias) if bias is not None else None, given["out_dtype"])) is not None:
         return problem
     kind = SCALINGS[scaling]
-    for side, operand, scale in zip("ab", (a, b), scales, strict=True):
-        block = cast("list[int]", node.kwargs.get(f"block_{side}", []))
+    for side, operand in (("a", a), ("b", b)):
+        scale, block = value(given[f"scale_inv_{side}"]), given[f"block_{side}"]
         if kind.tiled != bool(block):
             return f"operand {side} has scaling {scaling} with tiles {block or None}"
         rows, columns = operand.shape
@@ -113,29 +114,33 @@ def _scaled_mm(node: fx.Node) -> str | None:
 
 def _sizes(node: fx.Node, device: Hardware) -> str | None:
     """Whether ``device`` multiplies what a scaled_mm node multiplies."""
-    a, b = (value(n) for n in cast(Any, node.args[:2]))
-    quantizers = _quantizers(node)
+    given = named_arguments(node)
+    a, b = value(given["a"]), value(given["b"])
+    quantizers = _quantizers(given)
     _, *multiples = device.alignment(*quantizers)
     sizes = b.shape[0], a.shape[1] * SCALINGS[quantizers[0].scaling].packed
     for name, size, multiple in zip("nk", sizes, multiples, strict=True):
         if (fixed := static_size(size)) is not None and fixed % multiple:
             return f"{name} = {fixed} is not a multiple of {multiple}"
-    return device.obstacle(*quantizers, cast(torch.dtype, node.args[5]))
+    return device.obstacle(*quantizers, given["out_dtype"])
 
 
-def _quantizers(node: fx.Node) -> tuple[Quantizer, Quantizer]:
+def _quantizers(given: Mapping[str, Any]) -> tuple[Quantizer, Quantizer]:
     """What the operands of a scaled matmul were quantized by, as far as it says so."""
-    scaling = cast(Any, node.kwargs.get("scaling", "tensor"))
     a, b = (
-        Quantizer(dtype=value(operand).dtype, scaling=scaling, block=tuple(cast(Any, node.kwargs.get(block, (0, 0)))))
-        for operand, block in zip(cast("list[fx.Node]", node.args[:2]), ("block_a", "block_b"), strict=True)
+        Quantizer(
+            dtype=value(given[side]).dtype,
+            scaling=given["scaling"],
+            block=tuple(given[f"block_{side}"]) or Quantizer.block,
+        )
+        for side in "ab"
     )
     return a, b
 
 
 def _scaled_grouped_mm(node: fx.Node) -> str | None:
-    a, b = (value(n) for n in cast(Any, node.args[:2]))
-    offs = value(cast(fx.Node, node.args[4]))
+    given = named_arguments(node)
+    a, b, offs = (value(given[name]) for name in ("a", "b", "offs"))
     if (problem := _low_precision(a, b)) is not None:
         return problem
     if (a.ndim, b.ndim) not in ((2, 3), (2, 2)) or not known_equal(a.shape[-1], b.shape[-1]):
@@ -147,13 +152,14 @@ def _scaled_grouped_mm(node: fx.Node) -> str | None:
 
 def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
     """Whether ``device`` multiplies what a native scaled_grouped_mm node multiplies."""
-    if not node.args[7]:
+    given = named_arguments(node)
+    if not given["native"]:
         return None
-    a, b = (value(n) for n in cast(Any, node.args[:2]))
-    quantizers = _quantizers(node)
-    if (problem := device.obstacle(*quantizers, cast(torch.dtype, node.args[5]), grouped=True)) is not None:
-        return f"no grouped GEMM {a.dtype} x {b.dtype} -> {node.args[5]}: {problem}"
-    multiple = cast(int, node.kwargs.get("multiple", 1)) if b.ndim == 2 else static_size(a.shape[1])
+    a, b = value(given["a"]), value(given["b"])
+    quantizers = _quantizers(given)
+    if (problem := device.obstacle(*quantizers, given["out_dtype"], grouped=True)) is not None:
+        return f"no grouped GEMM {a.dtype} x {b.dtype} -> {given['out_dtype']}: {problem}"
+    multiple = given["multiple"] if b.ndim == 2 else static_size(a.shape[1])
     _, n, k = device.alignment(*quantizers)
     if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
         return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"
@@ -161,10 +167,9 @@ def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
 
 
 def _aten_scaled_mm(node: fx.Node) -> str | None:
-    a, b, *scales = (value(n) for n in cast(Any, node.args[:4]))
-    bias, out_dtype = cast(Any, node.kwargs.get("bias", None)), node.kwargs.get("out_dtype", None)
-    rest = dict(enumerate(node.args))
-    bias, out_dtype = bias or rest.get(4), out_dtype or rest.get(6)
+    given = named_arguments(node)
+    a, b, *scales = (value(given[name]) for name in ("self", "mat2", "scale_a", "scale_b"))
+    bias, out_dtype = given["bias"], given["out_dtype"]
     for name, size in (("k", a.shape[1]), ("n", b.shape[1])):
         if (fixed := static_size(size)) is not None and fixed % 16:
             return f"{name} = {fixed} is not a multiple of 16"
@@ -227,7 +232,7 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 
 def _dequantize(node: fx.Node) -> str | None:
-    data = value(cast(fx.Node, node.args[0]))
+    data = value(named_arguments(node)["data"])
     return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
 
 
