@@ -27,8 +27,9 @@ from fp8graph.analysis.linears import Linear, key_of, linears_of, why_apart
 from fp8graph.analysis.siblings import can_be_slices, kin
 from fp8graph.analysis.sums import are_summed, take_out_of_sum
 from fp8graph.compat.inductor import stable_topological_sort
+from fp8graph.compat.ops import named_arguments
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, update_value, update_views
+from fp8graph.ir.edit import insert, set_argument, update_value, update_views
 from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, value
 from fp8graph.ir.quantize_node import QuantizeNode
@@ -81,11 +82,11 @@ def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
         if gemm == "fprop" and not can_be_slices([first, *others]):
             _multiply_apart(graph, [first, *others], sizes)
             continue
-        if first.args[4] is not None:
+        biases = [named_arguments(node)["bias"] for node in (first, *others)]
+        if None not in biases:
             with graph.inserting_before(first):
-                biases = [node.args[4] for node in (first, *others)]
                 bias = insert(graph, aten.cat.default, (biases,), like=first, made_by=_NAME, name="bias")
-            first.args = (*first.args[:4], bias, *first.args[5:])
+            set_argument(first, "bias", bias)
         update_value(first)
         if gemm == "dgrad":
             for other in others:
@@ -129,9 +130,9 @@ def _parts(
 
 def _multiply_apart(graph: fx.Graph, fprops: Sequence[fx.Node], sizes: Sequence[int]) -> None:
     """Let each fprop take its rows of the joined weight."""
-    for side in (1, 3):  # data [N, K], scales [N / tile, K / tile] or one
-        joined = cast(fx.Node, fprops[0].args[side])
+    for name in ("b", "scale_inv_b"):  # data [N, K], scales [N / tile, K / tile] or one
+        joined = cast(fx.Node, named_arguments(fprops[0])[name])
         rows = value(joined).shape[0] if value(joined).ndim == 2 else 0
         parts = _parts(graph, joined, fprops, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
         for node, part in zip(fprops, parts or [joined] * len(fprops), strict=True):
-            node.args = (*node.args[:side], part, *node.args[side + 1 :])
+            set_argument(node, name, part)

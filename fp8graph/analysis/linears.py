@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import fx
 
 from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.siblings import kin, size_in_group
+from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.keys import GEMM_KEY, ROWS_KEY
@@ -20,7 +21,7 @@ from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
 # the sides of each GEMM whose operand belongs to the linear alone; the others are x
-_OWN: Final[dict[GemmName, tuple[int, ...]]] = {"fprop": (1,), "dgrad": (0, 1), "wgrad": (0,)}
+_OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,17 +36,18 @@ class Linear:
     @property
     def x(self) -> Any:
         """What is quantized for fprop; linears of other recipes quantize it another way."""
-        side = 0 if self.site.gemms[0].a.operand == "input" else 1
-        source = cast(fx.Node, cast(fx.Node, self.gemms["fprop"].args[side]).args[0])
+        source = _source(self.gemms["fprop"], "a" if self.site.gemms[0].a.operand == "input" else "b")
         return value_key(QuantizeNode(source).asked.x) if source.target is ops.quantize else source
 
-    def quantized(self) -> dict[tuple[GemmName, int], fx.Node]:
+    def quantized(self) -> dict[tuple[GemmName, str], fx.Node]:
         """The quantize nodes of the weight and of the gradient, by where they are used."""
-        return {
-            (gemm, side): cast(fx.Node, cast(fx.Node, node.args[side]).args[0])
-            for gemm, node in self.gemms.items()
-            for side in _OWN[gemm]
-        }
+        return {(gemm, side): _source(node, side) for gemm, node in self.gemms.items() for side in _OWN[gemm]}
+
+
+def _source(gemm: fx.Node, side: str) -> fx.Node:
+    """What makes operand "a" or "b" of a scaled matmul."""
+    (source,) = named_arguments(gemm)[side].all_input_nodes  # it is an output: getitem
+    return source
 
 
 def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
@@ -80,10 +82,17 @@ def key_of(linear: Linear) -> dict[str, Any]:
         recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
         asked = QuantizeNode(q).asked
         quantized.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
-    shared = [node.args[side] for gemm, node in linear.gemms.items() for side in range(4) if side % 2 not in _OWN[gemm]]
+    given: dict[GemmName, dict[str, Any]] = {gemm: named_arguments(node) for gemm, node in linear.gemms.items()}
+    shared = [
+        arguments[name]
+        for gemm, arguments in given.items()
+        for side in "ab"
+        if side not in _OWN[gemm]
+        for name in (side, f"scale_inv_{side}")
+    ]
     settings = [
-        (*map(str, node.args[5:]), str({name: x for name, x in node.kwargs.items() if not isinstance(x, fx.Node)}))
-        for node in linear.gemms.values()
+        str({name: x for name, x in arguments.items() if name != "bias" and not isinstance(x, fx.Node)})
+        for arguments in given.values()
     ]
     module, region, *when = kin(linear.site)
     return {
@@ -91,7 +100,7 @@ def key_of(linear: Linear) -> dict[str, Any]:
         "autocast region": region,
         "where it runs (torch.no_grad, checkpoint)": tuple(when),
         "which GEMMs run in FP8, or at all (a frozen weight has no wgrad)": frozenset(linear.gemms),
-        "having a bias": linear.gemms["fprop"].args[4] is None,
+        "having a bias": given["fprop"]["bias"] is None,
         "the order in which backward runs its GEMMs": tuple(linear.gemms),
         "recipe, dtype or layouts": (*quantized, *settings),
         "how its input is quantized": tuple(shared),

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.ops import schema
 from fp8graph.ir import ops
 from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
 from fp8graph.ir.nodes import aten, fake_mode_of, is_view, known_equal, strides_matter, value
@@ -44,6 +45,15 @@ def insert(
     node.meta[PASS_KEY] = made_by
     update_value(node)
     return node
+
+
+def set_argument(node: fx.Node, name: str, value: Any) -> None:
+    """Give an op's node another value for one of its arguments."""
+    names = [argument.name for argument in schema(node.target).arguments]
+    if (position := names.index(name)) < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
 
 
 def update_value(node: fx.Node) -> None:
