@@ -1,4 +1,4 @@
-"""The passes, one a file. This list is the pipeline, and the only statement of its order.
+"""The passes, one per file. This list is the pipeline, and the only statement of its order.
 
 A pass is a function ``(graph, compilation) -> None`` that takes a valid graph and leaves a valid one
 (``fp8graph.ir.verify``). To add one: write ``passes/<name>.py`` with its docstring ``before -> after``, put it in

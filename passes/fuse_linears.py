@@ -8,12 +8,12 @@
     dwk = scaled_mm(qdk.columnwise, qx.columnwise) ->   dwq, dwk = slices of its rows
 
 The joined weight, and the joined gradient, are quantized as one tensor: they share a scale where scales span them
-(one a tensor; one a row where it is contracted), as in Transformer Engine's fused projections. The sum over the
+(one per tensor; one per row where it is contracted), as in Transformer Engine's fused projections. The sum over the
 linears is made in the GEMM's accumulator. Where slices of fprop's result would have to be copied, or would keep more
 than they hold for backward, fprop multiplies slices of the weight one by one (``siblings.can_be_slices``).
 
 Refuses (multiplies one by one) linears of other recipes, layouts or biases than their neighbours; output sizes that
-are no multiples of tiles; weights and gradients with further uses; gradients of the input that are not just summed.
+are not multiples of the tile; weights and gradients with further uses; gradients of the input that are not just summed.
 """
 
 from __future__ import annotations

@@ -47,11 +47,13 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
     if asked.columnwise and kind.columns_not_sent is not None:
         return kind.columns_not_sent
     if tile_rows > 1 and not (path.keeps_shape and _fits(rows, tile_rows)):
-        return f"shards of {rows} rows are no whole tiles of {tile_rows}, or are viewed in other shapes"
+        return f"shards of {rows} rows are not a multiple of the {tile_rows}-row tile, or are reshaped after the gather"
     if asked.columnwise:
         _, contracted = asked.columnwise
         if columnwise_travels(quantized) and not (path.is_plain and _fits(rows, math.lcm(tile_columns, contracted))):
-            return f"shards of {rows} rows are no whole tiles of {tile_columns}, or come in several batches"
+            return (
+                f"shards of {rows} rows are not a multiple of the {tile_columns}-row tile, or come in several batches"
+            )
         if tile_rows > 1 and not _fits(whole := rows * cast(int, path.gathered.args[1]), contracted):
             return f"{whole} rows, contracted in backward, are padded"  # its scales are those of the shards
     before, after = bytes_of_gather(path.gathered), _bytes_after(quantized, path)
@@ -64,7 +66,7 @@ def _fits(size: Any, multiple: int) -> bool:
 
 
 def columnwise_travels(quantized: QuantizeNode) -> bool:
-    """Whether the columnwise data are others than the rowwise ones, transposed."""
+    """Whether the columnwise data differ from the rowwise ones, transposed."""
     asked = quantized.asked
     tile_rows, _ = asked.block or (1, 1)
     return bool(asked.columnwise) and not quantized.kind.one_scale and (tile_rows == 1 or not asked.rowwise)

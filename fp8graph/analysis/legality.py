@@ -34,7 +34,7 @@ def _why_not_grouped(gemm: Gemm, resolution: Resolution) -> str | None:
     """Why FP8 cannot do this grouped matmul."""
     dims = value(gemm.a.tensor).ndim, value(gemm.b.tensor).ndim
     if dims not in ((2, 3), (2, 2)):
-        return f"grouped matmul of {dims[0]} x {dims[1]} dims: rows in groups x a matrix a group only"
+        return f"grouped matmul of {dims[0]} x {dims[1]} dims: only rows in groups x one matrix per group"
     if len(gemm.node.args) < 3 or any(x is not None for x in (*gemm.node.args[3:], *gemm.node.kwargs.values())):
         return "grouped matmul with a bias, another result dtype or no offsets"
     recipe = resolution.recipes[gemm.gemm]

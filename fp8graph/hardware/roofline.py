@@ -17,7 +17,7 @@ machine and writes a file that replaces them (``Backend(target="h200.json")``). 
 Sources: NVIDIA's data sheets and architecture white papers, dense rates. Of these large GEMMs reached 78 to 81 % in
 bf16 (769 to 798 TFLOP/s) and a copy 90 % (4.3 TB/s) on an H200 SXM; in FP8 63 to 68 % (1,240 to 1,347 TFLOP/s with
 ``_scaled_mm`` on an H100, pytorch/pytorch#143465): 1.70 x bf16. 2 us from the end of one kernel to that of a next that
-does nothing: torchao, benchmarks/float8. 7 us of the host a launch is an estimate (6 to 15 us).
+does nothing: torchao, benchmarks/float8. 7 us of the host per launch is an estimate (6 to 15 us).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     quantize(x, dtype, power_2_scale, amax_epsilon, rowwise, columnwise, *, scaling, block, ...) -> [data..., scales...]
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
-    scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, use_fast_accum, native, *, ...) -> a GEMM a group
+    scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, native, *, ...) -> one GEMM per group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
@@ -12,7 +12,7 @@
 
 Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``); scaled
 matmuls run as the device multiplies them (``hardware``).
-The fakes state the shapes only (running a reference on fakes costs a millisecond a node);
+The fakes state the shapes only (running a reference on fakes costs a millisecond per node);
 tests/ir/test_ops.py holds them against the references.
 """
 

@@ -1,4 +1,4 @@
-"""What a valid graph is. Checked between all passes, always: a check costs a few microseconds a node.
+"""What a valid graph is. Checked between all passes, always: a check costs a few microseconds per node.
 
 CPU kernels forgive mistakes that CUDA refuses (any strides, E5M2 x E5M2, unpadded k), so layouts, dtype pairs
 and alignment are checked here, from the fake tensors, on every machine.

@@ -32,8 +32,8 @@ class QuantizeArguments(Generic[T]):
             ``scale_inv`` has shape [1], its amax comes back as one for each row. For "tensor" they take the place of
             those of its amax.
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
-        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); each a multiple of tiles and
-            of what sizes are padded to.
+        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); the sizes of each
+            are multiples of the tiles, and of what sizes are padded to.
         offs, per_matrix: of an operand of a grouped matmul: the rows of ``x`` [t, c] fall into groups that end at
             ``offs`` [experts], int32; or ``x`` is [experts, rows, columns]. Scales of tensors are then one per expert:
             ``scale_inv`` [experts]; columnwise scales of rows in groups are [experts, c], columnwise data of groups

@@ -103,7 +103,7 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
         try:
             length, maximum = _history_length(name), _recipes_maximum(name)
         except (KeyError, ValueError):
-            raise refuse(f"{name} is no row of a recipe") from None
+            raise refuse(f"{name} is not a row of any recipe") from None
         if fields["scale"].numel() != 1 or fields["amax_history"].numel() != length:
             raise refuse(f"{name} has a history of length {fields['amax_history'].numel()}, its recipe one of {length}")
         if _MAXIMUM in fields:

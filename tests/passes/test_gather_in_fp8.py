@@ -170,9 +170,15 @@ REFUSALS: list[Any] = [
     pytest.param(
         Rows(128).to(BF16), (128, 128), "mxfp8", "no fewer bytes: 33792 in both directions, 32768 as it is", id="bytes"
     ),
-    pytest.param(Rows(128), (48, 128), "blockwise", "shards of 48 rows are no whole tiles of 128", id="tiles"),
     pytest.param(
-        Sequence(dim=1), (2, 128, 128), "blockwise", "shards of 256 rows are no whole tiles of 128, or", id="batches"
+        Rows(128), (48, 128), "blockwise", "shards of 48 rows are not a multiple of the 128-row tile", id="tiles"
+    ),
+    pytest.param(
+        Sequence(dim=1),
+        (2, 128, 128),
+        "blockwise",
+        "shards of 256 rows are not a multiple of the 128-row tile, or",
+        id="batches",
     ),
     pytest.param(
         Rows(), (16, 32), DelayedScaling(reduce_amax=False), "its amaxes are not reduced over the ranks", id="amaxes"
@@ -299,7 +305,9 @@ def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
 def test_square_tiles_of_several_sequences_are_gathered_as_they_are(dim: int) -> None:
     """A tile would have rows of two sequences, and its scale is not one of a row."""
     report = report_of(Rows(128, dim=dim), torch.randn(2, 128, 128), fp8graph.Float8BlockScaling(x_block=(128, 128)))
-    assert reasons_of(report) == ["shards of 256 rows are no whole tiles of 128, or are viewed in other shapes"]
+    assert reasons_of(report) == [
+        "shards of 256 rows are not a multiple of the 128-row tile, or are reshaped after the gather"
+    ]
 
 
 class OneRow(nn.Module):

@@ -74,8 +74,8 @@ BAD = [
     pytest.param(replaced("model.weight", torch.ones(2)), "unknown entry 'model.weight'", id="another state dict"),
     pytest.param(replaced(f"{UP}|fp8_max", torch.tensor([100.0])), "up.input.*maximum 100, which no FP8", id="maximum"),
     pytest.param(replaced(f"{UP}|fp8_max", torch.tensor([0.0])), "up.input.*contains 0.0", id="zero maximum"),
-    pytest.param(renamed("len=4", "len=x"), "up.input.*is no row of a recipe", id="a length that is no number"),
-    pytest.param(renamed("delayed(", "delayed(fp8_format=E6M1,"), "up.input.*no row of a recipe", id="a format"),
+    pytest.param(renamed("len=4", "len=x"), "up.input.*is not a row of any recipe", id="a length that is no number"),
+    pytest.param(renamed("delayed(", "delayed(fp8_format=E6M1,"), "up.input.*not a row of any recipe", id="a format"),
     pytest.param(lambda state: [*state], "expected a mapping, not list", id="no mapping"),
     pytest.param(lambda state: {}, "is missing", id="empty"),
 ]
