@@ -62,4 +62,5 @@ def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
 
 def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
     """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
-    return with_padding(data.t().contiguous(), multiples)
+    # not .contiguous(): of one column it would return the column itself, and an op must not return its argument
+    return with_padding(data.t().clone(memory_format=torch.contiguous_format), multiples)
