@@ -22,7 +22,7 @@ from fp8graph.analysis.choices import choices
 from fp8graph.analysis.legality import is_batched, why_not_in_fp8
 from fp8graph.analysis.profit import judge
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, Site
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
@@ -33,7 +33,7 @@ from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
     for site in compilation.sites:
-        resolution = resolve(site, compilation)
+        resolution = resolve(site, compilation.known)
         for gemm in site.gemms:
             decisions[gemm.node] = (
                 decide(gemm, resolution, compilation)
@@ -45,7 +45,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                     resolution=resolution,
                 )
             )
-    bar = compilation.policy.min_speedup
+    bar = compilation.known.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
             decisions[gemm.node] = _with_speedup(decisions[gemm.node], speedup, bar)
@@ -68,10 +68,10 @@ def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     )
 
 
-def resolve(site: Site, compilation: Compilation) -> Resolution:
+def resolve(site: Site, known: Known) -> Resolution:
     """Who decides about ``site``: the innermost region that says something, else the policy."""
-    resolution = compilation.policy.resolve(site.fqn, site.op)
-    region = compilation.region if site.region is None else site.region
+    resolution = known.policy.resolve(site.fqn, site.op)
+    region = known.region if site.region is None else site.region
     try:
         recipe = region_recipe(region)
     except Fp8GraphError as error:
@@ -106,7 +106,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
     asked = f" ({resolution.source} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
-    if obstacle is None and compilation.subgraph and isinstance(recipe, DelayedScaling):
+    if obstacle is None and compilation.known.subgraph and isinstance(recipe, DelayedScaling):
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
         return left_alone(obstacle + asked, required=resolution.by_user)

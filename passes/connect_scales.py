@@ -52,7 +52,7 @@ class _Entry:
 
 
 def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.subgraph:
+    if compilation.known.subgraph:
         return
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
@@ -73,7 +73,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             backward=backward,
             device=device,
             rows=tuple(tuple(c.rows) for c in entries),
-            group=compilation.amax_group if recipe.reduce_amax else None,
+            group=compilation.known.amax_group if recipe.reduce_amax else None,
         )
         for (recipe, fp8_max, backward, device), entries in pages.items()
     )
@@ -81,11 +81,11 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
         return
     with fake_mode_of(next(iter(pages.values()))[0].users[0]):
         fakes = [page.stand_in() for page in compilation.pages]
-    taken = compilation.spares.take(graph, fakes)
+    taken = compilation.known.spares.take(graph, fakes)
     if taken is None:
         return
     for page, layout, entries in zip(taken, compilation.pages, pages.values(), strict=True):
-        update = _connect(graph, page, layout, entries, record=compilation.records_amaxes)
+        update = _connect(graph, page, layout, entries, record=compilation.known.records_amaxes)
         if update is not None:
             _record(graph, update)
 

@@ -41,7 +41,7 @@ _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
 
 
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
-    if not compilation.settings.fuse_linears:
+    if not compilation.known.settings.fuse_linears:
         return
     found: dict[Any, list[Linear]] = {}
     siblings: dict[Any, list[Linear]] = {}

@@ -38,13 +38,13 @@ _NAME = "hoist_weights"
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.subgraph or not compilation.settings.cache_weights:
+    if compilation.known.subgraph or not compilation.known.settings.cache_weights:
         return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
     parameters = {
         node: index
         for node, index in inputs.items()
-        if index in compilation.parameters and index not in compilation.gathered
+        if index in compilation.known.parameters and index not in compilation.known.gathered
     }
     found: dict[fx.Node, QuantizedWeight] = {}
     for node in nodes(graph, (ops.quantize,)):
@@ -60,7 +60,7 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         return
     with fake_mode_of(next(iter(found))):
         copies = [val for weight in found.values() for val in weight.stand_ins()]
-    taken = compilation.spares.take(graph, copies)
+    taken = compilation.known.spares.take(graph, copies)
     if taken is None:
         return
     for node, weight in found.items():
@@ -116,7 +116,8 @@ def _extract(
     signature = _signature(quantizing)
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
-        alone = dataclasses.replace(compilation, weights=(), pages=(), spares=SpareInputs(), records_amaxes=False)
+        known = dataclasses.replace(compilation.known, spares=SpareInputs(), records_amaxes=False)
+        alone = Compilation(known=known)
         connect_scales(quantizing, alone)
         (page,) = alone.pages
         graphs: list[fx.Graph] = []
@@ -126,7 +127,8 @@ def _extract(
                 new_page = history.new_page(page.recipe.amax_history_len, 1, page.device)
                 _placeholder(graph, len(sources), new_page)
             spares = SpareInputs(indices=(len(sources),))
-            connect_scales(graph, dataclasses.replace(alone, spares=spares, records_amaxes=records))
+            known = dataclasses.replace(known, spares=spares, records_amaxes=records)
+            connect_scales(graph, Compilation(known=known))
         quantizing, recording = graphs
     return QuantizedWeight(
         name=module_path(node),
@@ -139,7 +141,7 @@ def _extract(
         layouts=(tuple(asked.rowwise), tuple(asked.columnwise)),
         made=tuple(name for name in names if name != "amax"),
         page=page,
-        records=compilation.records_amaxes and page is not None and not runs_without_gradients(node),
+        records=compilation.known.records_amaxes and page is not None and not runs_without_gradients(node),
     )
 
 

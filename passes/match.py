@@ -142,7 +142,7 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
 
 def _parameters(graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, Parameter]:
     """The placeholders that are parameters."""
-    known = compilation.parameters
+    known = compilation.known.parameters
     return {node: known[index] for node, index in graph_inputs(graph) if index is not None and index in known}
 
 

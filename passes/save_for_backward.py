@@ -57,14 +57,14 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
         if not is_backward(node):
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.asked.x in free
-            sharded = compilation.gathered and node.meta[OPERAND_KEY] == "weight"
-            if compilation.settings.save == "memory" or by_row or sharded:
+            sharded = compilation.known.gathered and node.meta[OPERAND_KEY] == "weight"
+            if compilation.known.settings.save == "memory" or by_row or sharded:
                 refusal = _check(quantized)
                 if refusal is None:
                     _quantize_again(graph, node)
                 elif refusal and (site := site_of(node, compilation)) is not None:
                     compilation.refuse("quantized again", site, refusal)
-    if compilation.settings.save_activations_in_fp8:
+    if compilation.known.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)
         for function, refusal in found:
             for node in function if refusal else ():

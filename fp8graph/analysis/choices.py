@@ -35,7 +35,7 @@ def choices(compilation: Compilation) -> Iterator[Choice]:
         planned: dict[GemmName, Gemm] = {g.gemm: g for g in site.gemms if _recipe(g, compilation) is not None}
         if planned:
             views = [view for gemm in planned.values() for view in (gemm.a, gemm.b) if view.operand != "input"]
-            alone = not compilation.settings.fuse_linears or any(
+            alone = not compilation.known.settings.fuse_linears or any(
                 len(owners[value_key(view.tensor)]) > 1 for view in views
             )
             family = None if alone else _family(site, planned, compilation)
@@ -125,7 +125,7 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
         key=(keys, recipe.quantizer(first.operand)),
         elements=sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views),
         fused=first.operand != "weight",
-        kept=first.operand == "weight" and compilation.settings.cache_weights and not compilation.gathered,
+        kept=first.operand == "weight" and compilation.known.settings.cache_weights and not compilation.known.gathered,
     )
 
 
@@ -134,7 +134,7 @@ def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
     speed = compilation.hardware_of(gemm.node).speed
     if speed is None or compilation.decisions[gemm.node].execution != "native":
         return None
-    return speed.replayed() if compilation.settings.cuda_graphs else speed
+    return speed.replayed() if compilation.known.settings.cuda_graphs else speed
 
 
 def _sizes(gemm: Gemm) -> tuple[int, int, int]:

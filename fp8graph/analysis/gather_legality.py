@@ -41,7 +41,7 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
         return f"shards of {rows} x {columns} are padded"
     if kind.has_state:
         recipe = cast(DelayedScaling, quantized.node.meta[ROWS_KEY][0].recipe)
-        wanted, reduced = collectives.ranks_of(path.group), collectives.ranks_of(compilation.amax_group)
+        wanted, reduced = collectives.ranks_of(path.group), collectives.ranks_of(compilation.known.amax_group)
         if not recipe.reduce_amax or not wanted or not wanted <= reduced:
             return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if asked.columnwise and kind.columns_not_sent is not None:

@@ -41,7 +41,7 @@ def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
         seen.add(node)
         if node.op == "placeholder":
             index = inputs.get(node)
-            is_weight |= index in compilation.parameters and value(node).ndim > 1
+            is_weight |= index in compilation.known.parameters and value(node).ndim > 1
             reasons.append(_why_not_input(node, index, compilation))
         elif node.target in _GEMMS:
             return ""
@@ -57,12 +57,12 @@ def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
 
 
 def _why_not_input(node: fx.Node, index: int | None, compilation: Compilation) -> str:
-    if index in compilation.gathered:
+    if index in compilation.known.gathered:
         return f"FSDP2 gathers it for each use: {_SHARDED}"
-    if index in compilation.parameters:
+    if index in compilation.known.parameters:
         return ""
-    known = index is not None and index < len(compilation.sources)
-    name = split_source(compilation.sources[index])[1] if known and index is not None else node.name
+    known = index is not None and index < len(compilation.known.sources)
+    name = split_source(compilation.known.sources[index])[1] if known and index is not None else node.name
     return (
         f"it is computed from {name or node.name!r}, too, which is no parameter and may change with each call: make it "
         "one (requires_grad=False) if it does not"

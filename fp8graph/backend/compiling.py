@@ -21,7 +21,7 @@ from fp8graph.backend.situation import Situation
 from fp8graph.backend.stored import Stored, read
 from fp8graph.compat import inductor
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
-from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.report import GraphView
@@ -48,10 +48,10 @@ class Compiler:
         self._shared = shared
         self._graph = graph
 
-    def compilation(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Compilation:
+    def known(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Known:
         """What the passes are told of the graph, in ``situation`` and with parameters called ``names``."""
         graph, first = self._graph, len(self._graph.sources)
-        return Compilation(
+        return Known(
             policy=self._shared.policies.of(graph.families)[0],
             settings=self._shared.settings,
             region=situation.region,
@@ -69,13 +69,13 @@ class Compiler:
         options = dict(settings.inductor)
         identity = self._identity(situation, names)
         recipes = graph.recipes(shared.policies.of(graph.families)[0], situation)
-        spares = spare_inputs(graph.module, self.compilation(situation, names), training=graph.gradients)
+        spares = spare_inputs(graph.module, self.known(situation, names), training=graph.gradients)
         first = options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
         if shared.policies.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
         while True:
             joint = JointPass(
-                self.compilation(situation, names, spares),
+                self.known(situation, names, spares),
                 None if any(has_code(recipe) for recipe in recipes) else identity,
                 first=first,
                 check=shared.generator.check_records if settings.strict else None,
@@ -93,7 +93,7 @@ class Compiler:
         return Variant(
             run=compiled,
             spares=spares,
-            decided=Decided.of(stored.findings, self.compilation(situation, names), stored.view),
+            decided=Decided.of(stored.findings, self.known(situation, names), stored.view),
             reduces=graph.gradients and delayed_scaling and situation.amax_group is not None,
         )
 
@@ -125,8 +125,7 @@ class Compiler:
 
     def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
         """Run the passes without code generation: for a report that was not kept, for ``.module``."""
-        compilation = self.compilation(situation, names, spares)
-        joint = JointPass(compilation, "", keep_module=True, stopwatch=self._shared.stopwatch)
+        joint = JointPass(self.known(situation, names, spares), "", keep_module=True, stopwatch=self._shared.stopwatch)
         with torch.set_grad_enabled(self._graph.gradients), self._graph.tracing_anew():
             self._run_compile_fx(joint, {}, self._graph.fake_inputs, spares, inner_compile=run_eagerly)
         return joint

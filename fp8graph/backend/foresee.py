@@ -16,7 +16,7 @@ from fp8graph import hardware
 from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.siblings import fits_in_group
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Known
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sites import Site
 from fp8graph.numerics import quantization
@@ -32,11 +32,11 @@ _MATMULS: Final[Mapping[str, Op]] = {
 }
 
 
-def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: bool) -> int:
+def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int:
     """The number of FP8 copies of weights, scales of theirs and pages of scaling state that ``module`` may take."""
-    if compilation.subgraph:
+    if known.subgraph:
         return 0
-    parameters = _parameters(module, compilation)
+    parameters = _parameters(module, known)
     found: list[tuple[fx.Node, Site]] = []
     weight_of: dict[fx.Node, fx.Node] = {}
     for node, weight, op in _matmuls(module.graph, parameters):
@@ -50,16 +50,16 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
     for (node, site), (fqn, index) in zip(found, names, strict=True):
         site.fqn, site.index = fqn, index
         with contextlib.suppress(Fp8GraphError):  # pass `assign` says so
-            recipes = resolve(site, compilation).recipes
+            recipes = resolve(site, known).recipes
             used = [recipes["fprop"], recipes["dgrad"] if training else None]
-            device = _device(weight_of[node], compilation)
+            device = _device(weight_of[node], known)
             for recipe in {recipe for recipe in used if recipe is not None}:
                 own = [recipe.quantizer(operand) for operand in ("weight", "grad_output")]
                 native = device.multiplies(own[0].scaling)
                 fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
-                can_join = compilation.settings.fuse_linears and native and fits
+                can_join = known.settings.fuse_linears and native and fits
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
-                if compilation.settings.cache_weights and site.parameter is not None:
+                if known.settings.cache_weights and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
             for recipe in recipes.values():
                 if isinstance(recipe, DelayedScaling):
@@ -67,7 +67,7 @@ def spare_inputs(module: fx.GraphModule, compilation: Compilation, *, training: 
                         (recipe, device.quantizer(recipe, operand).fp8_max, operand == "grad_output")
                         for operand in OPERANDS
                         if (training or operand == "input")
-                        and (operand != "weight" or not compilation.settings.cache_weights or site.parameter is None)
+                        and (operand != "weight" or not known.settings.cache_weights or site.parameter is None)
                     }
     return sum(weights.values()) + len(pages)
 
@@ -78,9 +78,9 @@ def _outputs(recipe: Recipe, *, layouts: int) -> int:
     return sum(name != "amax" for name in names)
 
 
-def _parameters(module: fx.GraphModule, compilation: Compilation) -> dict[fx.Node, Parameter]:
+def _parameters(module: fx.GraphModule, known: Known) -> dict[fx.Node, Parameter]:
     placeholders = module.graph.find_nodes(op="placeholder")
-    return {placeholders[index]: parameter for index, parameter in compilation.parameters.items()}
+    return {placeholders[index]: parameter for index, parameter in known.parameters.items()}
 
 
 def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterator[tuple[fx.Node, fx.Node, Op]]:
@@ -96,10 +96,10 @@ def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterat
             of_parameter[node] = of_parameter[node.all_input_nodes[0]]
 
 
-def _device(weight: fx.Node, compilation: Compilation) -> hardware.Hardware:
+def _device(weight: fx.Node, known: Known) -> hardware.Hardware:
     example = weight.meta.get("example_value")
     device = example.device if isinstance(example, torch.Tensor) else torch.device("cpu")
-    return compilation.settings.hardware or hardware.of_device(device)
+    return known.settings.hardware or hardware.of_device(device)
 
 
 def _rows(weight: fx.Node) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ from torch import fx
 from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
-from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.compilation import Compilation, Findings, Known
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
@@ -115,7 +116,7 @@ class JointPass(_Pass):
 
     def __init__(
         self,
-        compilation: Compilation,
+        known: Known,
         identity: str | None,
         first: GraphPass | Sequence[GraphPass] | None = None,
         check: Callable[[Sequence[GemmRecord]], None] | None = None,
@@ -123,7 +124,7 @@ class JointPass(_Pass):
         stopwatch: Stopwatch | None = None,
     ) -> None:
         super().__init__(identity, first, stopwatch)
-        self._compilation = compilation
+        self._known = known
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
         self.before = ""
@@ -142,13 +143,13 @@ class JointPass(_Pass):
             self._rewrite(graph)
 
     def _rewrite(self, graph: fx.Graph) -> None:
-        compilation = self._compilation
         text = GraphText()
         self.before = _append(self.before, text(graph))
         inputs = list(graph_inputs(graph))
-        compilation.subgraph = bool(inputs) and all(index is None for _, index in inputs)
+        subgraph = bool(inputs) and all(index is None for _, index in inputs)
+        compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph))
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
-        sources = dict(enumerate(compilation.sources))
+        sources = dict(enumerate(self._known.sources))
         self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
         records: list[GemmRecord] = []
         earlier = self.records or ()
@@ -164,11 +165,9 @@ class JointPass(_Pass):
         self.records = (*earlier, *with_groups(records, compilation))
         self.collectives = (*self.collectives, *collective_records(graph))
         self.refusals = (*self.refusals, *compilation.refusals)
-        compilation.refusals = []
         self.findings = self.findings.and_those_of(compilation)
-        compilation.forget_nodes()  # they would keep the graph alive
-        if compilation.spares.wanted > len(compilation.spares.indices):
-            raise TooFewInputs(compilation.spares.wanted)
+        if self._known.spares.wanted > len(self._known.spares.indices):
+            raise TooFewInputs(self._known.spares.wanted)
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map={}))

@@ -143,9 +143,9 @@ class Program:
     def _variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> Variant:
         """The variant for a situation and for parameters called ``names``: one that was decided alike, or a new one."""
         known = self._compiled.setdefault(situation, [])
-        compilation = self._compiler.compilation(situation, names)
+        told = self._compiler.known(situation, names)
         for other in known:
-            if (decided := other.decided.under(compilation)) is not None:
+            if (decided := other.decided.under(told)) is not None:
                 variant = dataclasses.replace(other, decided=decided)
                 break
         else:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fp8graph.analysis.naming import names_of
-from fp8graph.ir.compilation import Compilation, Findings
+from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
@@ -32,18 +32,16 @@ class Decided:
     view: GraphView
 
     @staticmethod
-    def of(findings: Findings, compilation: Compilation, view: GraphView) -> Decided:
-        """The decisions about the sites in ``findings`` under the names and the policy of ``compilation``."""
-        return Decided(
-            findings=findings, resolutions=[resolve(site, compilation) for site in findings.sites], view=view
-        )
+    def of(findings: Findings, known: Known, view: GraphView) -> Decided:
+        """The decisions about the sites in ``findings`` under the names and the policy of ``known``."""
+        return Decided(findings=findings, resolutions=[resolve(site, known) for site in findings.sites], view=view)
 
-    def under(self, compilation: Compilation) -> Decided | None:
-        """The same graph under the names of ``compilation``; None if another one has to be compiled for them."""
+    def under(self, known: Known) -> Decided | None:
+        """The same graph under the names of ``known``; None if another one has to be compiled for them."""
         sites = self.findings.sites
-        names = names_of([site.place for site in sites], compilation.parameters.values())
+        names = names_of([site.place for site in sites], known.parameters.values())
         called = [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
-        resolutions = [resolve(site, compilation) for site in called]
+        resolutions = [resolve(site, known) for site in called]
         alike = all(
             old.recipes == new.recipes and old.by_user == new.by_user
             for old, new in zip(self.resolutions, resolutions, strict=True)

@@ -20,42 +20,45 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.records import RefusalRecord
 
 
-@dataclass(kw_only=True)
-class Compilation:
-    """What the passes of one graph share. Filled from the left: names -> sites -> decisions."""
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """What is known of a graph before the passes run. No pass changes it."""
 
     policy: Policy
     settings: Settings = field(default_factory=Settings)
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
+    gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
     records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
-    spares: SpareInputs = field(default_factory=SpareInputs)
-    pages: tuple[PageLayout, ...] = ()  # found by pass `connect_scales`
-    gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
-    weights: tuple[QuantizedWeight, ...] = ()  # found by pass `hoist_weights`
-    fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # (fqn, index, gemm) -> names of its siblings
+    spares: SpareInputs = field(default_factory=SpareInputs)  # inputs to take; counts what is wanted of them
+
+
+@dataclass(kw_only=True)
+class Compilation:
+    """What the passes find in one graph, beside what is known of it. Each field is written by one pass."""
+
+    known: Known
+    sites: list[Site] = field(default_factory=list[Site])  # match
+    decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])  # assign
+    fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # fuse_linears: (fqn, index, gemm) -> its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
-    refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])
-    sites: list[Site] = field(default_factory=list[Site])
-    decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])
+    weights: tuple[QuantizedWeight, ...] = ()  # hoist_weights
+    pages: tuple[PageLayout, ...] = ()  # connect_scales
+    refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """What ``node`` is decided for: the target, or the device of its result."""
-        return self.settings.hardware or of_device(value(node).device)
+        return self.known.settings.hardware or of_device(value(node).device)
 
     def refuse(self, what: str, site: Site, reason: str) -> None:
         """Say in the report why a pass leaves ``site`` as it is; see :class:`RefusalRecord`."""
         record = RefusalRecord(what=what, fqn=site.fqn, index=site.index, reason=reason)
         if record not in self.refusals:
             self.refusals.append(record)
-
-    def forget_nodes(self) -> None:
-        """Drop what points into the graph."""
-        self.sites, self.decisions, self.fused = [], {}, {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,5 +86,5 @@ class Findings:
             sites=(*self.sites, *sites),
             weights=compilation.weights or self.weights,
             pages=compilation.pages or self.pages,
-            has_subgraphs=self.has_subgraphs or (compilation.subgraph and bool(compilation.sites)),
+            has_subgraphs=self.has_subgraphs or (compilation.known.subgraph and bool(compilation.sites)),
         )

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.compat import aot
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
 from fp8graph.ir.places import Parameter
@@ -173,7 +173,7 @@ def a_weight_and_spares(spares: int) -> fx.Graph:
 
 def compilation(spares: int = 2, **known: Any) -> Compilation:
     known = {"parameters": {0: Parameter(source="L['self'].w", index=0)}, "settings": Settings(), **known}
-    return Compilation(policy=ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known)
+    return Compilation(known=Known(policy=ALL, spares=SpareInputs(indices=range(1, 1 + spares)), **known))
 
 
 def test_a_graph_by_hand() -> None:
@@ -197,7 +197,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     before = graph_text(graph)
     hoist_weights(graph, known)
     assert graph_text(graph) == before
-    assert known.spares.wanted == 2
+    assert known.known.spares.wanted == 2
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
     before = graph_text(graph)
     hoist_weights(graph, refused)
     assert graph_text(graph) == before
-    assert (refused.weights, refused.spares.wanted) == ((), 0)
+    assert (refused.weights, refused.known.spares.wanted) == ((), 0)
 
 
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:

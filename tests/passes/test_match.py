@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.sites import Site
 from fp8graph.passes.match import match
 from fp8graph.recipes.policy import Policy
@@ -19,7 +19,7 @@ from helpers import MLP, NONE, Weight, view_of
 def sites_of(module: Any, *args: Tensor) -> list[Site]:
     """What match finds in the joint graph of ``module(*args)``."""
     graph = view_of(module, *args, policy=NONE).module.graph
-    compilation = Compilation(policy=Policy(default=None))
+    compilation = Compilation(known=Known(policy=Policy(default=None)))
     match(graph, compilation)
     return compilation.sites
 

@@ -113,13 +113,13 @@ def test_sharing_changes_no_bit() -> None:
     from torch._inductor.compile_fx import compile_fx
 
     from fp8graph.backend.codegen import run_eagerly  # pyright: ignore
-    from fp8graph.ir.compilation import Compilation
+    from fp8graph.ir.compilation import Compilation, Known
     from fp8graph.passes import JOINT_PIPELINE
 
     def backend(pipeline: Any) -> Any:
         def run(graph: Any) -> None:
             # Without a map of parameters every matmul is a "matmul" site: the rule asks for all.
-            compilation = Compilation(policy=Policy([Rule("*", "tensorwise", op="*")]))
+            compilation = Compilation(known=Known(policy=Policy([Rule("*", "tensorwise", op="*")])))
             for each in pipeline:
                 each(graph, compilation)
 
