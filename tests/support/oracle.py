@@ -185,7 +185,7 @@ def quantize_tiles(x: Tensor, quantizer: Any, *, columnwise: bool = False) -> tu
             stored = float(e8m0_above(round_to_float32(max(amax, quantizer.amax_epsilon) / fp8_max(quantizer.dtype))))
             factor = math.nan if stored == 255 else math.ldexp(1.0, 127 - int(stored))
         elif fp4:
-            product = np.float32(amax) * np.float32(round_to_float32(global_scale / 6.0))
+            product = np.float32(amax) * (np.float32(global_scale) * np.reciprocal(np.float32(6.0)))
             code = int(cast(np.array([product], np.float64), E4M3)[0])
             stored = math.nan if code == 255 else float(table(E4M3)[code])
             inverse = inverse_of(global_scale)

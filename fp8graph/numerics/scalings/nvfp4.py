@@ -50,7 +50,8 @@ class NVFP4(Tiled):
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         global_scale = cast(Tensor, shared.global_scale)
-        scale_inv = saturating_cast(amax * (global_scale / 6.0), torch.float8_e4m3fn)
+        # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
+        scale_inv = saturating_cast(amax * (global_scale * (1.0 / 6.0)), torch.float8_e4m3fn)
         return inverse(scale_inv.to(torch.float32) * inverse(global_scale)).clamp_max(FLT_MAX), scale_inv
 
     def _data(
