@@ -61,8 +61,9 @@ class GraphText:
         in_backward = False
         for node in graph.nodes:
             if node.op == "output":
-                results = [_argument_text(a) for a in cast(Sequence[Any], node.args[0])]
-                lines.append(f"return {', '.join(results)}")
+                results = node.args[0]  # one node in some subgraphs, as flex_attention's score_mod
+                listed = cast(Sequence[Any], results if isinstance(results, (list, tuple)) else [results])
+                lines.append(f"return {', '.join(map(_argument_text, listed))}")
                 continue
             if is_backward(node) and not in_backward and node.op != "placeholder":
                 in_backward = True
