@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -29,21 +29,20 @@ from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
 from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 
+# backward of torch.cond, while_loop, map and scan
+_FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its own, without the forward matmul"
+
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
+    orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else "a backward matmul without a forward one"
     for site in compilation.sites:
         resolution = resolve(site, compilation.known)
         for gemm in site.gemms:
             decisions[gemm.node] = (
                 decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
-                else Decision(
-                    recipe=None,
-                    reason="a backward matmul without a forward one",
-                    execution="high precision",
-                    resolution=resolution,
-                )
+                else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
     bar = compilation.known.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
@@ -71,6 +70,8 @@ def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
 def resolve(site: Site, known: Known) -> Resolution:
     """Who decides about ``site``: the innermost region that says something, else the policy."""
     resolution = known.policy.resolve(site.fqn, site.op)
+    if site.why_no_linear and resolution.rule is None:
+        resolution = replace(resolution, source=f"{resolution.source}; {site.why_no_linear}")
     region = known.region if site.region is None else site.region
     try:
         recipe = region_recipe(region)

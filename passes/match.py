@@ -21,7 +21,16 @@ from torch import fx
 from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import GROUPED, SITES, backward_nodes, matmul_arguments, nodes, runs_without_gradients
+from fp8graph.ir.nodes import (
+    GROUPED,
+    SITES,
+    backward_nodes,
+    gradient_of_func,
+    matmul_arguments,
+    nodes,
+    runs_without_gradients,
+    written_as_linear,
+)
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sites import Gemm, OperandView, Site
 from fp8graph.ir.sources import graph_inputs
@@ -37,7 +46,7 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
     for node in nodes(graph, SITES):
         if node not in backward:
-            sites[node] = _forward_site(node, from_parameter, parameters)
+            sites[node] = _forward_site(node, from_parameter, parameters, compilation.known.subgraph)
             by_seq_nr[node.meta.get("seq_nr")].append(sites[node])
     for node in nodes(graph, SITES):
         if node in backward:
@@ -59,7 +68,9 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
         site.use, uses[owner] = uses[owner], uses[owner] + 1
 
 
-def _forward_site(node: fx.Node, from_parameter: set[fx.Node], parameters: dict[fx.Node, Parameter]) -> Site:
+def _forward_site(
+    node: fx.Node, from_parameter: set[fx.Node], parameters: dict[fx.Node, Parameter], in_body: bool
+) -> Site:
     a, b = matmul_arguments(node)
     a_is_weight = a in from_parameter and b not in from_parameter  # w @ x: roles swap sides
     views: list[OperandView] = []
@@ -75,15 +86,26 @@ def _forward_site(node: fx.Node, from_parameter: set[fx.Node], parameters: dict[
                 layout="rowwise",
             )
         )
-    linear = a in from_parameter or b in from_parameter
+    known = a in from_parameter or b in from_parameter
+    linear = known or written_as_linear(node)
     weight = a if a_is_weight else b
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     return Site(
-        place=place_of(node, weight if linear else None, parameters),
+        place=place_of(node, weight if known else None, parameters),
         op="grouped_mm" if node.target in GROUPED else "linear" if linear else "matmul",
+        why_no_linear="" if linear else _why_no_linear(node, in_body),
         region=custom.get(REGION_KEY) if custom else None,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
+
+
+def _why_no_linear(node: fx.Node, in_body: bool) -> str:
+    """Why a matmul that the program may have written as a linear is not known as one; "" if nothing hides that."""
+    if gradient_of_func(node):
+        return "it computes a gradient that torch.func takes inside the graph"
+    if in_body:
+        return "only F.linear, Linear and addmm with w.t() are known as linears in the body of a higher-order op"
+    return ""
 
 
 def _backward_only_site(node: fx.Node) -> Site:

@@ -19,6 +19,7 @@ from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
+from fp8graph.ir.keys import DECIDED_KEY
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
@@ -111,7 +112,8 @@ class TooFewInputs(Exception):
 class JointPass(_Pass):
     """The joint pipeline on the joint graph. Leaves its findings on itself.
 
-    Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up.
+    Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up. The
+    body of a nested_compile_region comes three times in training: whole, and then both of its parts, which are done.
     """
 
     def __init__(
@@ -140,7 +142,10 @@ class JointPass(_Pass):
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         with self._stopwatch():
-            self._rewrite(graph)
+            if not any(DECIDED_KEY in node.meta for node in graph.nodes):
+                self._rewrite(graph)
+                for node in graph.nodes:
+                    node.meta[DECIDED_KEY] = True
 
     def _rewrite(self, graph: fx.Graph) -> None:
         text = GraphText()

@@ -16,3 +16,4 @@ CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs 
 NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
 GEMM_KEY: Final = "fp8graph_gemm"  # node.meta: the GEMM that the node belongs to, (index of its site, its name)
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
+DECIDED_KEY: Final = "fp8graph_decided"  # node.meta: the joint pipeline has seen the node

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
 
 from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir import ops
@@ -31,7 +32,12 @@ def value(node: fx.Node) -> torch.Tensor:
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether the joint graph's node belongs to backward."""
+    """Whether the joint graph's node belongs to backward: the gradients of the outputs, and what is tagged so.
+
+    The tag of another input says nothing: in the body of a higher-order op all of them have that of backward.
+    """
+    if node.op == "placeholder":
+        return str(node.target).startswith("tangents")
     return "backward" in str(node.meta.get("partitioner_tag", ""))
 
 
@@ -47,8 +53,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        is_gradient = node.op == "placeholder" and str(node.target).startswith("tangents")
-        if is_gradient or is_backward(node) or any(source in found for source in node.all_input_nodes):
+        if is_backward(node) or any(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
 
@@ -101,6 +106,29 @@ def module_path(node: fx.Node) -> str:
         node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"),
     )
     return list(stack.values())[-1][0] if stack else ""
+
+
+def _written_as(node: fx.Node) -> tuple[str, Any]:
+    """The name and the function or module class of the call that became ``node``, as Dynamo knows it."""
+    stack = cast("list[tuple[str, Any]]", node.meta.get("source_fn_stack") or [("", None)])
+    return stack[-1]
+
+
+def gradient_of_func(node: fx.Node) -> bool:
+    """Whether ``node`` computes a gradient that torch.func.grad, vjp or jacrev take inside the program."""
+    return _written_as(node)[0].startswith("_autograd_grad")
+
+
+def written_as_linear(node: fx.Node) -> bool:
+    """Whether the program wrote the matmul ``node`` as a linear: a Linear module, F.linear, addmm with ``w.t()``.
+
+    Its right operand is a weight then, wherever that comes from: an argument, a parametrization that reads buffers, a
+    parameter under torch.func, the body of a higher-order op, whose inputs do not say what they are.
+    """
+    _, source = _written_as(node)
+    if source in (torch.addmm, torch.Tensor.addmm, "addmm"):
+        return cast(fx.Node, node.args[-1]).target in (aten.t.default, aten.permute.default)
+    return source is functional.linear or (isinstance(source, type) and issubclass(source, torch.nn.Linear))
 
 
 def matmul_arguments(node: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -52,6 +52,7 @@ class Site:
     fqn: str = ""
     index: int = 0  # among the sites of the same module
     op: Op
+    why_no_linear: str = ""  # of a matmul that the program may have written as one
     use: int = 0  # among the sites with that parameter that run with gradients, or among those without
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])

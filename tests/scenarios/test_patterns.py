@@ -129,3 +129,61 @@ def test_a_dead_branch_costs_nothing() -> None:
     compiled_step(module, torch.randn(SHAPE, requires_grad=True), backend)
     assert len(backend.report.gemms) == 3
     assert isinstance(fp8graph.explain(module, torch.randn(SHAPE)).summary(), str)
+
+
+def normalized(norm: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    return nn.Sequential(norm(nn.Linear(32, 32)), nn.ReLU(), nn.Linear(32, 32))
+
+
+LAYER = nn.Linear(32, 32)
+WEIGHTS: dict[str, tuple[Callable[..., Any], int]] = {
+    "F.linear of an argument": (lambda x, w, b: F.linear(x, w), 3),
+    "addmm of a transposed argument": (lambda x, w, b: torch.addmm(b, x, w.t()), 3),
+    "method addmm of a transposed argument": (lambda x, w, b: b.expand(4, 32).addmm(x, w.t()), 3),
+    "functional_call": (
+        lambda x, w, b: torch.func.functional_call(LAYER, {"weight": w, "bias": b}, (x,)), 3),
+    "weight computed from the input": (lambda x, w, b: F.linear(x, w * x.mean()), 3),
+    "matmul of an argument": (lambda x, w, b: x @ w.t(), 0),
+    "addmm of two arguments": (lambda x, w, b: torch.addmm(b, x, w), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_linear_is_one_wherever_its_weight_comes_from(name: str) -> None:
+    body, in_fp8 = WEIGHTS[name]
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, requires_grad=True) for size in ((4, 32), (32, 32), (32,))]
+    expected = step(body, *inputs)
+    backend = eager_backend()
+    got = step(torch.compile(body, backend=backend, fullgraph=True), *inputs)
+    gemms = backend.report.gemms
+    assert sum(g.recipe is not None for g in gemms) == in_fp8
+    assert len(gemms) == 3
+    for wanted, result in zip(expected, got, strict=True):
+        assert sqnr_db(wanted, result) > 20
+
+
+@pytest.mark.parametrize("norm", ["spectral_norm", "weight_norm", "orthogonal"])
+def test_parametrized_weights(norm: str) -> None:
+    """Of spectral_norm, which reads buffers too, nothing was in FP8."""
+    torch.manual_seed(0)
+    module = normalized(getattr(nn.utils.parametrizations, norm))
+    backend = eager_backend()
+    compiled_step(module, torch.randn(8, 32), backend)
+    missing = [(g.name, g.gemm, g.reason) for g in backend.report.gemms if g.recipe is None]
+    assert not missing
+    assert {"0", "2"} <= {g.fqn for g in backend.report.gemms}
+
+
+def test_gradients_of_torch_func_say_what_they_are() -> None:
+    module = normalized(nn.Identity().forward)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, (x,)).square().sum()
+
+    backend = eager_backend()
+    torch.compile(torch.func.grad(loss), backend=backend)(parameters, torch.randn(8, 32))
+    reasons = {g.op: g.reason for g in backend.report.gemms}
+    assert reasons["linear"] == "default"
+    assert reasons["matmul"].endswith("; it computes a gradient that torch.func takes inside the graph")
