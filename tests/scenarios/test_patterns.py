@@ -176,7 +176,7 @@ def test_parametrized_weights(norm: str) -> None:
 
 
 def test_gradients_of_torch_func_say_what_they_are() -> None:
-    module = normalized(nn.Identity().forward)
+    module = normalized(lambda layer: layer)
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
