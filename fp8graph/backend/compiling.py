@@ -123,6 +123,7 @@ class Compiler:
             Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
         )
 
+    @torch.inference_mode(False)  # whatever runs around ``.module``
     def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
         """Run the passes without code generation: for a report that was not kept, for ``.module``."""
         joint = JointPass(self.known(situation, names, spares), "", keep_module=True, stopwatch=self._shared.stopwatch)

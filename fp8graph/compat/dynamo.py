@@ -65,10 +65,13 @@ def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
     Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` runs in eager, and says
-    nothing. ``torch.compile(module)`` wraps the call for that reason; so does this.
+    nothing. ``torch.compile(module)`` wraps the call for that reason; so does this, in code of its own: Dynamo counts
+    recompiles per code, and every ``nn.Sequential`` would be another one of the same.
     """
     if type(module).__module__.startswith("torch.nn."):
-        call = torch.compile(wrap_inline(module._call_impl), **kwargs)
+        wrapped: Any = wrap_inline(module._call_impl)
+        wrapped.__code__ = wrapped.__code__.replace()  # a copy
+        call = torch.compile(wrapped, **kwargs)
         module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
     else:
         module.compile(**kwargs)
@@ -89,10 +92,11 @@ def undo_compile_in_place(module: torch.nn.Module) -> None:
     module._compiled_call_impl = None
 
 
-def static_shapes() -> contextlib.AbstractContextManager[None]:
-    """Take the sizes of each call for fixed, though the same code was called with other sizes before."""
+def as_if_called_first() -> contextlib.AbstractContextManager[None]:
+    """Compile code whatever it was called with before: other sizes do not make them dynamic, and count for no limit."""
     config = cast(Any, torch._dynamo).config
-    return cast("contextlib.AbstractContextManager[None]", config.patch({"automatic_dynamic_shapes": False}))
+    changes = {"automatic_dynamic_shapes": False, "recompile_limit": 1 << 30, "accumulated_recompile_limit": 1 << 30}
+    return cast("contextlib.AbstractContextManager[None]", config.patch(changes))
 
 
 def orig_backend(compiled: Any) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, cast
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, Final, cast
+from unittest import mock
 
 import torch
 from torch import fx
+from torch._decomp import decomposition_table
 from torch._guards import TracingContext as TracingContext
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
@@ -49,6 +51,35 @@ def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
     return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """No fake mode, and no other, inside a ``with``."""
-    return _disable_current_modes()
+class _Operators(TorchFunctionMode):
+    """Calls the operator where Python calls the method."""
+
+    _OPERATORS: Final = {torch.Tensor.copy_: torch.ops.aten.copy_.default}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run: Any = self._OPERATORS.get(func, func)
+        return run(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def without_device_guards() -> Generator[None]:
+    """Let Inductor generate code of fake CUDA tensors where torch has no CUDA.
+
+    ``x.copy_(y)``, ``~mask`` and ``x[i]`` then fail: the methods ask for a guard of the device, which the operators do
+    not. An Inductor pass copies; a fake mode decomposes two operators, of an embedding's backward, into the others.
+    Only the shapes of their results are asked for: Inductor generates code for the operators themselves.
+    """
+    aten = torch.ops.aten
+
+    def masked_index(x: torch.Tensor, _mask: torch.Tensor, indices: Any, _fill: Any) -> torch.Tensor:
+        return aten._unsafe_index.Tensor(x, indices)
+
+    def masked_index_put(x: torch.Tensor, _mask: torch.Tensor, _indices: Any, _values: torch.Tensor) -> torch.Tensor:
+        return aten.clone.default(x)
+
+    shapes = {
+        aten._unsafe_masked_index.default: masked_index,
+        aten._unsafe_masked_index_put_accumulate.default: masked_index_put,
+    }
+    with mock.patch.dict(decomposition_table, cast(Any, shapes)), _Operators():
+        yield

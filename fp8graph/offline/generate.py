@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fp8graph.compat import fakes, inductor
+from fp8graph.compat.ops import pytree
 from fp8graph.errors import Fp8GraphError
 from fp8graph.offline.kernels import Direction, KernelRecord
 from fp8graph.offline.launches import launches
@@ -67,7 +67,7 @@ class OfflineInductor:
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 
         moved, cuda_inputs = _on_cuda(module, inputs)
-        with pretend(self.target), inductor.without_loading(keep):
+        with pretend(self.target), inductor.without_loading(keep), fakes.without_device_guards():
             with inductor.with_options({"force_disable_caches": True, "compile_threads": 1}):
                 inductor.compile_fx_inner(moved, cuda_inputs, **kwargs)
         return self._run(module, inputs)
@@ -85,23 +85,22 @@ def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMod
     output = graph.output(result)
     (original,) = module.graph.find_nodes(op="output")
     output.meta.update(original.meta)
+    mode = next(x.fake_mode for x in inputs if isinstance(x, fakes.FakeTensor))
     for node in graph.nodes:
         node.args, node.kwargs = (map_aggregate(x, _to_cuda) for x in (node.args, node.kwargs))
-        for key in ("val", "tensor_meta"):
-            node.meta.pop(key, None)
-    mode = next(x.fake_mode for x in inputs if isinstance(x, fakes.FakeTensor))
-    with mode:
-        moved = [
-            torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_DEVICE)
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in inputs
-        ]
+        # As they were traced. To run the nodes again is no way: a torch without CUDA indexes no fake CUDA tensor.
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda x: _moved(x, mode), node.meta["val"])
+        node.meta.pop("tensor_meta", None)
+    moved = [_moved(x, mode) if isinstance(x, torch.Tensor) else x for x in inputs]
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
-    with fakes.without_modes():
-        FakeTensorProp(copy, mode).propagate_dont_convert_inputs(*moved)
     return copy, moved
+
+
+def _moved(x: torch.Tensor, mode: fakes.FakeTensorMode) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_DEVICE)
 
 
 def _to_cuda(argument: Any) -> Any:

@@ -96,6 +96,7 @@ class Generating(Backend):
         return self.generator
 
 
+@torch.inference_mode(False)  # whatever runs around explain(), or around what its report loads later
 def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
     """What is compiled goes with the model on fake tensors; the report keeps what it shows."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
@@ -106,8 +107,7 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
     for module in fake_model.modules():
         dynamo.undo_compile_in_place(module)
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
-    # A model that was called before with other shapes must not be traced with dynamic ones here.
-    with mode, torch.set_grad_enabled(training), dynamo.static_shapes(), aot.backward_at_once():
+    with mode, torch.set_grad_enabled(training), dynamo.as_if_called_first(), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
     return backend.report
 

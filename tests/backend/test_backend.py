@@ -339,3 +339,13 @@ def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
     backend = fp8graph.backend_of(compiled)
     settings = backend.settings
     assert (settings.save, settings.cache_weights, settings.fuse_linears) == ("memory", False, False)
+
+
+def test_many_modules_of_torch_are_compiled_each() -> None:
+    """Their calls have one code, which Dynamo compiles eight times at most."""
+    x = torch.randn(16, 32)
+    models = [nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(12)]
+    for model in models:
+        fp8graph.compile(model, ALL, compiler="eager")
+        model(x)
+        assert [gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms] == ["tensorwise"] * 2

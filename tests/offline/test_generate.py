@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import offline
+from benchmarks.coverage import model_and_inputs
+from fp8graph import hardware, offline
+from fp8graph.models import FAMILIES, policy_for
 from fp8graph.numerics import history
 from fp8graph.tools.explain import Generating
 from generated import (
@@ -171,3 +176,48 @@ def test_only_a_gpu_target_has_kernels(target: str | None) -> None:
     report = fp8graph.explain(nn.Linear(32, 32), torch.randn(16, 32), target=target)
     with pytest.raises(ValueError, match='target="sm_90"'):
         _ = report.kernels
+
+
+class Embedding(nn.Module):
+    """An embedding, a linear, a loss: the embedding's backward adds up rows, a slice is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(64, 128), nn.Linear(128, 128)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.linear(self.embedding(ids))
+        rows = x.new_zeros(x.shape)
+        rows[:, 1:] = x[:, :-1]
+        return rows.square().sum()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_embedding_and_a_loss(recipe: str) -> None:
+    """Torch without CUDA indexes no fake CUDA tensor, which the decompositions of its operators do."""
+    model = Embedding().bfloat16()
+    policy = fp8graph.Policy(default=recipe, min_speedup=0)
+    report = fp8graph.explain(model, torch.zeros(2, 16, dtype=torch.int64), policy=policy, target="sm_90")
+    assert all(gemm.recipe for gemm in report.gemms)
+    assert any("index_put" in op or "embedding" in op for kernel in report.kernels for op in kernel.ops)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "training"), [("sm_90", True), ("sm_100", False)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_whole(family: str, target: str, training: bool) -> None:
+    model, inputs = model_and_inputs(FAMILIES[family], 1)
+    policy = dataclasses.replace(policy_for(model), min_speedup=0)
+    report = fp8graph.explain(model, policy=policy, target=target, training=training, **inputs)
+    scaled = [kernel for kernel in report.kernels if "_scaled_mm" in kernel.name or "_scaled_grouped_mm" in kernel.name]
+    assert scaled
+    assert {kernel.graph for kernel in report.kernels} >= ({"forward", "backward"} if training else {"forward"})
+
+
+def test_a_calibration_file_is_no_target(tmp_path: Path) -> None:
+    """Kernels are generated for the GPU that the file was measured on."""
+    speed = dataclasses.asdict(cast(Any, hardware.from_target("sm_90").speed))
+    file = tmp_path / "h200.json"
+    file.write_text(json.dumps({"target": "sm_90", "speed": {**speed, "rates": dict(speed["rates"])}}))
+    report = fp8graph.explain(nn.Linear(64, 64).bfloat16(), torch.zeros(32, 64).bfloat16(), target=str(file))
+    assert {kernel.target for kernel in report.kernels} == {"sm_90"}

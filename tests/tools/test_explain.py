@@ -1,13 +1,22 @@
-"""explain on the command line: a family or a config, what stays in high precision and why."""
+"""explain, wherever it is called, and on the command line: what stays in high precision and why."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fp8graph
+from fp8graph import offline
 from fp8graph.cli import main
+from helpers import ALL
+
+CONTEXTS: list[Any] = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
 
 
 def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +42,30 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
     assert "fp8graph.scaled_mm(" in capsys.readouterr().out
     assert main(["explain", str(tmp_path), "--inference", "--html", str(tmp_path / "r.html")]) == 0
     assert (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("made_in", CONTEXTS)
+@pytest.mark.parametrize("read_in", CONTEXTS)
+def test_what_a_report_loads_later_is_of_the_mode_it_was_made_in(made_in: Any, read_in: Any, recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    policy = fp8graph.Policy(default=recipe, min_speedup=0)
+    with made_in():
+        report = fp8graph.explain(model, torch.zeros(32, 64), policy=policy, target="sm_90")
+    (view,) = report.graphs
+    assert view.training == (made_in is contextlib.nullcontext)
+    assert len(report.gemms) == (5 if view.training else 2)
+    with read_in():
+        module = view.module
+        assert torch.is_grad_enabled() == (read_in is contextlib.nullcontext)
+        if offline.available() and recipe == "tensorwise":
+            assert any(kernel.name == "extern_kernels._scaled_mm" for kernel in report.kernels)
+    assert sum(node.target is torch.ops.fp8graph.scaled_mm.default for node in module.graph.nodes) == len(report.gemms)
+
+
+def test_explain_as_often_as_one_likes() -> None:
+    """Dynamo compiles no code more than eight times; 0 of 0 GEMMs came then."""
+    for size in range(16, 16 * 13, 16):
+        report = fp8graph.explain(nn.Sequential(nn.Linear(size, 32)), torch.zeros(16, size), policy=ALL)
+        assert all(gemm.recipe for gemm in report.gemms)
+        assert len(report.gemms) == 2
