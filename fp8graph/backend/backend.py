@@ -39,17 +39,17 @@ class Backend:
 
     Args:
         policy: a :class:`Policy`, its dict form, or the path of a policy file. Default: FP8 for every linear
-            except heads and MoE routers, found by their usual names and by what the model's family
-            (``fp8graph.models.FAMILIES``, detected from the modules' classes) says.
-        recipe: the recipe of that default policy ("mxfp8" where the target or this machine's GPU is NVIDIA's and
-            multiplies it, else "tensorwise"); or, beside ``policy``, in place of its default.
+            except heads and MoE routers. They are found by their usual names and by the rules of the model's
+            family (``fp8graph.models.FAMILIES``, detected from the modules' classes).
+        recipe: the recipe of that default policy: "mxfp8" if the target or this machine's GPU is an NVIDIA one
+            that supports it, else "tensorwise". Together with ``policy``, it replaces the policy's default recipe.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
             cache_weights, save, save_activations_in_fp8, fuse_linears.
 
-    A backend holds no model and no compiled code. Code, with what was prepared for its calls and the FP8 copies of
-    weights, goes with the model and at ``torch._dynamo.reset()``; a page of scaling state, and the names that
-    :meth:`bind` learned, go with the parameters alone, so that a model that is compiled again finds its scales. What
-    the report says of a graph stays after it, once for those alike and for the last 256.
+    A backend keeps no model and no compiled code alive. Compiled code, the data prepared for its calls and the FP8
+    copies of weights are freed with the model and by ``torch._dynamo.reset()``. Scaling state, and the names that
+    :meth:`bind` learned, are freed only with the parameters, so that a model that is compiled again finds its scales.
+    The report keeps its rows for the last 256 freed graphs, and lists graphs that were alike once.
 
     Raises:
         ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
@@ -75,24 +75,24 @@ class Backend:
         self._programs = Programs()
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
-        self._agreed: set[str] = set()  # for what the policy was compared with that of other ranks
-        self._eager_frames: list[str] = []  # that met the recompile limit
+        self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
+        self._eager_frames: list[str] = []  # frames that reached the recompile limit
         self._watch_recompile_limit()
         self.set_policy(policy, recipe=recipe)
 
     @property
     def policy(self) -> Policy:
-        """The policy that decides now."""
+        """The policy in force now."""
         return self._shared.policies.current
 
     @property
     def names(self) -> Names:
-        """What the parameters of bound models are called."""
+        """The names of the parameters of bound models."""
         return self._shared.names
 
     @property
     def state(self) -> State:
-        """The pages of delayed scaling."""
+        """The scaling state of recipes with delayed scaling, in pages."""
         return self._shared.state
 
     @property
@@ -102,7 +102,7 @@ class Backend:
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
-        """What compile_fx calls for each graph after the passes; None: Inductor."""
+        """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
         return run_eagerly if self.settings.compiler == "eager" else None
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -121,25 +121,25 @@ class Backend:
         return program
 
     def _agree(self) -> None:
-        """Compare what decides with the other ranks, once for training and once for inference.
+        """Compare policy and settings with those of the other ranks, once for training and once for inference.
 
-        Not again for another policy: ranks need not compile again at the same step of a schedule.
+        A later policy is not compared: ranks need not compile again at the same step of a schedule.
         """
-        kind = "training" if torch.is_grad_enabled() else "inference"  # which one rank may do alone
+        kind = "training" if torch.is_grad_enabled() else "inference"  # one rank may compile for inference alone
         if kind in self._agreed:
             return
         self._agreed.add(kind)
         lines = [*self._shared.policies.lines()]
         lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
         lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
-        text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function lies elsewhere on each rank
+        text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank
         agree(text, amax_group(), kind)
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
-        """Use another policy from the next call on. Graphs that it changes are compiled again then.
+        """Use another policy from the next call on. Graphs that it changes are then compiled again.
 
-        Cheap for a policy that decides as the last one did: ``backend.set_policy(policy.at_step(step))`` may stand in
-        a training loop. A policy with a schedule is taken as it is at step 0.
+        It is cheap if the new policy makes the same decisions as the last one, so a training loop can call
+        ``backend.set_policy(policy.at_step(step))`` at every step. A policy with a schedule is used as of step 0.
         """
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
@@ -149,18 +149,18 @@ class Backend:
 
         Dynamo names modules relative to the frame that it compiles. Bind the model when layers are compiled one
         by one, when a step function is compiled, or when the forward has graph breaks, so that policies and
-        reports see full FQNs.
+        reports see the modules' full names.
         """
         self.names.bind(model)
 
     def state_dict(self) -> ScalingState:
-        """The scaling state: for each tensor of each layer under a recipe with a state its scale and amax history.
+        """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
 
         A flat dict of tensors. If no recipe is stateful, it contains only a version. ``torch.save`` writes it as a
         dict (loads with ``weights_only=True``), safetensors takes ``dict(state)``, and ``torch.distributed.checkpoint``
-        takes the Backend itself: ``dcp.save({"model": ..., "fp8graph": backend})``, then ``dcp.load`` of the same into
-        another one, before its first call or later, on any number of ranks. It refuses a state that differs from rank
-        to rank (``reduce_amax=False``, an ``amax_reduction_group`` of some).
+        takes the Backend itself: ``dcp.save({"model": ..., "fp8graph": backend})``, then ``dcp.load`` of the same keys
+        into another Backend, before its first call or later, on any number of ranks. It refuses a state that differs
+        from rank to rank (``reduce_amax=False``, an ``amax_reduction_group`` of some ranks).
 
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
@@ -168,17 +168,17 @@ class Backend:
         return self.state.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
-        """Bring back what :meth:`state_dict` gave, before the first step or later. All or nothing.
+        """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.
 
-        Entries of layers that were not compiled yet wait for them; those that nothing asked for are in
-        ``str(backend.report)``.
+        Entries of layers that are not compiled yet are kept until they are. ``str(backend.report)`` lists the entries
+        that nothing has used.
 
         Raises:
-            StateError: another version, truncated, a scale that is not finite and positive, a layer that was compiled
-                already and is missing. The message says which; the old state is then intact.
+            StateError: the state has another version or is truncated, a scale is not finite and positive, or a layer
+                that is already compiled is missing. The message says which; the old state is then intact.
         """
         self.state.load_state_dict(state_dict)
-        self.weights.refresh()  # their scales are others now
+        self.weights.refresh()  # their scales have changed
 
     @property
     def pass_seconds(self) -> float:
@@ -187,7 +187,7 @@ class Backend:
 
     @property
     def report(self) -> Report:
-        """What was compiled so far, including graphs from a warm compile cache and those gone with their models."""
+        """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
         return Report(
             graphs=self._programs.views(),
             forgotten=self._programs.forgotten,
@@ -202,12 +202,12 @@ class Backend:
         )
 
     def check_strictly(self, *, everything: bool) -> None:
-        """Strict mode, at a call: raise for code that fell back to eager, and for ``everything`` in the report."""
+        """In strict mode, raise at a call if code fell back to eager, or for ``everything`` that the report finds."""
         if everything or self._fallen_back():
             self.report.check()
 
     def _fallen_back(self) -> list[str]:
-        """Code that Dynamo runs in eager, each frame once."""
+        """The frames that Dynamo runs in eager, each once."""
         return list(dict.fromkeys([*self._eager_frames, *dynamo.failed_frames(self._frames, self._created)]))
 
     def _watch_recompile_limit(self) -> None:
@@ -227,7 +227,7 @@ class Backend:
         dynamo.on_recompile_limit(self, at_limit)
 
     def check_records(self, records: Sequence[GemmRecord]) -> None:
-        """Strict mode: raise for GEMMs of one graph that a rule or region asks for and that are not in FP8."""
+        """In strict mode, raise if GEMMs of one graph that a rule or region asks for do not run in FP8."""
         if missing := [record for record in records if record.missing]:
             lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
             raise Fp8CoverageError(
@@ -236,35 +236,35 @@ class Backend:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """What makes another Backend like this one: its settings, and the policy that decides now."""
+        """The arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
         if self._shared.policies.chosen:
             return {"policy": self.policy, **settings}
-        return {"recipe": self.policy.default, **settings}  # there may be another GPU, and the family adds to it
+        return {"recipe": self.policy.default, **settings}  # no policy: GPU and family decide again where it is loaded
 
     def refresh_weights(self) -> None:
-        """Quantize every weight again before its next use: after weights were written through ``.data``.
+        """Quantize every weight again before its next use. Call it after writing to weights through ``.data``.
 
-        Such writes change neither a tensor's version nor its address, and no optimizer step is seen. Updates by
-        torch's optimizers and in-place writes are noticed without this.
+        Such writes change neither a tensor's version nor its address, and no optimizer step announces them. Updates
+        by torch's optimizers and in-place writes are detected without this call.
         """
         self._shared.weights.refresh()
 
     def reset(self) -> None:
-        """``torch._dynamo.reset()`` calls this. The compiled code is gone then, and Dynamo counts frames anew."""
+        """``torch._dynamo.reset()`` calls this: the compiled code is then gone, and Dynamo counts frames anew."""
         self._eager_frames = self._fallen_back()
         self._frames.clear()
 
     def backend_for(self, _options: Mapping[str, Any]) -> Backend:
-        """Itself: what is compiled by name asks for the backend of its options."""
+        """Return this backend itself, as code compiled by name asks for the backend of its options."""
         return self
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
-        """A copied model (EMA) is the same model to its backend: compiled code and report are shared."""
+        """Return this backend itself: a copied model (EMA) shares compiled code and report with the original."""
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], ScalingState]]:
-        """A pickled model takes the settings and the scaling state along; it is compiled again where it is loaded."""
+        """Pickle the settings and the scaling state with the model, which is compiled again where it is loaded."""
         return _restored, (self.arguments(), self.state_dict())
 
 
@@ -274,7 +274,7 @@ def _restored(arguments: dict[str, Any], state: Mapping[str, Any]) -> Backend:
     return backend
 
 
-# what help() and editors show: the settings by name, not **settings
+# help() and editors show the settings by name, not **settings
 Backend.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
     [
         *(p for p in inspect.signature(Backend).parameters.values() if p.name != "settings"),

@@ -1,4 +1,4 @@
-"""Handing graphs to AOTAutograd and Inductor: Dynamo's, copied and given spare inputs; those of dialect nodes alone."""
+"""Hand graphs to AOTAutograd and Inductor: copies of Dynamo's with spare inputs, and graphs of dialect nodes alone."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from fp8graph.passes import WEIGHT_LOWERING
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:
-    """The device that a model runs on: a number may be a tensor on the CPU beside tensors on a GPU."""
+    """The device that a model runs on. A model on a GPU may have inputs on the CPU, too: numbers held in tensors."""
     devices = [x.device for x in args if isinstance(x, torch.Tensor)]
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
-    """``compiler="eager"``: the partitioned graph as it is, dialect included, in place of compile_fx_inner."""
+    """``compiler="eager"``: run the partitioned graph unchanged, dialect included, in place of compile_fx_inner."""
     placeholders = module.graph.find_nodes(op="placeholder")
     copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = [placeholders.index(copy.args[0]) for copy in copies if copy.args[0] in placeholders]
 
     def run(args: list[Any]) -> Any:
         values = list(args)
-        args.clear()  # boxed calling convention: the caller's references go
-        # a page may be saved for the backward of another call, which is to read what this one writes
+        args.clear()  # boxed calling convention: drop the caller's references
+        # a page may be saved for the backward of another call, which must read the values that this one writes
         with unnoticed_writes([values[index] for index in written]):
             return module(*values)
 
@@ -46,16 +46,16 @@ def compile_dialect(
 ) -> Callable[..., Any]:
     """Generate code for a graph of dialect nodes that has no gradients."""
     options = {**inductor.codegen_patches(settings.hardware, inputs), **settings.inductor}
-    options["triton.cudagraphs"] = False  # it writes into tensors that stay: torch would warn that it skips them
+    options["triton.cudagraphs"] = False  # the graph writes into tensors that stay: torch would skip CUDA graphs and warn
     options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
 
 
 def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:
-    """A copy of Dynamo's graph that AOTAutograd takes for the original.
+    """Copy Dynamo's graph so that AOTAutograd accepts the copy as the original.
 
-    Nodes inside ``torch.no_grad`` regions are marked (``NO_GRAD_KEY``): nothing else tells them apart later.
+    Nodes inside ``torch.no_grad`` regions are marked (``NO_GRAD_KEY``): they cannot be recognized later otherwise.
     """
     graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
     graph.output(graph.graph_copy(module.graph, copies))
@@ -92,9 +92,9 @@ def add_spare_inputs(module: fx.GraphModule, number: int, inputs: Sequence[Any])
 
 
 def with_taken_inputs(inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-    """``inner_compile`` of compile_fx for graphs whose passes took spare inputs: it is given what they became.
+    """An ``inner_compile`` for compile_fx that passes on the tensors which the spare inputs stand for by now.
 
-    AOTAutograd hands on the empty tensors that it traced with.
+    AOTAutograd itself passes on the empty tensors that it traced with.
     """
 
     @functools.wraps(inner_compile)

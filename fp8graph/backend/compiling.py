@@ -1,4 +1,4 @@
-"""Compile one variant of a Dynamo graph: passes, code generation, and what is kept beside the code."""
+"""Compile one variant of a Dynamo graph: passes, code generation, and the findings stored beside the code."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Variant:
     """A compiled graph under the names of one layer."""
 
     run: Callable[..., Any]
-    spares: int  # inputs after Dynamo's: copies of weights, pages, and those that nobody took
+    spares: int  # inputs after Dynamo's: copies of weights, pages, and spare inputs that no pass took
     decided: Decided
-    reduces: bool  # takes part in reductions of amaxes, even if this graph has none to give
+    reduces: bool  # takes part in reductions of amaxes, even if this graph records none
 
     @property
     def findings(self) -> Findings:
@@ -49,7 +49,7 @@ class Compiler:
         self._graph = graph
 
     def known(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Known:
-        """What the passes are told of the graph, in ``situation`` and with parameters called ``names``."""
+        """The frozen input of the passes, for this graph in ``situation`` and with parameters called ``names``."""
         graph, first = self._graph, len(self._graph.sources)
         return Known(
             policy=self._shared.policies.of(graph.families)[0],
@@ -132,7 +132,7 @@ class Compiler:
         return joint
 
     def _stored(self, situation: Situation, names: tuple[str, ...], joint: JointPass, key: str, spares: int) -> Stored:
-        """What is known of a variant. On a compile cache hit no pass ran: that was kept beside the code."""
+        """The findings of the passes. On a compile cache hit no pass ran, and they are read from beside the code."""
         keeps = self._shared.settings.compiler == "inductor" and joint.uuid() is not None
         found = read(key) if keeps and joint.records is None else None
         if found is None:
@@ -161,14 +161,14 @@ class Compiler:
         return dataclasses.replace(found, view=dataclasses.replace(found.view, load_module=module))
 
     def _identity(self, situation: Situation, names: tuple[str, ...]) -> str:
-        """What torch's cache key does not cover: our code, the policy, and the names that it is applied to."""
+        """The part of the cache key that torch does not know: our code, the policy, and the names it is applied to."""
         settings = self._shared.settings
         decides = settings.strict, settings.decisions(), settings.hardware, settings.cuda_graphs
         parts = source_hash(), repr((situation, names, decides)), self._graph.identity()
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _key(self, identity: str, options: dict[str, Any], spares: int) -> str:
-        """The name under which the report of this graph is kept beside torch's compiled code."""
+        """The name under which the report of this graph is stored beside torch's compiled code."""
         state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         settings = repr((state, spares, sorted((name, str(value)) for name, value in options.items())))
         return hashlib.sha256("\n".join((identity, self._graph.code(), settings)).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What Dynamo hands over: a graph and its inputs, as all variants of it are compiled from them."""
+"""A graph from Dynamo and its inputs, from which all its variants are compiled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8graph.recipes.policy import Policy
 
 
 class DynamoGraph:
-    """One graph of Dynamo's. Keeps no parameter alive."""
+    """One graph from Dynamo. It keeps no parameter alive."""
 
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.module = module
@@ -48,11 +48,11 @@ class DynamoGraph:
 
     @property
     def positions(self) -> list[int]:
-        """Which of the inputs are parameters."""
+        """The positions of the inputs that are parameters."""
         return list(self._parameters)
 
     def parameters(self, names: Sequence[str]) -> dict[int, Parameter]:
-        """The parameters by position, bound to ``names`` (none: they are not bound)."""
+        """The parameters by position, bound to ``names`` (none if they are not bound)."""
         bound = names or ("",) * len(self._parameters)
         return {
             index: Parameter(source=source, index=index, bound=name)
@@ -60,7 +60,7 @@ class DynamoGraph:
         }
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
-        """Dynamo's context, for what is compiled after Dynamo has gone on."""
+        """Dynamo's context, for variants that are compiled after Dynamo has finished with the graph."""
         return tracing(self.context) if self.context is not None else contextlib.nullcontext()
 
     def tracing_anew(self) -> contextlib.AbstractContextManager[Any]:
@@ -71,7 +71,7 @@ class DynamoGraph:
 
     @property
     def name(self) -> str:
-        """For people: the class of the outermost module, and whether it trains."""
+        """A name for people to read: the class of the outermost module, and whether it trains."""
         kind = "training" if torch.is_grad_enabled() else "inference"
         for node in self.module.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
@@ -81,7 +81,7 @@ class DynamoGraph:
 
     @functools.cached_property
     def regions(self) -> frozenset[Any]:
-        """The autocast regions inside of the graph, None among them for what lies in none."""
+        """The autocast regions inside the graph; None is among them if some of its nodes are in no region."""
         custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
         return frozenset(values.get(REGION_KEY) for values in custom)
 
@@ -89,14 +89,14 @@ class DynamoGraph:
         """Every recipe that may apply to a GEMM of this graph."""
         found: set[Recipe] = set(policy.recipes())
         for region in (situation.region, *self.regions):
-            with contextlib.suppress(Fp8GraphError):  # `assign` says so, and where
+            with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error, and says where
                 recipe = region_recipe(region)
                 if isinstance(recipe, Recipe):
                     found.add(recipe)
         return found
 
     def identity(self) -> str:
-        """What of this graph decides how it is rewritten, beside its code: modules, regions, parameters."""
+        """The properties that decide how this graph is rewritten, beside its code: modules, regions, parameters."""
         digest = hashlib.sha256()
         regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
@@ -108,7 +108,7 @@ class DynamoGraph:
         return digest.hexdigest()
 
     def code(self) -> str:
-        """The code of this graph, and what its inputs look like."""
+        """The code of this graph, and the shapes and dtypes of its inputs."""
         digest = hashlib.sha256(self.module.code.encode())
         for x in self.fake_inputs:
             if isinstance(x, torch.Tensor):

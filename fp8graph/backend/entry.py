@@ -1,4 +1,4 @@
-"""What users call: compile a model, find its backend."""
+"""The functions that users call to compile a model and to find its backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8graph.recipes import RecipeLike
 
 
 def backend_of(compiled: Any) -> Backend:
-    """The :class:`Backend` behind a compiled module or function, also one compiled by name.
+    """The :class:`Backend` behind a compiled module or function, including those compiled by name.
 
     Raises:
         ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
@@ -45,14 +45,14 @@ def compile(  # noqa: A001  (the public name is torch's)
     """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
 
     Compiling in place also covers ``model.generate()``, which calls the model, not the wrapper that
-    ``torch.compile(model)`` returns. The backend: ``fp8graph.backend_of(model)``.
+    ``torch.compile(model)`` returns. ``fp8graph.backend_of(model)`` returns the backend.
 
     Args:
         policy, recipe: see :class:`Backend`.
-        regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block once, however many
-            layers there are; a list of class names says which. None compiles the model as a whole. What lies around
-            the blocks is compiled where it multiplies, and runs in eager in between. Layers share code as long as
-            Dynamo finds nothing that tells them apart: a key-value cache does (pass ``use_cache=False`` in training).
+        regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block only once, however
+            many layers there are; a list of class names says which blocks. None compiles the model as a whole. Modules
+            around the blocks are compiled if they multiply by matrices; the code in between runs in eager. Layers share
+            code unless Dynamo finds a difference: a key-value cache is one (pass ``use_cache=False`` in training).
         kwargs: the other arguments of :class:`Backend` (``strict``, ``target``, ``save``, ...), and those of
             ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options`` (of this backend, as by name).
 

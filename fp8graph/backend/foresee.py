@@ -1,6 +1,6 @@
-"""How many inputs a graph will take beside Dynamo's: foreseen from Dynamo's graph, before anything is traced.
+"""Estimate from Dynamo's graph, before anything is traced, how many inputs it will take beside Dynamo's own.
 
-A guess. Inputs that nobody takes cost a little at each call; with too few of them the graph is traced once more.
+It is a guess. An input that no pass takes costs a little at each call; with too few, the graph is traced once more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8graph.recipes import LAYOUTS, OPERANDS, DelayedScaling, Recipe
 from fp8graph.recipes.autocast import REGION_KEY
 from fp8graph.recipes.rules import Op
 
-# What becomes a matmul, by the name of the function or method: the op that it is a site of
+# The functions and methods that become a matmul, by name, and the op of the site that each becomes
 _MATMULS: Final[Mapping[str, Op]] = {
     **dict.fromkeys(("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "bilinear"), "linear"),
     **dict.fromkeys(("_grouped_mm", "grouped_mm", "grouped_mm_fallback"), "grouped_mm"),
@@ -33,7 +33,7 @@ _MATMULS: Final[Mapping[str, Op]] = {
 
 
 def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int:
-    """The number of FP8 copies of weights, scales of theirs and pages of scaling state that ``module`` may take."""
+    """The number of FP8 copies of weights, of their scales and of pages of scaling state that ``module`` may take."""
     if known.subgraph:
         return 0
     parameters = _parameters(module, known)
@@ -45,11 +45,11 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
         weight_of[node] = weight
         found.append((node, Site(place=place, op=op, region=custom.get(REGION_KEY))))
     names = names_of([site.place for _, site in found], parameters.values())
-    weights: dict[Any, int] = {}  # what becomes one copy -> how many tensors that is
+    weights: dict[Any, int] = {}  # the weights that become one copy -> the number of its tensors
     pages: set[Any] = set()
     for (node, site), (fqn, index) in zip(found, names, strict=True):
         site.fqn, site.index = fqn, index
-        with contextlib.suppress(Fp8GraphError):  # pass `assign` says so
+        with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
             recipes = resolve(site, known).recipes
             used = [recipes["fprop"], recipes["dgrad"] if training else None]
             device = _device(weight_of[node], known)
@@ -73,7 +73,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
 
 
 def _outputs(recipe: Recipe, *, layouts: int) -> int:
-    """How many tensors a weight becomes."""
+    """The number of tensors that the FP8 copy of a weight has."""
     names = quantization.output_names(recipe.quantizer("weight").scaling, LAYOUTS[:layouts])
     return sum(name != "amax" for name in names)
 
@@ -84,7 +84,7 @@ def _parameters(module: fx.GraphModule, known: Known) -> dict[fx.Node, Parameter
 
 
 def _matmuls(graph: fx.Graph, parameters: Mapping[fx.Node, Parameter]) -> Iterator[tuple[fx.Node, fx.Node, Op]]:
-    """``(node, weight, op)`` for what multiplies by something computed from one parameter of two dims or more."""
+    """``(node, weight, op)`` for each node that multiplies by a matrix computed from one parameter."""
     of_parameter: dict[fx.Node, fx.Node] = {node: node for node in parameters}
     for node in graph.nodes:
         name = str(getattr(node.target, "__name__", node.target)).rpartition(".")[2]

@@ -39,7 +39,7 @@ def source_hash() -> str:
 def hash_of(package: Path) -> str:
     """A hash of the names and contents of all Python files under ``package``, and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
-    for folder in (package, package / "passes", package / "models"):  # the last two are links, which rglob may skip
+    for folder in (package, package / "passes", package / "models"):  # rglob may skip the last two, which are links
         for file in sorted(folder.rglob("*.py")):
             digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
     return digest.hexdigest()
@@ -61,7 +61,7 @@ class Stopwatch:
 
 
 def _run(graph: fx.Graph, name: str, run: Callable[[], None], **settings: Any) -> None:
-    """Run one pass and check what it leaves (with ``settings``). Every failure reaches the user with its name.
+    """Run one pass and check the graph it leaves (with ``settings``). Every failure names the pass to the user.
 
     Some exceptions of fake tensors would turn into a silent graph break inside Dynamo; an Fp8GraphError does not.
     """
@@ -97,12 +97,12 @@ class _Pass(CustomGraphPass):
     def uuid(self) -> Any:
         others = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self._first]
         if self._identity is None or None in others:
-            return None  # an anonymous pass: torch must not cache
+            return None  # a pass without a uuid: torch must not cache
         return json.dumps([type(self).__name__, self._identity, *map(str, others)])
 
 
 class TooFewInputs(Exception):
-    """Ends a compilation whose graph wants more spare inputs than it has: ``wanted`` of them."""
+    """Ends a compilation whose graph needs more spare inputs than it has: ``wanted`` of them."""
 
     def __init__(self, wanted: int) -> None:
         super().__init__(wanted)
@@ -110,7 +110,7 @@ class TooFewInputs(Exception):
 
 
 class JointPass(_Pass):
-    """The joint pipeline on the joint graph. Leaves its findings on itself.
+    """Runs the joint pipeline on the joint graph, and keeps the findings as its attributes.
 
     Inductor calls it once for the graph and once more for each subgraph of a higher-order op; the findings add up. The
     body of a nested_compile_region comes three times in training: whole, and then both of its parts, which are done.
@@ -180,10 +180,10 @@ class JointPass(_Pass):
 
 
 class LowerPass(_Pass):
-    """dialect -> aten, on the forward and on the backward graph, after the partitioner.
+    """Lowers the dialect to aten, in the forward and in the backward graph, after the partitioner.
 
     Args:
-        passes: ``LOWERING``, or what a graph that quantizes weights needs more.
+        passes: ``LOWERING``, or a longer list for a graph that quantizes weights.
     """
 
     def __init__(

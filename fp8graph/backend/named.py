@@ -14,7 +14,7 @@ from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
 
-# Backend's arguments, and torch's own two under short names
+# Backend's arguments, and two of torch's own under short names
 _OPTIONS: Final = (
     *("policy", "recipe"),
     *(name for name in Settings.names() if name != "inductor_options"),
@@ -25,10 +25,10 @@ _OPTIONS: Final = (
 class NamedBackend:
     """``backend="fp8graph"``: one :class:`Backend` per distinct set of options.
 
-    torch shares compiled code between compile calls whose backend and options are equal, two models of one
-    class for instance; they therefore share a Backend, and its report, too. It goes with the last of them, or at
-    ``torch._dynamo.reset()``, as a Backend that is given as an object does: torch's callable of ``torch.compile`` holds
-    it.
+    torch shares compiled code between compile calls whose backend and options are equal, for instance those of two
+    models of one class; such models therefore share a Backend and its report, too. torch's callable from
+    ``torch.compile`` keeps the Backend alive, so it is freed with the last of these models or by
+    ``torch._dynamo.reset()``, like a Backend that is passed as an object.
     """
 
     __name__ = "fp8graph"

@@ -1,4 +1,4 @@
-"""Which policy decides: the user's, or the default with what the families of models add to it."""
+"""Choose the policy of a graph: the user's, or the default with the rules of the model's families."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
 class Policies:
-    """The policy of one backend, which may change while it trains.
+    """The policy of one backend, which may change during training.
 
     Args:
-        target: what the default policy is for; None: this machine.
+        target: the hardware that the default policy is for; None: this machine.
     """
 
     def __init__(self, target: Hardware | None) -> None:
@@ -28,8 +28,8 @@ class Policies:
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
-        """Take another one; see :meth:`Backend.set_policy`."""
-        self.chosen = policy is not None  # by the user
+        """Use another policy; see :meth:`Backend.set_policy`."""
+        self.chosen = policy is not None  # whether the user chose the policy
         if policy is None:
             self.current = general_policy((self._target or hardware.of_machine()).default_recipe)
         else:
@@ -42,7 +42,7 @@ class Policies:
         self._families: dict[tuple[str, ...], tuple[Policy, str]] = {(): (self.current, self.current.identity())}
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy for a graph of models of ``families`` (theirs, unless the user chose one), and its identity."""
+        """The policy for models of ``families`` (their default, unless the user chose one), and its identity."""
         if self.chosen:
             families = ()
         if families not in self._families:
@@ -51,7 +51,7 @@ class Policies:
         return self._families[families]
 
     def may_rewrite(self, regions: Collection[Any]) -> bool:
-        """Whether any GEMM could get a recipe: if not, Inductor's options stay exactly the user's.
+        """Whether any GEMM could get a recipe. If none could, Inductor's options stay exactly the user's.
 
         Args:
             regions: the autocast regions around the call and in the graph.

@@ -39,20 +39,20 @@ class Program:
         self._graph = DynamoGraph(module, example_inputs)
         self._compiler = Compiler(shared, self._graph)
         self._compiled: dict[Situation, list[Variant]] = {}
-        self._variants: dict[tuple[Situation, tuple[str, ...]], Variant] = {}  # by the names of the parameters
+        self._variants: dict[tuple[Situation, tuple[str, ...]], Variant] = {}  # variants by the names of the parameters
         self._recomputations = Recomputations()
-        self._empty = torch.empty(0, device=self._graph.device)  # for inputs that nobody took
+        self._empty = torch.empty(0, device=self._graph.device)  # stands in for inputs that no pass took
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
         self._strict = shared.settings.strict
         self._calls = 0
-        self.texts: list[GraphView] = []  # the views without modules, for a report that outlives this program
+        self.texts: list[GraphView] = []  # views without modules, for a report that outlives this program
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
         self._variant(self._situation(), self._names(example_inputs), example_inputs)
 
     @property
     def views(self) -> list[GraphView]:
-        """The report's view of each variant, once for each layer that runs it."""
+        """The report's view of each variant, repeated for each layer that runs it."""
         return [variant.decided.view for variant in self._variants.values()]
 
     def __call__(self, *args: Any) -> Any:
@@ -68,7 +68,7 @@ class Program:
         return self._run_with_state(call, args)
 
     def _prepare(self, args: Sequence[Any]) -> Prepared:
-        """Find what a call needs, and keep it for the calls that will need the same."""
+        """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
         situation, names = self._situation(), self._names(args)
         variant = self._variants.get((situation, names))
         if variant is None:
@@ -82,7 +82,7 @@ class Program:
         weights = shared.weights.tensors(
             findings.weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
         )
-        # without copies, pages and names that decide, any parameters will do
+        # without copies, pages and names that matter, the call is prepared for any parameters
         by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
         known = bool(findings.weights or pages or by_name)
         call = Prepared(
@@ -99,7 +99,7 @@ class Program:
         return call
 
     def _run_with_state(self, call: Prepared, args: Sequence[Any]) -> Any:
-        """Run a graph that reads scaling state, and may record in it."""
+        """Run a graph that reads scaling state and may record amaxes in it."""
         self._take_part(call.reduces, args)
         where = cast(slice, call.pages)
         more, pages = call.more, list(call.more[where])
@@ -112,12 +112,12 @@ class Program:
 
     def _take_part(self, reduces: bool, args: Sequence[Any]) -> None:
         """Record the amaxes of the last step on all ranks, before this call reads scales."""
-        if reduces:  # reentrant checkpointing trains in backward only
+        if reduces:  # with reentrant checkpointing, only the backward runs the graph for training
             self._shared.state.reduces(str(amax_group()), accelerator_of(args))
             self._shared.state.commit()
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
-        """Run on fake tensors to learn what comes out. These parameters have no scales and no FP8 copies.
+        """Run on fake tensors to learn the shapes of the outputs. Their parameters have no scales and no FP8 copies.
 
         DDPOptimizer (``DistributedDataParallel`` under Dynamo) cuts a graph into buckets, and calls each part on fake
         tensors before it compiles the next.
@@ -136,12 +136,12 @@ class Program:
         return Situation(policy=policy, region=current_region(), amax_group=amax_group())
 
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
-        """The FQNs that the graph's parameters are bound to, "" where they are not; () if nothing is bound."""
+        """The names that the graph's parameters are bound to, "" for an unbound one; () if nothing is bound."""
         names = self._shared.names
         return tuple(names.get(args[index]) for index in self._graph.positions) if names else ()
 
     def _variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> Variant:
-        """The variant for a situation and for parameters called ``names``: one that was decided alike, or a new one."""
+        """The variant for a situation and for parameters called ``names``: one decided in the same way, or a new one."""
         known = self._compiled.setdefault(situation, [])
         told = self._compiler.known(situation, names)
         for other in known:
@@ -160,7 +160,7 @@ class Program:
 
 
 def _forget(shared: Shared, taken: Sequence[Findings]) -> None:
-    """Drop what was prepared for calls of a program that is gone. State and parameters may live on."""
+    """Drop the data prepared for calls of a program that is gone. State and parameters may live on."""
     for findings in taken:
         shared.weights.forget(findings.weights)
         shared.state.forget(findings.pages)

@@ -1,4 +1,4 @@
-"""The graphs that one backend compiled: those that live, and what its report says of those that are gone."""
+"""The graphs that one backend compiled: those that are alive, and the report's rows of those that are gone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from fp8graph.backend.program import Program
 from fp8graph.report import GraphView
 
-KEPT: Final = 256  # graphs that are gone and still in the report
+KEPT: Final = 256  # number of graphs that are gone and still in the report
 
 
 @dataclass(eq=False)
@@ -21,26 +21,27 @@ class _Entry:
 
 
 class Programs:
-    """Holds no program alive: torch does, until the model (or the function) is gone or ``torch._dynamo.reset()``.
+    """The compiled graphs, none of which is kept alive here.
 
-    What the report says of a graph stays longer, as text: once where several were alike (models compiled in a loop),
-    and for the last ``KEPT``.
+    torch keeps them alive until the model (or the function) is gone, or until ``torch._dynamo.reset()``. The report's
+    rows stay longer, as text: for the last ``KEPT`` graphs, and once for graphs that were alike (models compiled in a
+    loop).
     """
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []  # in the order of compilation
-        self.forgotten = 0  # graphs that are gone and no longer in the report
+        self.forgotten = 0  # number of graphs that are gone and no longer in the report
 
     def __iter__(self) -> Iterator[Program]:
-        """The programs that live."""
+        """The programs that are alive."""
         return iter([program for entry in self._entries if (program := entry.program()) is not None])
 
     def add(self, program: Program) -> None:
-        self._merge_those_gone()  # else they add up where nobody asks for a report
+        self._merge_those_gone()  # else they add up if nobody asks for a report
         self._entries.append(_Entry(weakref.ref(program), program.texts))
 
     def views(self) -> list[GraphView]:
-        """What the report says of each graph; of those that live, with their modules."""
+        """The report's view of each graph, with the modules of those that are alive."""
         self._merge_those_gone()
         views: list[GraphView] = []
         for entry in self._entries:

@@ -1,8 +1,8 @@
 """Compile the blocks of a model one by one: code for each kind of block, not for each layer.
 
 A model of 32 layers compiled as a whole takes 32 times as long as one layer; compiled layer by layer, Dynamo runs the
-same compiled code for all layers that look alike. What is left of the model around its blocks (a head, a projection)
-is compiled piece by piece where it multiplies; the code in between runs in eager.
+same compiled code for all layers that look alike. The modules around the blocks that multiply by matrices (a head,
+a projection) are compiled piece by piece; the code in between runs in eager.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
     """The modules of ``model`` to compile one by one, in order; ``[model]`` if nothing repeats.
 
     Args:
-        regions: "auto" for the outermost blocks of which a container holds several of one class, or the names of the
-            blocks' classes.
+        regions: "auto" for the outermost blocks of which a container holds several of the same class, or the names
+            of the blocks' classes.
 
     Raises:
         ConfigError: (a ``ValueError``) for anything else, or a class that no module of the model has.
@@ -49,7 +49,7 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules that stand beside another one of their class in a container."""
+    """The outermost modules that share a container with another module of their class."""
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             members = [member for member in child.children() if _multiplies(member)]
@@ -64,7 +64,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _rest(module: nn.Module, within: set[int]) -> Iterator[nn.Module]:
-    """The largest modules around the blocks (the ids of which are ``within``) that multiply by a matrix."""
+    """The largest modules around the blocks (whose ids are ``within``) that multiply by a matrix."""
     for child in module.children():
         if id(child) in within:
             continue

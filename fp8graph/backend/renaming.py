@@ -1,8 +1,8 @@
 """One compiled graph under several names.
 
-Layers that are compiled one by one share Dynamo's graph, and their names differ. Names decide (policies go by them), so
-each layer is decided anew; where the decisions are those of a layer that was compiled already, so is the code. Report,
-scaling state and its names stay each layer's own.
+Layers that are compiled one by one share Dynamo's graph, but their names differ, and policies go by names. So the
+decisions are made anew for each layer; if they equal those of a layer that was already compiled, its code is used.
+Each layer keeps its own report, scaling state and names of that state.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Decided:
-    """How the sites of a compiled graph were decided, as far as that depends on what they are called."""
+    """The decisions about the sites of a compiled graph, as far as they depend on the sites' names."""
 
     findings: Findings
-    resolutions: Sequence[Resolution]  # of each site
+    resolutions: Sequence[Resolution]  # one per site
     view: GraphView
 
     @staticmethod
@@ -37,7 +37,7 @@ class Decided:
         return Decided(findings=findings, resolutions=[resolve(site, known) for site in findings.sites], view=view)
 
     def under(self, known: Known) -> Decided | None:
-        """The same graph under the names of ``known``; None if another one has to be compiled for them."""
+        """The same graph under the names of ``known``; None if they need a graph of their own."""
         sites = self.findings.sites
         names = names_of([site.place for site in sites], known.parameters.values())
         called = [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
@@ -71,7 +71,7 @@ class Decided:
 
 
 def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
-    """Which sites are of one module, and their numbers: linears of one module may be joined."""
+    """The sites that share a module, and their numbers: linears of one module may be fused."""
     numbers: dict[str, int] = {}
     return [(numbers.setdefault(site.fqn.rpartition(".")[0], len(numbers)), site.index) for site in sites]
 
@@ -86,7 +86,7 @@ def _page(page: PageLayout, renamed: _Sites) -> PageLayout:
 
 def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:
     site, old, new = renamed[gemm.fqn, gemm.index]
-    reason = gemm.reason.replace(old.source, new.source)  # another rule may ask for the same
+    reason = gemm.reason.replace(old.source, new.source)  # another rule may give the same resolution
     return dataclasses.replace(gemm, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
 
 

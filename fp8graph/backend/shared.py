@@ -1,4 +1,4 @@
-"""What all graphs of one backend share."""
+"""The objects that all graphs of one backend share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fp8graph.runtime.weight_cache import Weights
 
 
 class Generator(Protocol):
-    """What makes code of rewritten graphs, and checks what was rewritten: the backend."""
+    """The part of a backend that generates code for rewritten graphs and checks how they were rewritten."""
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
-        """What compile_fx calls for each graph after the passes; None: Inductor."""
+        """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
         ...
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -31,17 +31,17 @@ class Generator(Protocol):
         ...
 
     def check_strictly(self, *, everything: bool) -> None:
-        """Strict mode, at a call."""
+        """In strict mode, check at a call."""
         ...
 
     def check_records(self, records: Sequence[GemmRecord]) -> None:
-        """Strict mode, for the GEMMs of one graph."""
+        """In strict mode, check the GEMMs of one graph."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
-    """Settings, policy, and what outlives a call."""
+    """Settings, policy, and the state that outlives a call."""
 
     settings: Settings
     policies: Policies

@@ -1,4 +1,4 @@
-"""What a call depends on beside its arguments."""
+"""The circumstances that a call depends on, beside its arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Situation:
 
 
 def region_text(region: Any) -> str:
-    """What a region stands for now: a recipe registered again under one name is another recipe."""
+    """A region's present meaning: a recipe that is registered again under its name is another recipe."""
     try:
         recipe = region_recipe(region)
     except Fp8GraphError:
-        return "unknown"  # `assign` says so, and where
+        return "unknown"  # the pass `assign` raises this error, and says where
     return "policy" if recipe is INHERIT else repr(recipe)

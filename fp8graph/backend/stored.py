@@ -1,9 +1,9 @@
-"""What is kept beside torch's compiled code.
+"""Store the findings of the passes beside torch's compiled code.
 
-On a warm compile cache no pass runs, and yet the report must be right, and the inputs that the code takes known.
+With a warm compile cache no pass runs, yet the report must be right, and the inputs of the code must be known.
 
-One file for each graph, in Inductor's cache folder, named by what decides about the graph. The findings are a pickle
-(as everything that torch keeps there): whoever can write to the folder can run code.
+There is one file per graph, in Inductor's cache folder, named by a hash of all that decides about the graph. It is a
+pickle (like everything that torch keeps there): whoever can write to the folder can run code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fp8graph.ir.compilation import Findings
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.report import GraphView
 
-# what reading a damaged file, or the pickle of another version, raises
+# raised by reading a damaged file or the pickle of another version
 _DAMAGED: Final = (LookupError, ValueError, TypeError, AttributeError, EOFError, pickle.PickleError, ImportError)
 
 
@@ -42,14 +42,14 @@ class Stored:
     findings: Findings
 
     def write(self, key: str) -> None:
-        """Keep it for other processes. What cannot be kept is found again by tracing the graph."""
+        """Write it for other processes. If it cannot be written, they trace the graph again and find the same."""
         with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             findings = base64.b64encode(_dumped(self.findings)).decode()
             _write(_path(key), json.dumps(self.view.to_dict() | {"findings": findings}))
 
 
 def read(key: str) -> Stored | None:
-    """What was kept under ``key``; None if there is nothing, or it is damaged."""
+    """The findings stored under ``key``; None if there are none, or the file is damaged."""
     with contextlib.suppress(OSError, *_DAMAGED):
         values = json.loads(_path(key).read_text(encoding="utf-8"))
         findings = pickle.loads(base64.b64decode(values.pop("findings")))
@@ -70,7 +70,7 @@ def _write(path: Path, text: str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Takes dialect graphs, which hold fake tensors and ops, apart into plain values."""
+    """Pickles dialect graphs, which hold fake tensors and ops, as plain values."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, fx.Graph):
@@ -102,7 +102,7 @@ def _reference(node: fx.Node) -> Any:
 
 
 _Line = tuple[str, str, Any, Any, Any, Any, dict[str, Any]]  # op, name, target, args, kwargs, value, metadata
-_KEPT: Final = (PASS_KEY,)  # metadata: ``ir/verify.py`` looks for it
+_KEPT: Final = (PASS_KEY,)  # metadata that ``ir/verify.py`` checks
 
 
 def _lines(graph: fx.Graph) -> list[_Line]:
