@@ -28,7 +28,7 @@ from fp8graph.passes.write import write
 
 Pass = Callable[[fx.Graph, Compilation], None]
 
-# On the joint forward + backward graph (or the forward graph of inference), before the partitioner.
+# Runs on the joint forward + backward graph (or the forward graph of inference), before the partitioner.
 JOINT_PIPELINE: tuple[Pass, ...] = (
     unpack,
     match,
@@ -42,11 +42,11 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     save_for_backward,
 )
 
-# On the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
+# Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the
 # min-cut, which therefore saves FP8 tensors as they are.
 LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
 
-# On a graph that quantizes weights and writes their copies where they are kept.
+# Runs on a graph that quantizes weights and writes the results into their kept copies.
 WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
 
 __all__ = ["JOINT_PIPELINE", "LOWERING", "WEIGHT_LOWERING", "Pass"]

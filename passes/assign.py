@@ -1,12 +1,13 @@
-"""Decide: a recipe for every GEMM or high precision, native or emulated, each with its reason.
+"""Decide for every GEMM between a recipe and high precision, native and emulated, and give the reason.
 
     site "lm_head" fprop                 ->   None, 'rule 0 "lm_head": high precision'
     site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
 
-Order of authority: an autocast region in the compiled code, the region around the call, the policy. Refuses
-(leaves alone) what FP8 cannot do: integers, complex, float64, operands of two dtypes, empty tensors, batched
-matmuls that nobody asked for, backward matmuls without a forward one; and what would not be faster on the target
-(``analysis/profit.py``, ``Policy.min_speedup``). The graph is not changed.
+The first of these that says something decides: an autocast region in the compiled code, the region around the call,
+the policy. Refuses (leaves in high precision) GEMMs that FP8 cannot do: those of integers, complex numbers, float64,
+operands of two dtypes and empty tensors, batched matmuls that no rule names, and backward matmuls without a forward
+one. Refuses, too, GEMMs that would not be faster on the target (``analysis/profit.py``, ``Policy.min_speedup``). The
+graph is not changed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
-    """The decision with its prediction: in high precision if that is below ``bar``."""
+    """The decision with its predicted speedup; it becomes high precision if that is below ``bar``."""
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")
     assert decision.recipe is not None
@@ -68,7 +69,7 @@ def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
 
 
 def resolve(site: Site, known: Known) -> Resolution:
-    """Who decides about ``site``: the innermost region that says something, else the policy."""
+    """The recipes for ``site``: from the innermost region that says something, else from the policy."""
     resolution = known.policy.resolve(site.fqn, site.op)
     if site.why_no_linear and resolution.rule is None:
         resolution = replace(resolution, source=f"{resolution.source}; {site.why_no_linear}")
@@ -79,7 +80,7 @@ def resolve(site: Site, known: Known) -> Resolution:
         raise type(error)(f"{site.fqn or 'the model'}: autocast: {error}") from None
     if recipe is INHERIT:
         return resolution
-    if recipe is None:  # covers every op: the user switched FP8 off here
+    if recipe is None:  # covers every op: here the user switched FP8 off
         return Resolution(dict.fromkeys(GEMMS), source=DISABLED, rule=resolution.rule)
     if site.op not in DEFAULT_OPS:
         return resolution
@@ -126,7 +127,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
 
 
 def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:
-    """Why this GEMM is emulated, or None if the device multiplies it."""
+    """Why this GEMM is emulated; None if the device has a kernel for it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = compilation.hardware_of(gemm.node)

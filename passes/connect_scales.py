@@ -1,4 +1,4 @@
-"""Give delayed quantize nodes their scales, and record what they saw: one read and one update a page.
+"""Give delayed quantize nodes their scales, and record their amaxes: one read and one update per page.
 
     qx = quantize(x, scaling="delayed")         ->      scales = read_scales(page, copy)
     qw = quantize(w, scaling="delayed")                 qx = quantize(x, scaling="delayed", scales=scales)
@@ -9,12 +9,13 @@
     with several ranks                          ->      new = stage_amaxes(page, [qx.amax, qw.amax])
 
 A page is a graph input (``numerics/history.py``); a graph has one per recipe, FP8 type and direction, normally one for
-forward and one for backward. What several ranks stage is reduced after the step (``runtime/amax_reduction.py``).
-Forward's scales are saved for backward as they were: the page changes at the end of forward. Backward reads its page
-when it runs, so that several forwards may come before it. With too few spare inputs the graph is left as it is, to be
-traced again with enough of them.
+forward and one for backward. With several ranks, the staged amaxes are reduced after the step
+(``runtime/amax_reduction.py``). Forward's scales are saved for backward, since the page changes at the end of forward.
+Backward reads its page when it runs, so that several forwards may come before it. With too few spare inputs the graph
+is not changed; it is traced again with enough of them.
 
-Refuses to record what ran without gradients: the whole graph (``records_amaxes``), or a ``torch.no_grad`` region in it.
+Refuses to record amaxes of code that runs without gradients: the whole graph (``records_amaxes``), or a
+``torch.no_grad`` region in it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Update:
     page: fx.Node
     layout: PageLayout
     amaxes: list[fx.Node]
-    like: fx.Node  # one of the quantize nodes
+    like: fx.Node  # any of the quantize nodes
 
 
 def _connect(
@@ -137,7 +138,7 @@ def _record(graph: fx.Graph, update: _Update) -> None:
 
 @contextlib.contextmanager
 def _at_the_end(graph: fx.Graph, like: fx.Node) -> Generator[None]:
-    """Insert before the output, into the direction of ``like``."""
+    """Insert nodes before the output, in the direction (forward or backward) of ``like``."""
     (output,) = graph.find_nodes(op="output")
     before = set(graph.nodes)
     with graph.inserting_before(output):

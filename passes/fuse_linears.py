@@ -1,4 +1,4 @@
-"""Multiply once where linears of one module share their input: q, k and v; gate and up.
+"""Fuse linears of one module that share their input into one GEMM: q, k and v; gate and up.
 
     q = scaled_mm(qx, qwq)                              qw = quantize(wq, more=[wk], dim=-2)
     k = scaled_mm(qx, qwk)                      ->      qk = scaled_mm(qx, qw);  q, k = slices of its columns
@@ -7,13 +7,15 @@
     dwq = scaled_mm(qdq.columnwise, qx.columnwise)      dw = scaled_mm(qdy.columnwise, qx.columnwise)
     dwk = scaled_mm(qdk.columnwise, qx.columnwise) ->   dwq, dwk = slices of its rows
 
-The joined weight, and the joined gradient, are quantized as one tensor: they share a scale where scales span them
-(one per tensor; one per row where it is contracted), as in Transformer Engine's fused projections. The sum over the
-linears is made in the GEMM's accumulator. Where slices of fprop's result would have to be copied, or would keep more
-than they hold for backward, fprop multiplies slices of the weight one by one (``siblings.can_be_slices``).
+The joined weight is quantized as one tensor, and so is the joined gradient: its parts share a scale where one scale
+spans them (one per tensor; one per row that is contracted), as in Transformer Engine's fused projections. The GEMM's
+accumulator adds up the gradients of the input. If slices of fprop's result would have to be copied, or would keep
+more memory alive for backward than they need, fprop multiplies slices of the weight one by one
+(``siblings.can_be_slices``).
 
-Refuses (multiplies one by one) linears of other recipes, layouts or biases than their neighbours; output sizes that
-are not multiples of the tile; weights and gradients with further uses; gradients of the input that are not just summed.
+Refuses (multiplies one by one) linears whose recipes, layouts or biases differ from their neighbours'; output sizes
+that are not multiples of the tile; weights and gradients with further uses; gradients of the input that are used for
+more than their sum.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
             if "fprop" not in multiplied:
                 compilation.refuse("one GEMM", linear.site, _FORWARD_APART)
     if joined:
-        stable_topological_sort(graph)  # what is joined is needed where the first linear runs
+        stable_topological_sort(graph)  # the joined tensors are needed where the first linear runs
         graph.eliminate_dead_code()
 
 
@@ -72,10 +74,10 @@ def _dgrads(linears: Sequence[Linear]) -> list[fx.Node]:
 
 
 def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
-    """The first linear's nodes become those of the group. Yields the GEMMs that are one now."""
+    """Turn the first linear's nodes into those of the group. Yields the GEMMs that are now fused."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():
-        if QuantizeNode(quantized).asked.more is None:  # else joined for another GEMM
+        if QuantizeNode(quantized).asked.more is None:  # else already joined for another GEMM
             _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
     for gemm, first in linears[0].gemms.items():
         others = [linear.gemms[gemm] for linear in linears[1:]]
@@ -97,18 +99,18 @@ def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
 
 
 def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
-    """Let ``first`` quantize the tensors of ``others`` with its own, as one."""
+    """Let ``first`` quantize the tensors of ``others`` together with its own, as one."""
     dim = _JOINED_DIM[first.meta[OPERAND_KEY]]
     QuantizeNode(first).ask(more=[QuantizeNode(node).asked.x for node in others], dim=dim)
     for node in (first, *first.users):
         update_value(node)
-    if ROWS_KEY in first.meta:  # one amax: the rows of the others are names of it
+    if ROWS_KEY in first.meta:  # one amax: the rows of the others become further names of its row
         rows = [row for node in (first, *others) for row in node.meta[ROWS_KEY]]
         first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
 
 
 def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
-    """Give each linear's users its part of the first result, which is that of all."""
+    """Give each linear's users their part of the first result, which now is the result of all linears."""
     users = [list(node.users) for node in results]
     for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
         for user in own:

@@ -1,20 +1,20 @@
-"""Quantize before an all-gather, not after it: what travels is FP8, and all ranks quantize with one scale.
+"""Quantize before an all-gather, not after it: FP8 is sent, and all ranks quantize with one scale.
 
     x = wait(all_gather(shard, ranks, group))   ->   scales = scales(wait(all_reduce(amax(shard), "max", group)), ...)
     q = quantize(x, rowwise, columnwise)             q = quantize(shard, rowwise, scales=scales)
                                                      rowwise = view(wait(all_gather(view(q.rowwise, uint8), ...)), e4m3)
                                                      columnwise = columnwise(rowwise)
 
-Every number is the one that quantizing after the gather gives (a gradient with a NaN overflows as a whole). Delayed
-scaling has its scales before: no all-reduce, and each rank records the amax of its shard. Scales of rows and of tiles
-travel beside the data; where both directions have tiles of their own, both travel. FP8 travels as bytes, which every
-backend of torch.distributed moves. Between gather and quantize may stand casts, and what moves rows as wholes (a gather
-along the sequence of several batches).
+Every number is the same as with quantizing after the gather (a gradient with a NaN overflows as a whole). Delayed
+scaling knows its scales beforehand: it needs no all-reduce, and each rank records the amax of its shard. Scales of rows
+and of tiles are sent along with the data; if each layout has tiles of its own, both layouts are sent. FP8 is sent as
+bytes, which every backend of torch.distributed can send. Between gather and quantize there may be casts, and ops that
+move whole rows (a gather along the sequence of several batches).
 
-Refuses (gathers in high precision; the reason is in the report) what something else reads too, or several quantize
-nodes; a dynamic number of rows; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or
-tiles that cross the border of two shards; nvfp4, experts; and what would not send fewer bytes, as the two directions of
-bf16 do not.
+Refuses (gathers in high precision, with the reason in the report) tensors that other nodes or several quantize nodes
+read; a dynamic number of rows; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or
+tiles that cross the border of two shards; nvfp4 and experts; and gathers that would not send fewer bytes (two layouts
+in FP8 are as many bytes as bf16).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _erase_unread(graph: fx.Graph) -> None:
-    """All-gathers that nothing reads any more; to torch a wait is an effect."""
+    """Erase all-gathers that nothing reads any more: torch keeps them, since a wait has side effects."""
     graph.eliminate_dead_code()
     for waited in list(nodes(graph, (collectives.WAIT,))):
         source = cast(fx.Node, waited.args[0])
@@ -71,7 +71,7 @@ def _erase_unread(graph: fx.Graph) -> None:
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> list[fx.Node]:
-    """Returns the new all-gathers. ``tag``: of all nodes; None is that of the gather."""
+    """Rewrite one gather and return the new all-gathers. ``tag`` marks all new nodes; None: the gather's own tag."""
     sent: list[fx.Node] = []
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
@@ -80,7 +80,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> lis
         return new
 
     def collect(x: fx.Node, name: str, *, rows: bool) -> fx.Node:
-        """All-gather ``x`` as bytes; if it is ``rows`` of the shard, move them as the program moved them."""
+        """All-gather ``x`` as bytes; if it holds ``rows`` of the shard, move them as the program moved them."""
         dtype, last = value(x).dtype, value(x).shape[-1]
         if rows and value(path.shard).ndim != 2:
             x = emit(aten.view.default, x, [*_row_sizes(path.shard, emit), last])
@@ -134,14 +134,14 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
 def _gathered(
     node: fx.Node, made: Mapping[str, fx.Node], collect: Callable[..., fx.Node], emit: Emit
 ) -> dict[str, fx.Node]:
-    """The outputs of ``node`` from those of its shard."""
+    """The outputs of ``node``, gathered from those of its shard."""
     results: dict[str, fx.Node] = {}
     for name, x in made.items():
         if name == "scale_inv":
             results[name] = x
         elif name.startswith("rowwise"):
             results[name] = collect(x, name, rows=True)
-        else:  # [columns, rows of the shard]: its rows travel
+        else:  # [columns, rows of the shard]: transposed, so that rows are sent
             results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
     quantized = QuantizeNode(node)
     columnwise = quantized.asked.columnwise

@@ -3,13 +3,13 @@
     qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``runtime/weight_cache.py``)
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
-A weight is whatever is computed from parameters alone: one seen through views and casts, several concatenated, a
-parametrization. With too few spare inputs the graph is left as it is, to be traced again with enough of them. Under
-delayed scaling a weight's amax is recorded when it is quantized.
+Any tensor that is computed from parameters alone is a weight: a parameter behind views and casts, several
+concatenated, a parametrization. With too few spare inputs the graph is not changed; it is traced again with enough of
+them. With delayed scaling a weight's amax is recorded when the weight is quantized.
 
-Refuses (quantizes in the graph) what also reads a buffer or an input, draws random numbers, or has a dynamic size; and
-what is gathered from several ranks, in the graph or by FSDP2 around it: kept, all of it would take the memory that
-sharding saves. A shard that is quantized before it is gathered is kept.
+Refuses (quantizes in the graph) weights whose computation also reads a buffer or an input, draws random numbers, or has
+a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the
+whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.
 def _extract(
     node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], compilation: Compilation
 ) -> QuantizedWeight:
-    """``node`` and what it is computed from as a graph of its own."""
+    """``node`` and the nodes that compute it, as a graph of their own."""
     sources = list(dict.fromkeys(n for inner in body for n in inner.all_input_nodes if n in parameters))
     quantized = QuantizeNode(node)
     asked, names = quantized.asked, quantized.names
@@ -153,7 +153,7 @@ def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
 
 
 def _signature(graph: fx.Graph) -> str:
-    """The arithmetic of a weight, whatever its nodes are called and whichever layouts are asked for."""
+    """The arithmetic of a weight as text, the same for all names of nodes and all layouts that are asked for."""
     order = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
     lines: list[str] = []
     for node in graph.nodes:

@@ -4,9 +4,9 @@
     y = fp8graph.scaled_mm(a, b, sa, sb, None, bf16, True)     ->   aten._scaled_mm(a, permute(b), sa, sb, ...)
 
 The aten nodes come from tracing ``ops.REFERENCE`` with Inductor's decompositions, so the arithmetic is written
-once. A trace costs some ten milliseconds: it is kept per signature. Runs after the partitioner, on the forward
-and on the backward graph. Every dialect node is lowered but emulated grouped GEMMs (``ops.stays``); a node that cannot
-be traced is an error.
+once. A trace takes about ten milliseconds, so it is kept per signature. Runs after the partitioner, on the forward
+and on the backward graph. Every dialect node except emulated grouped GEMMs (``ops.stays``) is lowered; a node that
+cannot be traced is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lower(graph: fx.Graph) -> None:
 
 
 def _signature(node: fx.Node) -> Any:
-    order = {argument: position for position, argument in enumerate(node.all_input_nodes)}  # one may come twice
+    order = {argument: position for position, argument in enumerate(node.all_input_nodes)}  # a node may be used twice
 
     def describe(argument: Any) -> Any:
         if isinstance(argument, fx.Node):

@@ -1,14 +1,14 @@
-"""Find the sites: every matmul of the program, its name, its three GEMMs, and what each operand is.
+"""Find the sites: every matmul of the program, with its name, its three GEMMs, and the role of each operand.
 
     y  = mm(x, permute(w))                                      site "mlp.up_proj", op "linear"
     dx = mm(dy, permute(permute(w)))              ->              fprop  x rowwise   @ w rowwise
     dw = mm(permute(dy), x)                                        dgrad  dy rowwise  @ w columnwise
                                                                    wgrad  dy columnwise @ x columnwise
 
-Sees mm, addmm, bmm, baddbmm and grouped_mm, through permutes, views and the bias. The graph is not changed. A backward
-matmul belongs to the forward matmul with its ``seq_nr`` (bmm and code outside modules have no module stack in
-backward); which gemm it is follows from the operand that the two have in common. A backward matmul without a
-forward one (a custom autograd function's) is a site of its own, with a dgrad only; ``assign`` leaves it alone.
+Finds mm, addmm, bmm, baddbmm and grouped_mm, through permutes, views and the bias. The graph is not changed. A backward
+matmul belongs to the forward matmul with the same ``seq_nr`` (bmm and code outside modules have no module stack in
+backward); the operand that the two have in common shows which GEMM it is. A backward matmul without a forward one (in
+a custom autograd function) is a site of its own, with a dgrad only; ``assign`` leaves it in high precision.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _forward_site(
     for side, argument in (("a", a), ("b", b)):
         tensor, transposed = look_through_transposes(argument)
         is_weight = (side == "a") == a_is_weight
-        # Rowwise is contiguous along k: argument a itself, argument b transposed.
+        # Rowwise means contiguous along k: argument a itself, argument b transposed.
         views.append(
             OperandView(
                 operand="weight" if is_weight else "input",
@@ -169,7 +169,7 @@ def _parameters(graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, Para
 
 
 def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:
-    """Forward nodes computed from parameters (and constants) alone: weights, however they were reshaped."""
+    """Forward nodes computed from parameters (and constants) alone: weights, in any shape."""
     result = set(parameters)
     constants: set[fx.Node] = set()
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Rewrite every planned GEMM into the dialect, naively: each operand is quantized where it is used.
+"""Rewrite every GEMM that has a recipe into the dialect, naively: each operand is quantized where it is used.
 
     y = mm(x, permute(w))       ->      qx = quantize(x, rowwise=[1, 16]);  qw = quantize(w, rowwise=[16, 16])
                                         y  = scaled_mm(qx[0], qw[0], qx[1], qw[1], None, bf16, fast_accum)
@@ -9,11 +9,10 @@
     y = bmm(a, b)               ->      qa = quantize(a); qb = quantize(b)                    (emulated)
                                         y  = to(bmm(dequantize(qa), dequantize(qb)), bf16)
 
-Sizes that cuBLAS cannot take (``Hardware.alignment``) are padded inside the quantize, and the result is sliced
-(and copied if it leaves the graph, or a view is impossible: ``edit.take_place``). A
-bias goes into the GEMM where cuBLAS adds it (bf16 or fp16 result, n not padded), else it is added after. Gradients
-carry overflow: an inf in dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe
-are not touched.
+Sizes that cuBLAS does not accept (``Hardware.alignment``) are padded inside the quantize, and the result is sliced
+(and copied if it leaves the graph, or if a view is impossible: ``edit.take_place``). A bias goes into the GEMM if
+cuBLAS can add it (bf16 or fp16 result, n not padded), else it is added afterwards. Gradients carry overflow: an inf in
+dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe are not changed.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
-    results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: one matmul's result is the next one's operand
+    results: dict[fx.Node, fx.Node] = {}  # matmul -> its FP8 form: its result may be an operand of the next
     gemms = {gemm.node: (gemm, site, i) for i, site in enumerate(compilation.sites) for gemm in site.gemms}
     for node in list(nodes(graph, SITES)):
         decision = compilation.decisions.get(node)
@@ -70,7 +69,7 @@ def _rewrite(
     grouped = node.target in GROUPED
     quantizers = [device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)]
     m, n, k = device.alignment(*quantizers) if native else (1, 1, 1)
-    if grouped and value(gemm.b.tensor).ndim == 2:  # wgrad: groups of columns are whole tiles
+    if grouped and value(gemm.b.tensor).ndim == 2:  # wgrad: groups of columns consist of whole tiles
         k = math.lcm(k, *(quantizer.block[1] or 1 for quantizer in quantizers))
     with graph.inserting_before(node):
         quantized: list[QuantizedOperand] = []
@@ -120,12 +119,12 @@ def _grouped(
 
 
 def _of_groups(view: OperandView, node: fx.Node) -> dict[str, Any]:
-    """What tells a quantize node that its operand is one of a grouped matmul."""
+    """The keyword arguments of a quantize node that say that its operand is one of a grouped matmul."""
     return {"per_matrix": True} if value(view.tensor).ndim == 3 else {"offs": node.args[2]}
 
 
 def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
-    """The keyword arguments of a scaled matmul: only what differs from the defaults."""
+    """The keyword arguments of a scaled matmul, without those that equal their defaults."""
     settings: dict[str, Any] = {}
     if a.quantizer.scaling != Quantizer.scaling:
         settings["scaling"] = a.quantizer.scaling
@@ -152,7 +151,7 @@ def _emulated(gemm: Gemm, _recipe: Recipe, emit: Callable[..., fx.Node], *operan
 
 
 def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.Node:
-    """``result`` [..., m_padded, n_padded] cut to the size of the matmul that it replaces."""
+    """``result`` [..., m_padded, n_padded], sliced to the size of the matmul that it replaces."""
     sizes, padded = value(gemm.node).shape[-2:], value(result).shape[-2:]
     first = value(result).ndim - 2
     for dim, (size, padded_size) in enumerate(zip(sizes, padded, strict=True)):
@@ -183,7 +182,7 @@ def _add_bias(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) -> fx.N
     alpha, beta = gemm.node.kwargs.get("alpha", 1), gemm.node.kwargs.get("beta", 1)
     if alpha != 1:
         result = emit(aten.mul.Tensor, result, alpha)
-    if beta == 0:  # by definition the bias is then not read: it may be uninitialized
+    if beta == 0:  # by definition the bias is not read then, and may be uninitialized
         return result
     bias = gemm.bias if beta == 1 else emit(aten.mul.Tensor, gemm.bias, beta)
     return emit(aten.add.Tensor, result, bias)

@@ -1,14 +1,15 @@
-"""Decide what backward keeps: FP8 copies (``save="speed"``), or the means to make them again (``save="memory"``).
+"""Decide whether FP8 copies are kept for backward (``save="speed"``) or quantized again in it (``save="memory"``).
 
     qh = quantize(h, rowwise, columnwise)       ->      qh = quantize(h, rowwise)                       (forward)
     dw = scaled_mm(qdy, qh.columnwise)                  qh_again = quantize(h, columnwise)              (backward)
                                                         dw = scaled_mm(qdy, qh_again.columnwise)
 
-With "speed" this is done only where it costs no traffic: under scales of rows, which read a tensor once more for those
-of its columns, an activation function's columnwise copy is made next to the function's own backward, which reads the
-same inputs. Else the partitioner, to which the dialect is opaque, saves the FP8 copy. With "memory" backward quantizes
-everything once more, from what is kept anyway (the inputs of a norm, of an activation function, of attention); the
-partitioner finds out what that is. One scale per tensor is forward's, bit for bit: it is saved.
+With "speed" this is done only where it costs no traffic. Row-wise recipes read a tensor twice, once for the scales of
+its rows and once for those of its columns, so the columnwise copy of an activation function's result is made next to
+the function's own backward, which reads the same inputs. Otherwise the partitioner, to which the dialect is opaque,
+saves the FP8 copy. With "memory" backward quantizes everything once more, from tensors that are kept anyway (the
+inputs of a norm, of an activation function, of attention), as the partitioner finds out. With one scale per tensor,
+forward's scale is saved, so that backward computes the same bits.
 
 With ``save_activations_in_fp8``, the inputs of an activation function between two FP8 GEMMs (SwiGLU's gate and up)
 are kept in E4M3 with one scale per tensor, and backward recomputes the function from them:
@@ -16,11 +17,11 @@ are kept in E4M3 with one scale per tensor, and backward recomputes the function
     h = silu(g) * u;  qh = quantize(h)          ->      h, qh as before; qg = quantize(g), qu = quantize(u)  (forward)
     dg = silu_backward(dh * u, g)                       dg = silu_backward(dh * dequantize(qu), dequantize(qg))
 
-Weights that FSDP2 gathers for each direction are always quantized in each: FP8 copies that wait for backward would take
-the memory that sharding saves.
+Weights that FSDP2 gathers anew for backward are always quantized anew in backward: FP8 copies kept until then would
+take the memory that sharding saves.
 
-Refuses (keeps as it is) what torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions whose
-inputs are not GEMM results or whose values go anywhere but into an FP8 GEMM.
+Refuses (leaves unchanged) code that torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions
+whose inputs are not GEMM results or whose values are read by anything but an FP8 GEMM.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _NAME = "save_for_backward"
-_BACKWARD = "must_be_in_backward"  # else the partitioner runs in forward whatever needs no gradient, to save less
+_BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 
 
@@ -74,7 +75,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _check(quantized: QuantizeNode) -> str | None:
-    """Why the columnwise copy is kept for backward, "" where there is none to keep; None if it can be made again."""
+    """Why the columnwise copy is kept for backward, "" if there is none; None if backward can make it again."""
     node, copy = quantized.node, quantized.outputs.get("columnwise")
     if CACHED_KEY in node.meta or copy is None or not quantized.asked.rowwise or not any(map(is_backward, copy.users)):
         return ""
@@ -86,7 +87,7 @@ def _check(quantized: QuantizeNode) -> str | None:
 
 
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
-    """Let backward make the columnwise copy itself."""
+    """Let backward make the columnwise copy."""
     quantized = QuantizeNode(node)
     asked, outputs = quantized.asked, quantized.outputs
     copy = outputs["columnwise"]
@@ -98,8 +99,8 @@ def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
             asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
     first = next(user for user in graph.nodes if user in copy.users)
     with graph.inserting_before(first):
-        # The partitioner saves what an op reads that it cannot fuse; it can fuse a clamp (which changes nothing), and
-        # so finds out what is cheapest to keep. A clone would be removed before it looks.
+        # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
+        # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
         source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first, made_by=_NAME)
         source.meta["partitioner_tag"] = _BACKWARD
         again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=[]), node, like=first)
@@ -115,7 +116,7 @@ def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _is_read_by_backward(function: Sequence[fx.Node], gemms: Sequence[fx.Node]) -> bool:
-    """Whether backward reads all inputs of an activation function: it can compute the function again for no traffic."""
+    """Whether backward reads all inputs of an activation function, and can compute it again without more traffic."""
     inputs = [node for node in function if node in gemms]
     return all(any(map(is_backward, readers(x))) for x in inputs)
 

@@ -1,13 +1,13 @@
-"""One amax per tensor, one cast per tensor x layout: merge the quantize nodes of one tensor.
+"""Merge the quantize nodes of one tensor: one amax per tensor, one cast per tensor and layout.
 
     q1 = quantize(view(h, [M, K]), rowwise)     # q_proj, forward
     q2 = quantize(view(h, [M, K]), rowwise)     # k_proj, forward        ->   q = quantize(h, rowwise, columnwise)
     q3 = quantize(view(h, [M, K]), columnwise)  # wgrad, backward
 
-Equal means: the same tensor (seen through views and repeated casts, ``same_value.value_key``), the same quantizer,
-and for a layout that both ask for the same padding. The merged node stands where the first one stood, so what
-backward needs of a forward tensor is made in forward, in the same pass over the data, and saved as FP8.
-Refuses (keeps apart) quantize nodes of two recipes, and of two paddings of one layout.
+Nodes are merged if they have the same tensor (seen through views and repeated casts, ``same_value.value_key``), the
+same quantizer and, for a layout that both ask for, the same padding. The merged node takes the place of the first one,
+so the layout of a forward tensor that backward needs is made in forward, in the same pass over the data, and saved as
+FP8. Refuses (keeps apart) quantize nodes of different recipes, and with different paddings of one layout.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _merge(graph: fx.Graph, group: _Group) -> None:
             if name not in outputs and name != "amax":
                 label = f"{first.meta[OPERAND_KEY]}_{name}"
                 outputs[name] = insert(graph, getitem, (first, position), like=first, made_by=_NAME, name=label)
-    if ROWS_KEY in first.meta:  # the first one's row is used, the others are other names for it
+    if ROWS_KEY in first.meta:  # the first one's row is used; the others become further names for it
         rows = [row for member in group.members for row in member.meta[ROWS_KEY]]
         first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
     if not all(runs_without_gradients(member) for member in group.members):

@@ -1,12 +1,12 @@
-"""Write grouped matmuls that a library hides in ops of its own as the matmuls they are.
+"""Replace a library's own ops for grouped matmuls by plain grouped matmuls.
 
     y = grouped_mm_fallback(x, permute(w), offs)                  ->  y = fp8graph.grouped_mm(x, permute(w), offs)
     dx, dv = grouped_mm_fallback_backward(x, v, offs, dy)         ->  dx = fp8graph.grouped_mm(dy, permute(v), offs)
                                                                       dv = fp8graph.grouped_mm(permute(x), dy, offs)
 
 These are Hugging Face's ops for experts in FP32 and FP16 (transformers/integrations/moe.py); in bf16 it calls
-``torch.nn.functional.grouped_mm``. The new op computes the same: a loop over the experts. A result that nothing reads
-is not computed any more. Everything else is left as it is.
+``torch.nn.functional.grouped_mm``. The new op computes the same, in a loop over the experts. Results that nothing reads
+are no longer computed. Everything else is left unchanged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""Write what is copied into a graph input where it belongs, with no temporary.
+"""Compute tensors that are copied into a graph input directly in that input, without a temporary.
 
     t = cat([a, b]);  copy_(w, t)               ->      copy_(slice(w, 0, 0, m), a);  copy_(slice(w, 0, m, n), b)
     t = view(x, [m, n]);  copy_(w, t)           ->      copy_(view(w, x.shape), x)
 
-The FP8 copies of weights are such inputs. Inductor makes one kernel of a cast and the copy of its result, but none of a
-copy and what is joined, and up to torch 2.11 none of a copy and a view: both were written to a temporary and copied.
-Runs after ``lower``. Refuses (keeps) a copy into what is not contiguous, and of what has other readers.
+The FP8 copies of weights are such inputs. Inductor fuses a cast with the copy of its result, but it does not fuse a
+concatenation with its copy, nor, up to torch 2.11, a view with its copy: both were written to a temporary and copied.
+Runs after ``lower``. Refuses (keeps) a copy into a tensor that is not contiguous, and one whose source has other
+readers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _same_kind(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> bool:
-    """Copy ``source`` into ``target``, a view of the input, in parts; False: there is nothing to take apart."""
+    """Copy ``source`` into ``target``, a view of the input, in parts. Returns False if ``source`` has no parts."""
     if source.op != "call_function" or len(source.users) != 1:
         return False
     if source.target in _VIEWS and value(target).is_contiguous():
@@ -65,7 +66,7 @@ def _view(graph: fx.Graph, target: fx.Node, operation: Any, *args: Any, like: fx
 
 
 def _copy(graph: fx.Graph, target: fx.Node, part: fx.Node, like: fx.Node) -> None:
-    """Right behind the part, so that Inductor puts both into one loop."""
+    """Insert the copy right behind its part, so that Inductor puts both into one loop."""
     if not _write(graph, target, part, like):
         with graph.inserting_after(part):
             insert(graph, aten.copy_.default, (target, part), like=like, made_by=_NAME)

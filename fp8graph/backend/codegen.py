@@ -46,7 +46,7 @@ def compile_dialect(
 ) -> Callable[..., Any]:
     """Generate code for a graph of dialect nodes that has no gradients."""
     options = {**inductor.codegen_patches(settings.hardware, inputs), **settings.inductor}
-    options["triton.cudagraphs"] = False  # the graph writes into tensors that stay: torch would skip CUDA graphs and warn
+    options["triton.cudagraphs"] = False  # the graph writes into tensors that stay: torch would skip them and warn
     options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))

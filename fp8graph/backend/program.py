@@ -141,7 +141,7 @@ class Program:
         return tuple(names.get(args[index]) for index in self._graph.positions) if names else ()
 
     def _variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> Variant:
-        """The variant for a situation and for parameters called ``names``: one decided in the same way, or a new one."""
+        """The variant for a situation and for parameters called ``names``: one decided the same way, or a new one."""
         known = self._compiled.setdefault(situation, [])
         told = self._compiler.known(situation, names)
         for other in known:
