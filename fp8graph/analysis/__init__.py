@@ -1,1 +1,1 @@
-"""Questions about a graph. Nothing is changed."""
+"""Questions about a graph. Nothing here changes the graph."""

@@ -1,4 +1,4 @@
-"""Elementwise functions between GEMMs (SwiGLU, GELU): what backward may compute again from FP8 copies."""
+"""Find elementwise functions between GEMMs (SwiGLU, GELU), which backward may compute again from FP8 copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GEMMs that have a recipe as they would run in FP8: what is multiplied as one, who shares a quantization."""
+"""Lists GEMMs that have a recipe as they would run in FP8: which are fused, and which share a quantization."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs th
 
 
 def choices(compilation: Compilation) -> Iterator[Choice]:
-    """Every GEMM that has a recipe, siblings (``siblings.py``) in one choice.
+    """Every GEMM that has a recipe; siblings (``siblings.py``) form one choice.
 
-    None where no device has a known speed: there is nothing to choose.
+    Yields nothing if no device has a known speed: there is nothing to choose then.
     """
     gemms = [gemm for site in compilation.sites for gemm in site.gemms if _recipe(gemm, compilation) is not None]
     if all(_speed(gemm, compilation) is None for gemm in gemms):
@@ -53,7 +53,7 @@ def _recipe(gemm: Gemm, compilation: Compilation) -> Recipe | None:
 
 
 def _family(site: Site, planned: dict[GemmName, Gemm], compilation: Compilation) -> object:
-    """Equal for linears that would be one, None for those that never are."""
+    """A key equal for linears that would be fused, None for those that never are."""
     recipes = {name: _recipe(gemm, compilation) for name, gemm in planned.items()}
     own = [
         recipe.quantizer(view.operand).block
@@ -130,7 +130,7 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
 
 
 def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
-    """Of the device that multiplies this GEMM; None if it is not known, and for an emulated one."""
+    """The speed of the device that runs this GEMM; None if it is not known, or if the GEMM is emulated."""
     speed = compilation.hardware_of(gemm.node).speed
     if speed is None or compilation.decisions[gemm.node].execution != "native":
         return None
@@ -138,6 +138,6 @@ def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:
 
 
 def _sizes(gemm: Gemm) -> tuple[int, int, int]:
-    """m, n and k of ``[m, k] @ [k, n]``; a dynamic one as it was traced."""
+    """m, n and k of ``[m, k] @ [k, n]``; for a dynamic size, the one that was traced."""
     *_, m, n = (size_hint(size) for size in value(gemm.node).shape)
     return m, n, size_hint(value(matmul_arguments(gemm.node)[0]).shape[-1])

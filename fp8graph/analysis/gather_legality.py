@@ -19,7 +19,7 @@ _SETTINGS: Final = frozenset({"scaling", "block", "carry_overflow"})
 
 
 def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
-    """Why the tensor of the quantize node is not quantized before it is gathered; None if it is."""
+    """Why the tensor of the quantize node cannot be quantized before it is gathered; None if it can."""
     asked, kind = quantized.asked, quantized.kind
     others = path.other_readers(quantized.node)
     if any(other.target is aten.sym_size.int for other in others):
@@ -55,7 +55,7 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
                 f"shards of {rows} rows are not a multiple of the {tile_columns}-row tile, or come in several batches"
             )
         if tile_rows > 1 and not _fits(whole := rows * cast(int, path.gathered.args[1]), contracted):
-            return f"{whole} rows, contracted in backward, are padded"  # its scales are those of the shards
+            return f"{whole} rows, contracted in backward, are padded"  # but the scales are those of unpadded shards
     before, after = bytes_of_gather(path.gathered), _bytes_after(quantized, path)
     return None if after < before else f"no fewer bytes: {after} in both directions, {before} as it is"
 
@@ -78,7 +78,7 @@ def bytes_of_gather(gathered: fx.Node) -> int:
 
 
 def _bytes_after(quantized: QuantizeNode, path: Path) -> int:
-    """Of data, scales, and the amax's all-reduce."""
+    """The bytes that are sent after the rewrite: data, scales, and the all-reduce of the amax."""
     ranks, kind = cast(int, path.gathered.args[1]), quantized.kind
     if kind.one_scale:
         data = size_hint(value(path.gathered).numel())

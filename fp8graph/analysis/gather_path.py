@@ -1,8 +1,9 @@
-"""Between an all-gather and the tensor that is used: casts, and what moves rows as wholes.
+"""The ops between an all-gather and the tensor that is used: casts, and ops that move whole rows.
 
-DTensor gathers along the first dim. Shards of another dim (the sequence of [batch, sequence, hidden]) it cuts apart
-afterwards and joins along theirs; a linear then sees [batch * sequence, hidden]. A row, all numbers of the last dim,
-stays together: what is true of each row by itself may be done before the gather.
+DTensor gathers along the first dim. If the shards are of another dim (the sequence of [batch, sequence, hidden]), it
+splits the result afterwards and concatenates the parts along that dim; a linear then reads [batch * sequence, hidden].
+A row, which is all numbers of the last dim, stays together. So an operation on each row by itself may be done before
+the gather.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _CAST = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """How a tensor comes from the shards of all ranks."""
+    """How a tensor is made from the shards of all ranks."""
 
     gathered: fx.Node  # the all-gather
     waited: fx.Node
-    steps: Sequence[fx.Node]  # from there to the tensor, in order; casts left out
+    steps: Sequence[fx.Node]  # ops from there to the tensor, in order, without casts
     casts: Sequence[torch.dtype]  # on the way, in order
     nodes: frozenset[fx.Node]  # all of them
 
     @property
     def shard(self) -> fx.Node:
-        """What this rank gives."""
+        """The shard that this rank sends."""
         return cast(fx.Node, self.gathered.args[0])
 
     @property
@@ -53,12 +54,12 @@ class Path:
         return value(self.shard).ndim == 2 and all(node.target in _COPIES for node in self.steps)
 
     def other_readers(self, reader: fx.Node) -> list[fx.Node]:
-        """What reads the tensor, or what it is made of, beside ``reader``."""
+        """The nodes, except ``reader``, that read the tensor or anything on its path."""
         return [user for node in self.nodes for user in node.users if user not in self.nodes and user is not reader]
 
 
 def path_of(tensor: fx.Node) -> Path | None:
-    """The path from an all-gather to ``tensor``; None if there is none, or something else is done on it."""
+    """The path from an all-gather to ``tensor``; None if there is none, or if there are other ops on it."""
     steps: list[fx.Node] = []
     casts: list[torch.dtype] = []
     found: list[fx.Node] = []
@@ -101,7 +102,7 @@ def _keeps_rows(node: fx.Node) -> bool:
 
 
 def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
-    """What ``cat`` joins, if these are all parts of one split in their order, both not along the last dim."""
+    """The parts that ``cat`` joins, if they are all parts of one split, in order; neither op is along the last dim."""
     parts = cast("list[fx.Node]", node.args[0])
     splits = {cast(fx.Node, part.args[0]) for part in parts if part.target is getitem}
     if len(splits) != 1 or any(part.target is not getitem for part in parts):
@@ -115,7 +116,7 @@ def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
 
 
 def replay(path: Path, start: fx.Node, last: Any, emit: Callable[..., fx.Node]) -> fx.Node:
-    """Do with ``start``, [rows, last], what is done on the path with [rows, its own last dim]."""
+    """Repeat on ``start``, [rows, last], the ops that the path applies to [rows, its own last dim]."""
     copies: dict[fx.Node, fx.Node] = {path.waited: start}
     result = start
 

@@ -1,4 +1,4 @@
-"""What FP8 cannot multiply, whatever the device: the refusals of pass `assign`, in words for the report."""
+"""GEMMs that FP8 cannot do on any device: the refusals of the pass `assign`, in words for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantized linears: which of them can be multiplied as one, and why others cannot."""
+"""Quantized linears: which of them can be fused into one GEMM, and why others cannot."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
-# the sides of each GEMM whose operand belongs to the linear alone; the others are x
+# the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
 _OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Linear:
-    """A site whose GEMMs may be grouped: its scaled_mm nodes."""
+    """A site whose GEMMs may be fused, with its scaled_mm nodes."""
 
     site: Site
     gemms: dict[GemmName, fx.Node]
     size: int  # N
-    refusal: str = ""  # why it is multiplied apart, whatever is beside it
+    refusal: str = ""  # why it is multiplied by itself, whatever its siblings
 
     @property
     def x(self) -> Any:
-        """What is quantized for fprop; linears of other recipes quantize it another way."""
+        """The tensor that is quantized for fprop; linears of other recipes quantize it in another way."""
         source = _source(self.gemms["fprop"], "a" if self.site.gemms[0].a.operand == "input" else "b")
         return value_key(QuantizeNode(source).asked.x) if source.target is ops.quantize else source
 
@@ -45,7 +45,7 @@ class Linear:
 
 
 def _source(gemm: fx.Node, side: str) -> fx.Node:
-    """What makes operand "a" or "b" of a scaled matmul."""
+    """The node that makes operand "a" or "b" of a scaled matmul."""
     (source,) = named_arguments(gemm)[side].all_input_nodes  # it is an output: getitem
     return source
 
@@ -58,7 +58,7 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
     for position, gemms in multiplied.items():
         site = compilation.sites[position]
         own = Linear(site=site, gemms=gemms, size=0).quantized().values()
-        here = {q.target for q in own} == {ops.quantize}  # not on another rank, and gathered
+        here = {q.target for q in own} == {ops.quantize}  # on this rank, not gathered from others
         if "fprop" not in gemms or site.op != "linear":
             continue
         if not here:
@@ -76,7 +76,7 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
 
 
 def key_of(linear: Linear) -> dict[str, Any]:
-    """Equal for linears that can be one: module, input, and how every operand is quantized and multiplied."""
+    """A key equal for linears that can be fused: module, input, and how each operand is quantized and multiplied."""
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
         recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
@@ -108,7 +108,7 @@ def key_of(linear: Linear) -> dict[str, Any]:
 
 
 def why_apart(linear: Linear, siblings: Sequence[Linear]) -> str:
-    """Why a linear is not joined with the others that read its input."""
+    """Why a linear is not fused with the others that read its input."""
     own = key_of(linear)
     for other in siblings:
         if other is not linear and not other.refusal:

@@ -1,7 +1,7 @@
 """The names of sites: FQNs from the module stacks and parameters of a graph.
 
-A graph may serve several layers (layers that are compiled one by one share it): where a site stands in the program is
-found once (:class:`Place`), what it is called follows from the names that the parameters of a call are bound to.
+A graph may serve several layers (layers that are compiled one by one share it). The place of a site in the program is
+found once (:class:`Place`); its name follows from the names that the parameters of a call are bound to.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[t
     """
     parameters = list(parameters)
     by_index = {parameter.index: parameter for parameter in parameters}
-    prefixes: dict[str, str] = {}  # root variable of the frame -> FQN of that module
+    prefixes: dict[str, str] = {}  # root variable of the frame -> full name (FQN) of that module
     for parameter in parameters:
         root, path = split_source(parameter.source)
         if parameter.bound == path or parameter.bound.endswith("." + path):
@@ -65,7 +65,7 @@ def _full_path(place: Place, parameter: Parameter | None, prefix: str | None) ->
 
 
 def _owner(path: str, parameter_path: str) -> str:
-    """The module that owns a parameter which the module ``path`` multiplies by: itself, as a rule.
+    """The module that owns a parameter by which the module ``path`` multiplies: usually ``path`` itself.
 
     It may be a child that is not called: a ParameterDict (PEFT's ``lora_embedding_B``), a linear whose weight is
     borrowed. A parametrized weight is its layer's own.

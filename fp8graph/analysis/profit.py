@@ -1,11 +1,11 @@
-"""Which GEMMs pay: each is compared with high precision, together with those that it shares a quantization with.
+"""Decide which GEMMs pay: compare each with high precision, along with those that share a quantization with it.
 
     fprop, dgrad, wgrad in FP8: 1.30, 1.20, 0.97   ->   wgrad refused; x and dy are quantized for one GEMM each
     fprop, dgrad                1.15, 1.02         ->   dgrad refused
     fprop                       1.15               ->   accepted
 
-A quantization is paid by the GEMMs in FP8 that read it, in equal parts: a refused one pays nothing, so the others pay
-more. Asked again until all that are left reach the bar, and so does their sum, whose parts add up to the whole.
+The FP8 GEMMs that read a quantization share its cost in equal parts. A refused GEMM pays nothing, so the others pay
+more. This is repeated until every GEMM that is left reaches the required speedup, and so does their sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8graph.recipes import Layout, Scaling
 class Quantized:
     """A tensor, or several side by side, that is quantized once for all GEMMs that read it."""
 
-    key: Any  # equal for one quantization: what, and how
+    key: Any  # equal for tensors that are quantized once: which tensor, and how
     elements: int
     fused: bool = True  # as in roofline.Operand
     kept: bool = False
@@ -46,19 +46,19 @@ class Choice:
     """GEMMs that run in FP8 together or not at all."""
 
     gemms: tuple[Any, ...]  # whose they are, for the caller
-    before: tuple[tuple[int, int, int], ...]  # m, n and k of each in high precision
-    products: tuple[Product, ...]  # what they become in FP8: as many, or one
+    before: tuple[tuple[int, int, int], ...]  # m, n and k of each GEMM in high precision
+    products: tuple[Product, ...]  # the GEMMs that they become in FP8: as many, or a fused one
     dtype: torch.dtype
     scaling: Scaling
-    speed: Speed | None  # of their device; None: they run in FP8 whatever it takes
+    speed: Speed | None  # of their device; None: they run in FP8 at any cost
 
     def seconds(self) -> float:
-        """In high precision."""
+        """The time in high precision."""
         assert self.speed is not None
         return sum(gemm_seconds(self.speed, *sizes, self.dtype) for sizes in self.before)
 
     def fp8_seconds(self, uses: Uses) -> float:
-        """In FP8, with this choice's part of the quantizations."""
+        """The time in FP8, with this choice's share of the quantizations."""
         assert self.speed is not None
         total = 0.0
         for product in self.products:
@@ -68,7 +68,7 @@ class Choice:
 
 
 class Uses:
-    """By quantization: how many GEMMs in FP8 read it, and in which layouts."""
+    """How many FP8 GEMMs read each quantization, and in which layouts."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._layouts: dict[Any, list[Layout]] = {}
@@ -87,9 +87,9 @@ class Uses:
 
 
 def judge(choices: Sequence[Choice], min_speedup: float) -> dict[Choice, float]:
-    """The predicted speedup of every choice that has a speed: >= ``min_speedup`` for those that are to run in FP8.
+    """The predicted speedup of every choice that has a speed: at least ``min_speedup`` for those to run in FP8.
 
-    Of a refused one it is the speedup that it had when it was refused.
+    For a refused choice, it is the speedup that was predicted when it was refused.
     """
     speedups: dict[Choice, float] = {}
     left = list(choices)

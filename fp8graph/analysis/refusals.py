@@ -1,4 +1,4 @@
-"""Why a weight is quantized in the graph, and not once per update outside of it: for the report."""
+"""Say in the report why a weight is quantized in the graph, and not once per update outside it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
 
 
 def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
-    """Why the copy of a weight is not kept; "" for what is no weight: not computed from a parameter, or by a GEMM.
+    """Why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
 
-    Of weights that could be kept nothing is asked.
+    It is not called for weights that could be kept.
     """
     asked = QuantizeNode(quantized).asked
     inputs = dict(graph_inputs(quantized.graph))
@@ -49,7 +49,7 @@ def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
             if node.target is collectives.ALL_GATHER:
                 reasons.append(f"it is gathered from several ranks in the graph: {_SHARDED}")
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                reasons.append("it is computed with random numbers, others in each call")
+                reasons.append("it is computed with random numbers, which change with each call")
             pending.extend(node.all_input_nodes)
     if any(static_size(size) is None for size in value(asked.x).shape):
         reasons.insert(0, "its size is dynamic: compile with dynamic=False, or mark that size static")
@@ -64,6 +64,6 @@ def _why_not_input(node: fx.Node, index: int | None, compilation: Compilation) -
     known = index is not None and index < len(compilation.known.sources)
     name = split_source(compilation.known.sources[index])[1] if known and index is not None else node.name
     return (
-        f"it is computed from {name or node.name!r}, too, which is no parameter and may change with each call: make it "
-        "one (requires_grad=False) if it does not"
+        f"it is also computed from {name or node.name!r}, which is not a parameter and may change with each call; if "
+        "it does not change, make it a parameter (requires_grad=False)"
     )

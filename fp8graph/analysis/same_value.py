@@ -1,4 +1,4 @@
-"""Which nodes hold the same tensor: through views, repeated casts, transposes."""
+"""Recognize nodes that hold the same tensor, through views, repeated casts and transposes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8graph.ir import collectives
 from fp8graph.ir.nodes import SAME_VALUES, aten, value
 
 _TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
-# What DTensor writes to gather shards: along another dim than the first, it moves the parts there afterwards.
+# The ops with which DTensor gathers shards. If the dim is not the first, it moves the parts there afterwards.
 _GATHERS: Final = (collectives.ALL_GATHER, collectives.WAIT, aten.split.Tensor, operator.getitem, aten.cat.default)
 _PURE_VIEWS: Final = (  # the same elements in the same order
     *SAME_VALUES,
@@ -54,17 +54,17 @@ def look_through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def value_key(node: fx.Node) -> Any:
-    """A key equal for nodes that surely hold the same tensor: sees through views and repeated casts.
+    """A key equal for nodes that certainly hold the same tensor, seen through views and repeated casts.
 
-    ``view(h, [M, K])`` made once for q, once for k and once for v is one tensor; so is ``h.to(bf16)``
-    that torch.autocast makes for each of them.
+    ``view(h, [M, K])``, made once each for q, k and v, is one tensor; so is ``h.to(bf16)``, which torch.autocast makes
+    for each of them.
     """
     shape = tuple(str(size) for size in value(node).shape)
     return shape, _origin(node)
 
 
 def _key(node: fx.Node) -> Any:
-    return value_key(node) if isinstance(node.meta["val"], torch.Tensor) else _origin(node)  # a split has several
+    return value_key(node) if isinstance(node.meta["val"], torch.Tensor) else _origin(node)  # split: several outputs
 
 
 def _origin(node: fx.Node) -> Any:

@@ -1,7 +1,7 @@
-"""Which linears are multiplied as one: q, k and v; gate and up.
+"""Decide from the program which linears may be fused into one GEMM: q, k and v; gate and up.
 
-Pass ``fuse_linears`` joins them once they are quantized; ``choices.py`` asks before that, since GEMMs that become one
-pay, or do not pay, as one. What can be told from the program is here, for both.
+The pass ``fuse_linears`` fuses them once they are quantized. ``choices.py`` asks earlier, since fused GEMMs pay, or do
+not pay, as one. Both use the questions here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from fp8graph.ir.sites import Site
 
 
 def kin(site: Site) -> tuple[Any, ...]:
-    """Equal for linears that may be one if they read one tensor: their module, region, and when they run."""
+    """A key equal for linears that may be fused if they read one tensor: their module, region, and when they run."""
     node = site.gemms[0].node
     same_run = runs_without_gradients(node), str(node.meta.get("recompute")), node.meta.get("ac_graph_id")
     return site.fqn.rpartition(".")[0], site.region, *same_run
 
 
 def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | str:
-    """N of a linear that may be one of several, or why it may not: a product of activations, a weight on the left
-    (``w @ x``), and an N that is dynamic or no multiple of 16 and of the ``blocks`` (scale tiles of its weight and
-    gradient)."""
+    """N of a linear that may be fused, or the reason why it may not.
+
+    Reasons are a product of activations, a weight on the left (``w @ x``), and an N that is dynamic or not a multiple
+    of 16 and of the ``blocks`` (scale tiles of its weight and gradient).
+    """
     fprop = site.gemms[0]
     if site.op != "linear" or fprop.gemm != "fprop":
-        return "it multiplies no weight"
+        return "it does not multiply by a weight"
     if fprop.a.operand != "input":
         return "its weight is on the left: write x @ w.T in place of w @ x"
     weight = value(fprop.b.tensor)
@@ -40,7 +42,7 @@ def size_in_group(site: Site, blocks: Iterable[Sequence[int]]) -> int | str:
 
 
 def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
-    """Whether a weight of ``size`` rows can lie between others: whole scale tiles, and 16-byte aligned."""
+    """Whether a weight of ``size`` rows can lie between others: it fills whole scale tiles and is 16-byte aligned."""
     return size % _multiple(blocks) == 0
 
 
@@ -51,8 +53,8 @@ def _multiple(blocks: Iterable[Sequence[int]]) -> int:
 def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
     """Whether no copy is needed when the results are slices of one tensor.
 
-    It is for what leaves the graph, and for an op that is not torch's own, which wants the strides that it had; and if
-    backward keeps one result and not the others, since a slice keeps all of them alive.
+    A copy is needed for results that leave the graph or that an op of another library reads, as both expect the strides
+    that they had; and if backward keeps one result and not the others, since a slice keeps all of them alive.
     """
     found = [list(readers(node)) for node in fprops]
     kept = {

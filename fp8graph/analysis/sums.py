@@ -1,4 +1,4 @@
-"""Sums in a graph: what reaches a tensor through views and additions alone."""
+"""Sums in a graph: the terms that reach a tensor through views and additions alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
 def _chain(term: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """``term`` with the views and casts that follow, and the sums that those go into; one node reads each."""
+    """``term`` and the views, casts and sums that follow it, as long as each has one reader."""
     chain: list[fx.Node] = [term]
     sums: list[fx.Node] = []
     while len((node := (chain + sums)[-1]).users) == 1:
@@ -29,7 +29,7 @@ def _chain(term: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
 
 
 def are_summed(terms: Sequence[fx.Node]) -> bool:
-    """Whether all that happens to the terms is that they are viewed (and cast) alike, and added to one tensor."""
+    """Whether the terms are only viewed (and cast) in the same way and added up to one tensor."""
     if not terms:
         return True
     chains, sums = zip(*map(_chain, terms), strict=True)
@@ -40,7 +40,7 @@ def are_summed(terms: Sequence[fx.Node]) -> bool:
 
 
 def take_out_of_sum(term: fx.Node) -> None:
-    """Erase ``term`` and its views; the sum that it went into becomes that of the rest."""
+    """Erase ``term`` and its views from its sum, which becomes the sum of the other terms."""
     chain, sums = _chain(term)
     (rest,) = (node for node in sums[0].all_input_nodes if node is not chain[-1])
     sums[0].replace_all_uses_with(rest)
