@@ -1,1 +1,1 @@
-"""The graph: its ops, its nodes, and plain data about them."""
+"""The graphs that fp8graph rewrites: their ops, their nodes, and plain data about them."""

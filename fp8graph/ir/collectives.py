@@ -1,6 +1,6 @@
-"""Collectives: their functional ops in a graph, and what they move over the wire.
+"""Collectives: their functional ops in a graph, and the bytes that they send.
 
-Bytes are counted as a ring algorithm moves them: those that each rank sends.
+The bytes are those that each rank sends in a ring algorithm.
 Source: the algorithm bandwidths of NCCL's performance notes (nccl-tests, PERFORMANCE.md).
 """
 
@@ -17,12 +17,14 @@ from fp8graph.compat import distributed
 
 
 def _functional(name: str) -> Any:
-    """``_c10d_functional.<name>``: what DTensor and ``torch.compile`` write. A string that no node has as its target
-    where torch was built without torch.distributed."""
+    """The op ``_c10d_functional.<name>``, which DTensor and ``torch.compile`` use.
+
+    If torch was built without torch.distributed, it is a string that no node has as its target.
+    """
     return getattr(torch.ops._c10d_functional, name).default if dist.is_available() else f"no {name}"
 
 
-ALL_GATHER: Final = _functional("all_gather_into_tensor")  # (shard, ranks, group): joined along the first dim
+ALL_GATHER: Final = _functional("all_gather_into_tensor")  # (shard, ranks, group): concatenated along the first dim
 REDUCE_SCATTER: Final = _functional("reduce_scatter_tensor")  # (x, "sum", ranks, group)
 ALL_REDUCE: Final = _functional("all_reduce")  # (x, "max", group)
 ALL_TO_ALL: Final = _functional("all_to_all_single")  # (x, output sizes, input sizes, group)
@@ -35,7 +37,7 @@ KINDS: Final[Mapping[Any, str]] = {
     ALL_TO_ALL: "all_to_all",
 }
 
-# By kind: how often each rank sends its part, in parts of (ranks - 1) / ranks of the larger side.
+# By kind: how often each rank sends (ranks - 1) / ranks of the larger side.
 _PASSES: Final[Mapping[str, int]] = {
     "all_gather": 1,
     "reduce_scatter": 1,
@@ -49,8 +51,8 @@ def bytes_sent(kind: str, payload: int, ranks: int) -> int:
 
     Args:
         kind: "all_gather", "reduce_scatter", "all_to_all" or "all_reduce".
-        payload: bytes of the larger side: what an all_gather returns, what a reduce_scatter takes.
-        ranks: of the group.
+        payload: bytes of the larger side: the result of an all_gather, the argument of a reduce_scatter.
+        ranks: the number of ranks in the group.
 
     Raises:
         ValueError: for an unknown kind.
@@ -61,7 +63,7 @@ def bytes_sent(kind: str, payload: int, ranks: int) -> int:
 
 
 def ranks_of(group: Any) -> frozenset[int]:
-    """The global ranks of a group, by its name or as it is; empty for None, and if it is unknown here."""
+    """The global ranks of a group, given by its name or as an object; empty for None and for an unknown group."""
     if group is None:
         return frozenset()
     try:
@@ -72,7 +74,7 @@ def ranks_of(group: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """What pass `gather_in_fp8` found of an all-gather."""
+    """The findings of the pass `gather_in_fp8` about one all-gather."""
 
     tensor: str  # "layers.0.up input"
     reason: str

@@ -1,4 +1,4 @@
-"""What passes know of one graph, and what they find in it. Plain data between passes."""
+"""The frozen input of the passes for one graph, and their findings: plain data that passes share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fp8graph.records import RefusalRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What is known of a graph before the passes run. No pass changes it."""
+    """The facts about a graph that are known before the passes run. No pass changes them."""
 
     policy: Policy
     settings: Settings = field(default_factory=Settings)
@@ -31,14 +31,14 @@ class Known:
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
     subgraph: bool = False  # the body of a higher-order op
-    amax_group: str | None = None  # ranks whose amaxes are reduced, by the group's name; None: this one alone
-    records_amaxes: bool = True  # False: gradients are off, scales are read and never changed
-    spares: SpareInputs = field(default_factory=SpareInputs)  # inputs to take; counts what is wanted of them
+    amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
+    records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
+    spares: SpareInputs = field(default_factory=SpareInputs)  # inputs that passes can take; counts how many they want
 
 
 @dataclass(kw_only=True)
 class Compilation:
-    """What the passes find in one graph, beside what is known of it. Each field is written by one pass."""
+    """The findings of the passes in one graph, beside the known facts. Each field is written by one pass."""
 
     known: Known
     sites: list[Site] = field(default_factory=list[Site])  # match
@@ -51,11 +51,11 @@ class Compilation:
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
 
     def hardware_of(self, node: fx.Node) -> Hardware:
-        """What ``node`` is decided for: the target, or the device of its result."""
+        """The hardware that ``node`` is decided for: the target, or the device of its result."""
         return self.known.settings.hardware or of_device(value(node).device)
 
     def refuse(self, what: str, site: Site, reason: str) -> None:
-        """Say in the report why a pass leaves ``site`` as it is; see :class:`RefusalRecord`."""
+        """Say in the report why a pass does not change ``site``; see :class:`RefusalRecord`."""
         record = RefusalRecord(what=what, fqn=site.fqn, index=site.index, reason=reason)
         if record not in self.refusals:
             self.refusals.append(record)
@@ -63,24 +63,24 @@ class Compilation:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What the passes found in one graph: who calls it must know, whether the passes ran here or its code was kept."""
+    """The findings that a graph's caller needs, whether the passes ran now or its code came from the cache."""
 
-    sites: tuple[Site, ...] = ()  # without their GEMMs
-    weights: tuple[QuantizedWeight, ...] = ()  # whose copies the graph takes
-    pages: tuple[PageLayout, ...] = ()  # of scaling state, which it takes after them
-    has_subgraphs: bool = False  # a higher-order op has matmuls in graphs of its own
+    sites: tuple[Site, ...] = ()  # sites, without their GEMMs
+    weights: tuple[QuantizedWeight, ...] = ()  # weights whose copies the graph takes as inputs
+    pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
+    has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
 
     @property
     def inputs(self) -> int:
-        """How many inputs the graph takes after Dynamo's."""
+        """The number of inputs that the graph takes after Dynamo's."""
         return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Empty tensors for what the graph takes, in order, in the fake mode that is on."""
+        """Empty tensors for the inputs after Dynamo's, in order, in the active fake mode."""
         return [*(x for weight in self.weights for x in weight.stand_ins()), *(page.stand_in() for page in self.pages)]
 
     def and_those_of(self, compilation: Compilation) -> Findings:
-        """With what was found in one more graph: a higher-order op has some of its own, without inputs."""
+        """These findings and those in one more graph: a higher-order op has graphs of its own, without extra inputs."""
         sites = (dataclasses.replace(site, gemms=[]) for site in compilation.sites)
         return Findings(
             sites=(*self.sites, *sites),

@@ -1,4 +1,4 @@
-"""Change a graph: insert a node with its metadata, let one take another's place."""
+"""Change a graph: insert a node with its metadata, or replace a node by another one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
 from fp8graph.ir.nodes import aten, fake_mode_of, is_view, known_equal, strides_matter, value
 
-# Metadata that an inserted node takes from the node it stands for. `recompute`, `ac_graph_id`: nodes inside
+# Metadata that an inserted node takes from the node it replaces. `recompute`, `ac_graph_id`: nodes inside
 # torch.utils.checkpoint regions are recomputed together with their region.
 INHERITED: Final = (
     "partitioner_tag",
@@ -87,7 +87,7 @@ def take_place(result: fx.Node, node: fx.Node, made_by: str) -> fx.Node:
 
 
 def update_views(node: fx.Node, made_by: str) -> None:
-    """Give the views of ``node`` the strides that follow from its own; one that is impossible views a copy."""
+    """Give the views of ``node`` the strides that follow from its own; an impossible view becomes one of a copy."""
     for user in list(filter(is_view, node.users)):
         try:
             update_value(user)

@@ -1,4 +1,4 @@
-"""The keys of ``node.meta`` that passes leave for each other: all of them.
+"""All keys of ``node.meta`` that passes leave for each other.
 
 ``recipes/autocast.py`` has one more, for the regions of the user's code.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-GATHERED_KEY: Final = "fp8graph_gathered"  # node.meta of an all-gather of what is quantized: Gathered
-PURPOSE_KEY: Final = "fp8graph_purpose"  # node.meta of a collective that a pass added: what it is for
+GATHERED_KEY: Final = "fp8graph_gathered"  # node.meta of an all-gather of a quantized tensor: Gathered
+PURPOSE_KEY: Final = "fp8graph_purpose"  # node.meta of a collective that a pass added: its purpose
 OPERAND_KEY: Final = "fp8graph_operand"  # node.meta of a quantize node: the operand's name
 ROWS_KEY: Final = "fp8graph_rows"  # node.meta of a delayed quantize node: its StateRows
 TAKEN_KEY: Final = "fp8graph_taken"  # node.meta of a spare input that a pass took

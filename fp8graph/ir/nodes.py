@@ -1,4 +1,4 @@
-"""What a node is: its value, its direction, its readers; which ops are matmuls and views."""
+"""Questions about one node: its value, its direction, its readers, and whether it is a matmul or a view."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8graph.ir.keys import NO_GRAD_KEY
 
 aten = torch.ops.aten
 
-# Matmuls that quantize rewrites, and those that are only reported.
+# Matmuls that the pass `quantize` rewrites, and those that are only reported.
 MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 GROUPED: Final = (aten._grouped_mm.default, ops.grouped_mm)
 SITES: Final = (*MATMULS, *GROUPED)
@@ -27,7 +27,7 @@ _OF_ANY_STRIDES: Final = ("aten", "prims", "fp8graph")
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor that stands for ``node``: shape, strides, dtype, device."""
+    """The fake tensor of ``node``: its shape, strides, dtype and device."""
     return cast(torch.Tensor, node.meta["val"])
 
 
@@ -64,7 +64,7 @@ def static_size(size: int | torch.SymInt) -> int | None:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size, or the one that a dynamic size had when it was traced. Never adds a guard."""
+    """The size, or for a dynamic size the one that was traced. Never adds a guard."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
 
 
@@ -89,13 +89,13 @@ def is_view(node: fx.Node) -> bool:
 
 
 def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads ``node``, through views."""
+    """The nodes that read ``node``, directly or through views."""
     for user in node.users:
         yield from readers(user) if is_view(user) else (user,)
 
 
 def strides_matter(node: fx.Node) -> bool:
-    """Whether ``node`` leaves the graph, or an op that is not torch's own reads it: both expect the strides it had."""
+    """Whether ``node`` leaves the graph or is read by an op of another library: both expect the strides it had."""
     return any(getattr(reader.target, "namespace", "") not in _OF_ANY_STRIDES for reader in readers(node))
 
 

@@ -21,7 +21,7 @@ from fp8graph.recipes import Quantizer, Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedOperand:
-    """One operand in the layout that the GEMM wants, as nodes."""
+    """One operand in the layout that the GEMM needs, as nodes."""
 
     quantizer: Quantizer
     data: fx.Node

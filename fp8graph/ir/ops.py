@@ -10,10 +10,9 @@
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
-Each op runs its reference function from ``numerics``, which is also what ``lower`` traces (``REFERENCE``); scaled
-matmuls run as the device multiplies them (``hardware``).
-The fakes state the shapes only (running a reference on fakes costs a millisecond per node);
-tests/ir/test_ops.py holds them against the references.
+Each op runs its reference function from ``numerics``, which ``lower`` traces as well (``REFERENCE``); scaled matmuls
+run the device's own kernel (``hardware``). The fakes compute only shapes, since running a reference on fakes costs a
+millisecond per node; tests/ir/test_ops.py compares them with the references.
 """
 
 from __future__ import annotations
@@ -105,8 +104,8 @@ def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) 
     return page.new_empty(page.shape)
 
 
-REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # what ``lower`` traces
-SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # the fakes whose results are contiguous
+REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
+SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # fakes whose results are contiguous
 
 
 def _define(
@@ -119,7 +118,7 @@ def _define(
     lowered: bool = True,
     contiguous: bool = True,
 ) -> Any:
-    """One op. ``run``: what it runs where that is not ``reference``; ``lowered``: whether ``lower`` takes it."""
+    """One op. ``run``: the function that it runs, if not ``reference``; ``lowered``: whether ``lower`` replaces it."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, run or reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8graph::{name}", fake, lib=_library)
@@ -212,7 +211,7 @@ DIALECT: Final = frozenset(REFERENCE)
 
 
 class _Described:
-    """A tensor as far as a fake looks at it; ``new_empty`` describes another one."""
+    """The properties of a tensor that a fake reads; ``new_empty`` describes another tensor."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype, self.ndim = tuple(shape), dtype, len(shape)
@@ -222,9 +221,10 @@ class _Described:
 
 
 def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
-    """What the fake of a dialect op gives for fake tensors of fixed sizes; None if some size is dynamic.
+    """The result of a dialect op's fake for fake tensors of fixed sizes; None if some size is dynamic.
 
-    The same as calling the op on them, which takes torch a millisecond: a graph of a hundred layers has thousands.
+    Calling the op on them gives the same, but takes torch a millisecond, and a graph of a hundred layers has thousands
+    of ops.
     """
     first = args[0]
     described = pytree.tree_map_only(torch.Tensor, lambda x: _Described(x.shape, x.dtype), (args, kwargs))
@@ -238,7 +238,7 @@ def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def stays(node: fx.Node) -> bool:
-    """Whether a node of the dialect runs as the op that it is: a loop over groups, whose sizes no graph knows."""
+    """Whether a dialect node is not lowered: a loop over groups, whose sizes are not known in the graph."""
     if node.target is not scaled_grouped_mm:
         return False
     given = named_arguments(node)

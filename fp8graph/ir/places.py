@@ -1,4 +1,4 @@
-"""Where a matmul stands in the program: its module, its weight."""
+"""The place of a matmul in the program: its module and its weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a site stands: its module relative to the compiled frame, and the parameter that its weight comes from."""
+    """The place of a site: its module relative to the compiled frame, and the parameter that its weight comes from."""
 
     root: str  # the variable of the frame under which the module is found
     path: str  # FQN under it; "" at the root of the frame

@@ -1,4 +1,4 @@
-"""A quantize node of a graph: what it is asked for, and its outputs, by name."""
+"""A quantize node of a graph: its request, and its outputs by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Asked = QuantizeArguments[fx.Node]
 
 @dataclass(frozen=True)
 class QuantizeNode:
-    """A view of ``node``, a ``fp8graph::quantize``: what is read here is what the node says now."""
+    """A view of ``node``, a ``fp8graph::quantize``: every property is read from the node when it is asked for."""
 
     node: fx.Node
 
@@ -47,7 +47,7 @@ class QuantizeNode:
         return {own[cast(int, user.args[1])]: user for user in self.node.users}
 
     def ask(self, **changes: Any) -> None:
-        """Change what the node is asked for. Its value is as it was: see ``edit.update_value``."""
+        """Change the request of the node. Its fake value is not changed: see ``edit.update_value``."""
         self.node.args, self.node.kwargs = call(dataclasses.replace(self.asked, **changes))
 
 
@@ -57,7 +57,7 @@ def names(asked: QuantizeArguments[Any]) -> list[str]:
 
 
 def call(asked: QuantizeArguments[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``asked`` as the args and kwargs of a node; what has its default is left out."""
+    """``asked`` as the args and kwargs of a node, without those that equal their defaults."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for field in dataclasses.fields(asked):

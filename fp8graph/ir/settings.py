@@ -1,4 +1,4 @@
-"""What a user sets, beside the policy: one object for all who must know."""
+"""The user's settings, beside the policy, in one object for every reader."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ _FORMER_NAMES: Final = {"group": "fuse_linears"}
 class Settings:
     """The arguments of a :class:`~fp8graph.Backend`, and the options of ``torch.compile(backend="fp8graph")``.
 
-    An option is a field here, and whoever reads it.
+    To add an option, add a field here and read it where it matters.
 
     Args:
         strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
-            compiling), when Dynamo's recompile limit is met (new shapes would run in eager), and when a rule matched
-            nothing or a frame fell back to eager (at the next call).
+            compiling), when Dynamo's recompile limit is reached (new shapes would run in eager), and when a rule
+            matched nothing or a frame fell back to eager (at the next call).
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
-        target: the hardware to decide for, "cpu" or like "sm_90" and "gfx942"; default: that of the tensors.
+        target: the hardware to decide for, such as "cpu", "sm_90" or "gfx942"; default: the device of the tensors.
         cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
-            ``runtime/weight_cache.py``; after writing to ``.data``: :func:`refresh_weights`). They take one byte per
-            element and layout: up to the memory of bf16 weights in training, half of it in inference.
-        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize again
-            from what is kept anyway.
-        save_activations_in_fp8: with "memory": keep the inputs of activation functions (SwiGLU, GELU) in FP8 too.
-            Backward then sees them rounded; forward does not.
-        fuse_linears: multiply once where linears of one module share their input (q, k and v; gate and up). With
-            per-tensor recipes, the joined weights (and the joined gradients) share a single scale. Formerly ``group``.
+            ``runtime/weight_cache.py``; call :func:`refresh_weights` after writing to ``.data``). They take one byte
+            per element and layout: up to the memory of bf16 weights in training, half of it in inference.
+        save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize them
+            again from tensors that are kept anyway.
+            save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
+            Backward then reads them rounded; forward does not.
+            fuse_linears: fuse linears of one module that share their input into one GEMM (q, k and v; gate and up).
+            With per-tensor recipes, the fused weights (and the fused gradients) share a single scale. Formerly
+            ``group``.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -66,7 +67,7 @@ class Settings:
         for name in ("strict", "cache_weights", "save_activations_in_fp8", "fuse_linears"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
-        _ = self.hardware, self.inductor  # raise for what cannot be used
+        _ = self.hardware, self.inductor  # raises for an unknown target
 
     @staticmethod
     def taken_from(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -74,17 +75,17 @@ class Settings:
         given = {name: arguments.pop(name) for name in (*Settings.names(), *_FORMER_NAMES) if name in arguments}
         for former, name in _FORMER_NAMES.items():
             if former in given and name in given:
-                raise ConfigError(f"{former} is the former name of {name}: give {name} alone.")
+                raise ConfigError(f"{former} is the former name of {name}: pass {name} alone.")
         return {_FORMER_NAMES.get(name, name): value for name, value in given.items()}
 
     @staticmethod
     def names() -> tuple[str, ...]:
-        """Of all settings, in order."""
+        """The names of all settings, in order."""
         return tuple(field.name for field in dataclasses.fields(Settings))
 
     @functools.cached_property
     def hardware(self) -> Hardware | None:
-        """The target; None: that of the tensors."""
+        """The target; None: the device of the tensors."""
         return hardware.from_target(self.target) if self.target is not None else None
 
     @functools.cached_property
@@ -98,15 +99,15 @@ class Settings:
 
     @property
     def cuda_graphs(self) -> bool:
-        """Whether launches cost the host nothing: Inductor records CUDA graphs."""
+        """Whether launches cost the host nothing, because Inductor records CUDA graphs."""
         return launches_are_replayed(self.inductor)
 
     def decisions(self) -> dict[str, Any]:
-        """What decides how graphs are rewritten: equal on all ranks, and part of the key of compiled code."""
+        """The settings that decide how graphs are rewritten: equal on all ranks, part of the key of compiled code."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}
 
 
 def choices(what: str, name: str, known: Sequence[str]) -> str:
-    """The rest of a message about an unknown ``name``: what was meant, probably, and all that there is."""
+    """The rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f". {f'Did you mean {close[0]!r}? ' if close else ''}{what}: {', '.join(known)}."

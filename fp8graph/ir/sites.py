@@ -1,4 +1,4 @@
-"""What `match` finds and `assign` decides: sites, their GEMMs, a decision for each. Plain data between passes."""
+"""The sites that `match` finds, their GEMMs, and the decision of `assign` for each. Plain data between passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gemm:
 
     @property
     def bias(self) -> fx.Node | None:
-        """What addmm and baddbmm add. Read from the node: it may itself be a rewritten matmul."""
+        """The bias of addmm and baddbmm. It is read from the node, since it may be a rewritten matmul."""
         first, *_ = cast(tuple[fx.Node, ...], self.node.args)
         return first if self.node.target in (aten.addmm.default, aten.baddbmm.default) else None
 
@@ -52,8 +52,8 @@ class Site:
     fqn: str = ""
     index: int = 0  # among the sites of the same module
     op: Op
-    why_no_linear: str = ""  # of a matmul that the program may have written as one
-    use: int = 0  # among the sites with that parameter that run with gradients, or among those without
+    why_no_linear: str = ""  # for a matmul that the program may have written as a linear: why it is not one
+    use: int = 0  # index among the sites with that parameter that run with gradients, or among those that run without
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])
 
@@ -65,12 +65,12 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What happens to one GEMM, and why."""
+    """The decision about one GEMM, and the reason."""
 
     recipe: Recipe | None
     reason: str
     execution: Execution
     resolution: Resolution
-    by_profitability: bool = False  # left in high precision because FP8 would not pay
+    by_profitability: bool = False  # left in high precision because FP8 would not be faster
     speedup: float | None = None  # predicted, over high precision
-    required: bool = False  # a user's rule or region asks for FP8: strict mode insists
+    required: bool = False  # a user's rule or region asks for FP8: strict mode requires it

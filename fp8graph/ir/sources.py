@@ -1,4 +1,4 @@
-"""Where the inputs of a graph come from: Dynamo's names, AOTAutograd's descriptions."""
+"""The origin of a graph's inputs: Dynamo's names, AOTAutograd's descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 from fp8graph.compat import aot
 
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
-# What follows in brackets leads to the model, not into it: L['args'][0] where a decorator took (*args, **kwargs), as
+# The brackets that follow lead to the model, not into it: L['args'][0] if a decorator took (*args, **kwargs), as
 # accelerate's mixed precision does.
 _ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]]*\])*)(?:\.__self__)?\.?""")
 # A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
@@ -24,7 +24,7 @@ def split_source(text: str) -> tuple[str, str]:
 
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
     ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
-    ``("args.0", "mlp")``; a plain path comes back with root "".
+    ``("args.0", "mlp")``; a plain path is returned with root "".
     """
     root = ""
     if match := _ROOT.match(text):
@@ -38,8 +38,8 @@ def split_source(text: str) -> tuple[str, str]:
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
     """The placeholders with their position among Dynamo's inputs, as AOTAutograd describes them.
 
-    None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body). What a graph
-    takes of a DTensor is its shard (``distributed.local``).
+    The position is None for the gradients of the outputs, and for the inputs of a subgraph (a higher-order op's body).
+    Of a DTensor, a graph takes the shard (``distributed.local``).
     """
     for node in graph.find_nodes(op="placeholder"):
         yield node, aot.input_position(node)

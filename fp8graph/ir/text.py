@@ -45,15 +45,15 @@ def _argument_text(argument: Any) -> str:
 
 
 def _argument_names(node: fx.Node) -> list[str]:
-    """``name=`` for the settings of a dialect op; its tensors speak for themselves."""
+    """``name=`` for the settings of a dialect op; its tensors need no name."""
     return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema(node.target).arguments]
 
 
 class GraphText:
-    """The text of one graph, again and again while passes change it: only what has changed is written anew."""
+    """Writes the text of one graph again and again while passes change it; only changed lines are made anew."""
 
     def __init__(self) -> None:
-        self._lines: dict[fx.Node, tuple[Any, ...]] = {}  # node -> what its line was made of, the line
+        self._lines: dict[fx.Node, tuple[Any, ...]] = {}  # node -> the values that its line was made from, the line
 
     def __call__(self, graph: fx.Graph) -> str:
         """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
@@ -61,7 +61,7 @@ class GraphText:
         in_backward = False
         for node in graph.nodes:
             if node.op == "output":
-                results = node.args[0]  # one node in some subgraphs, as flex_attention's score_mod
+                results = node.args[0]  # a single node in some subgraphs, such as flex_attention's score_mod
                 listed = cast(Sequence[Any], results if isinstance(results, (list, tuple)) else [results])
                 lines.append(f"return {', '.join(map(_argument_text, listed))}")
                 continue

@@ -1,4 +1,4 @@
-"""A function as a graph, and a graph inside another one."""
+"""Trace a function into a graph, and copy a graph into another one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Grap
     """``function(*arguments)`` as an aten graph that Inductor fuses; its placeholders are the arguments in order."""
     values = [value(argument) for argument in arguments]
     with fake_mode_of(arguments[0]), torch.no_grad():
-        # fresh ones: make_fx tells its inputs apart by identity, and two nodes may share one fake tensor
+        # new ones: make_fx distinguishes its inputs by identity, and two nodes may share one fake tensor
         devices = {torch_build.without_cuda(v.device): v.device for v in values}
         fresh = [v.new_empty_strided(v.size(), v.stride(), device=torch_build.without_cuda(v.device)) for v in values]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fresh).graph
@@ -31,7 +31,7 @@ def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Grap
 
 
 def _move(graph: fx.Graph, devices: Mapping[torch.device, torch.device]) -> None:
-    """Put a graph that was traced on stand-ins onto the devices that they stand for."""
+    """Move a graph that was traced on stand-ins to the devices that they stand for."""
 
     def moved(argument: Any) -> Any:
         return devices.get(argument, argument) if isinstance(argument, torch.device) else argument
@@ -44,7 +44,7 @@ def _move(graph: fx.Graph, devices: Mapping[torch.device, torch.device]) -> None
 
 
 def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, like: fx.Node, made_by: str) -> Any:
-    """Copy ``body`` to the insertion point with ``like``'s metadata; returns what the body returns, as nodes."""
+    """Copy ``body`` to the insertion point with ``like``'s metadata; returns the copied nodes of its results."""
     placeholders = body.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
     results: Any = graph.graph_copy(body, copies)

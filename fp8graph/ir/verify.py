@@ -1,6 +1,6 @@
-"""What a valid graph is. Checked between all passes, always: a check costs a few microseconds per node.
+"""The definition of a valid graph. It is checked after every pass, which costs a few microseconds per node.
 
-CPU kernels forgive mistakes that CUDA refuses (any strides, E5M2 x E5M2, unpadded k), so layouts, dtype pairs
+CPU kernels accept mistakes that CUDA refuses (any strides, E5M2 x E5M2, unpadded k), so layouts, dtype pairs
 and alignment are checked here, from the fake tensors, on every machine.
 """
 
@@ -28,7 +28,7 @@ def verify(
 ) -> None:
     """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame.
 
-    ``hardware_of``: what a GEMM is decided for. None: whether that multiplies it, at its sizes, was checked before.
+    ``hardware_of``: the hardware that a GEMM is decided for. None: its support for the GEMM was checked before.
     """
 
     def fail(node: fx.Node, problem: str) -> None:
@@ -79,7 +79,7 @@ def _quantize(node: fx.Node) -> str | None:
 
 
 def _joined(asked: Asked) -> str | None:
-    """``more``: tensors that are joined along ``dim``, each of the shape of the first but for that."""
+    """Check ``more``: tensors that are joined along ``dim``, each with the shape of the first except in ``dim``."""
     first, *more = map(value, asked.parts)
     dim = asked.dim
     if dim not in (-2, -1):
@@ -113,7 +113,7 @@ def _scaled_mm(node: fx.Node) -> str | None:
 
 
 def _sizes(node: fx.Node, device: Hardware) -> str | None:
-    """Whether ``device`` multiplies what a scaled_mm node multiplies."""
+    """Check that ``device`` supports the GEMM of a scaled_mm node."""
     given = named_arguments(node)
     a, b = value(given["a"]), value(given["b"])
     quantizers = _quantizers(given)
@@ -126,7 +126,7 @@ def _sizes(node: fx.Node, device: Hardware) -> str | None:
 
 
 def _quantizers(given: Mapping[str, Any]) -> tuple[Quantizer, Quantizer]:
-    """What the operands of a scaled matmul were quantized by, as far as it says so."""
+    """The quantizers of a scaled matmul's operands, as far as the node tells."""
     a, b = (
         Quantizer(
             dtype=value(given[side]).dtype,
@@ -151,7 +151,7 @@ def _scaled_grouped_mm(node: fx.Node) -> str | None:
 
 
 def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
-    """Whether ``device`` multiplies what a native scaled_grouped_mm node multiplies."""
+    """Check that ``device`` supports the GEMMs of a native scaled_grouped_mm node."""
     given = named_arguments(node)
     if not given["native"]:
         return None
@@ -186,8 +186,9 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
 def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
     """Why torch, or cuBLASLt, does not read ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
 
-    See ``NVIDIA.alignment``: rows and 1x128 tiles are outer-dim-major; rows of 128x128 tiles are as far apart as
-    there are tiles along k, a multiple of four. The stride of one row or one tile does not matter.
+    See ``NVIDIA.alignment``: scales of rows and of 1x128 tiles are outer-dim-major. For 128x128 tiles, rows of scales are
+    as many elements apart as there are tiles along k, and that is a multiple of four. The stride of a dim with one row
+    or one tile does not matter.
     """
     rows, tiles = operand.shape[0], -(-operand.shape[1] // 128)
     outer, along = scale.shape
@@ -209,7 +210,7 @@ def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
 
 
 def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> str | None:
-    """The rules of low-precision GEMMs: a [m, k] and b [n, k], both contiguous along k."""
+    """Check the rules of low-precision GEMMs: a [m, k] and b [n, k], both contiguous along k."""
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
         return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
     if bias is not None and (out_dtype == torch.float32 or bias.dtype != out_dtype or bias.ndim != 1):
@@ -218,7 +219,7 @@ def _gemm(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out_dtype
 
 
 def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
-    """The rules of all operands: their dtypes, and that they are contiguous along k."""
+    """Check the rules of all operands: that their dtypes go together, and that they are contiguous along k."""
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in (*FP8_MAX, torch.float4_e2m1fn_x2):
             return f"operand {name} is {tensor.dtype}"

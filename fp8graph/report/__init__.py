@@ -1,4 +1,4 @@
-"""The report of what was compiled, for people and for machines."""
+"""The report on compiled graphs, for people and for machines."""
 
 from fp8graph.report.report import GraphView, Report
 

@@ -1,6 +1,6 @@
 """Compiled graphs in torch's logs, and in the structured trace that tlparse renders.
 
-``TORCH_LOGS="fp8graph"`` prints a line per graph and one per kind of GEMM left in high precision;
+``TORCH_LOGS="fp8graph"`` prints one line per graph, and one per kind of GEMM left in high precision;
 ``TORCH_LOGS="+fp8graph"`` also prints each graph after each pass. ``TORCH_TRACE=folder`` (then
 ``tlparse folder/*.log``) keeps the graphs as artifacts of their compile.
 """

@@ -21,18 +21,18 @@ from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphView:
-    """One compiled graph: its GEMMs and its text before, after each pass, and after all of them."""
+    """One compiled graph: its GEMMs, and its text before the passes, after each pass, and after all of them."""
 
     name: str
     training: bool
     inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
     gemms: tuple[GemmRecord, ...]
     collectives: tuple[CollectiveRecord, ...]
-    refusals: tuple[RefusalRecord, ...]  # what passes left as it was
+    refusals: tuple[RefusalRecord, ...]  # layers that a pass left unchanged, and why
     before: str
     after: str
     stages: dict[str, str]
-    policy: str  # the policy it was compiled with, as text; tells apart graphs after set_policy
+    policy: str  # the policy it was compiled with, as text; distinguishes graphs after set_policy
     load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -63,17 +63,17 @@ class GraphView:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that one backend compiled: what runs in FP8, what does not, and why."""
+    """All graphs that one backend compiled: which GEMMs run in FP8, which do not, and why."""
 
     graphs: list[GraphView]
     policy: Policy
-    eager_frames: list[str] = field(default_factory=list[str])  # code that fell back to eager, and why
+    eager_frames: list[str] = field(default_factory=list[str])  # frames that fell back to eager, and why
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
     forgotten: int = 0  # graphs that are gone with their models and no longer listed
-    pass_seconds: float = 0.0  # that fp8graph's own passes took
+    pass_seconds: float = 0.0  # the time that fp8graph's own passes took
     reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
-    weights: int = 0  # quantized once per update, outside the graphs
+    weights: int = 0  # the number of weights that are quantized once per update, outside the graphs
     weight_bytes: int = 0  # the memory that their FP8 copies take
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
@@ -84,12 +84,12 @@ class Report:
 
     @property
     def collectives(self) -> list[CollectiveRecord]:
-        """All collectives of all graphs, and what each rank sends. Those of DDP and FSDP2 are outside the graphs."""
+        """All collectives of all graphs, and the bytes that each rank sends. DDP's and FSDP2's are not in graphs."""
         return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
 
     @property
     def refusals(self) -> list[RefusalRecord]:
-        """Why linears were not joined, weights not kept, activations not saved in FP8."""
+        """Why linears were not fused, weights not kept, activations not saved in FP8."""
         return [refusal for graph in self.graphs for refusal in graph.refusals]
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Report:
 
     @property
     def unused_rules(self) -> list[str]:
-        """Rules of the current policy that matched no site, optional rules aside."""
+        """Rules of the current policy that matched no site, except optional rules."""
         current = self.policy.identity()
         used = {gemm.rule for graph in self.graphs if graph.policy == current for gemm in graph.gemms}
         return [
@@ -115,7 +115,7 @@ class Report:
         ]
 
     def check(self) -> None:
-        """Raise unless everything that the rules ask for runs in FP8.
+        """Raise unless every GEMM that the rules ask for runs in FP8.
 
         Raises:
             Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (although it would
@@ -147,7 +147,7 @@ class Report:
     def _plain_policy(self) -> Any:
         try:
             return self.policy.to_dict()
-        except UnsupportedRecipeError:  # a recipe with functions: nothing that could be read back
+        except UnsupportedRecipeError:  # a recipe with functions cannot be read back
             return self.policy.identity()
 
     def to_html(self, path: str | Path) -> None:

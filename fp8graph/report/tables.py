@@ -9,7 +9,7 @@ from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
-    """One line: how many GEMMs run in FP8."""
+    """One line that says how many GEMMs run in FP8."""
     fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8" + (f", in {graphs} graph(s)" if graphs is not None else "")
@@ -17,7 +17,7 @@ def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
 
 
 def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
-    """One line per kind of GEMM in high precision: site, GEMM, how many, why."""
+    """One line per kind of GEMM in high precision: site, GEMM, number and reason."""
     _, *rows = gemm_rows(gemm for gemm in gemms if gemm.recipe is None)
     return [f"{site} {gemm} ({count}): {reason}" for site, count, _, gemm, *_, reason in rows]
 
@@ -50,7 +50,7 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
 
 
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of collective, as :func:`gemm_rows`."""
+    """One row per kind of collective, as in :func:`gemm_rows`."""
     groups: dict[tuple[str, ...], int] = {}
     for c in collectives:
         tensor = _any_layer(c.tensor) or "(root)"
@@ -74,12 +74,12 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
 
 
 def _any_layer(name: str) -> str:
-    """A name with * in the places of numbers."""
+    """A name with * in place of each number."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str]:
-    """Rows as text with columns of one width; ``ruled``: with a line under the first."""
+    """Rows as text with aligned columns; ``ruled``: with a line under the first row."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]] if ruled else lines
