@@ -45,5 +45,5 @@ def test_a_former_name_still_works() -> None:
     assert not fp8graph.backend_of(compiled).settings.fuse_linears
     assert not fp8graph.Backend(group=False).settings.fuse_linears
     assert fp8graph.explain(linear, x, group=False).gemms
-    with pytest.raises(ConfigError, match="group is the former name of fuse_linears: give fuse_linears alone"):
+    with pytest.raises(ConfigError, match="group is the former name of fuse_linears: pass fuse_linears alone"):
         fp8graph.Backend(group=False, fuse_linears=True)
