@@ -1,4 +1,4 @@
-"""Devices: what they multiply, how, and how fast."""
+"""Devices: the low-precision GEMMs that they have, how torch calls them, and how fast they are."""
 
 from fp8graph.hardware.device import Hardware
 from fp8graph.hardware.devices import (

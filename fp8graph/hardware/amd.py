@@ -1,11 +1,11 @@
 """AMD's GPUs: hipBLASLt's GEMMs behind ``torch._scaled_mm``, fnuz on gfx942, the order of MX scales on gfx950.
 
-Decided from torch's source and AMD's data sheets: nothing here has run on an AMD GPU, and the speeds are the data
-sheets' peaks times what GEMMs reach on NVIDIA's. ``fp8graph bench --calibrate`` measures a machine.
+This file is based on torch's source and AMD's data sheets: nothing in it has run on an AMD GPU, and the speeds are the
+data sheets' peaks times the share that GEMMs reach on NVIDIA's. ``fp8graph bench --calibrate`` measures a machine.
 
 Sources: ``_scaled_mm_out_cuda`` in aten/src/ATen/native/cuda/ScaledBlas.cpp and ``scaled_mm_arch_allowed`` in
-ScaledBlasDeviceUtils.cpp, where ``USE_ROCM`` is defined; torch 2.11 and later are built with ROCm 7. Grouped FP8 GEMMs
-are in builds with MSLK only (``GroupedBlas.cpp``), which torch's own wheels for ROCm are not.
+ScaledBlasDeviceUtils.cpp, where ``USE_ROCM`` is defined; torch 2.11 and later are built with ROCm 7. Only builds with
+MSLK have grouped FP8 GEMMs (``GroupedBlas.cpp``), and torch's own wheels for ROCm are built without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FNUZ: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.float8_e4m3fn: torch.float8_e4m3fnuz,
     torch.float8_e5m2: torch.float8_e5m2fnuz,
 }
-# MX: torch checks multiples of 32 (v2), and M and N of 16 and K of 128 (v1): these are both.
+# MX: torch checks that sizes are multiples of 32 (v2), M and N of 16 and K of 128 (v1). These satisfy both.
 _ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
     "tensor": (1, 16, 16),
     "row": (1, 16, 16),
@@ -59,7 +59,7 @@ _TYPICAL: Final = {"gfx942": "MI300X", "gfx950": "MI355X", "gfx1201": "RX 9070 X
 
 @dataclass(frozen=True, kw_only=True)
 class AMD(Hardware):
-    """An AMD GPU. By default one scale per tensor: MX GEMMs are slow on gfx950 so far (pytorch/ao#4290)."""
+    """An AMD GPU. Its default is one scale per tensor, since MX GEMMs are still slow on gfx950 (pytorch/ao#4290)."""
 
     rocm: tuple[int, ...] | None = torch_build.ROCM_VERSION  # torch's; None: not known, or another build
 
@@ -97,17 +97,17 @@ class AMD(Hardware):
     def _rows(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if out_dtype != torch.bfloat16:
             result = str(out_dtype).removeprefix("torch.")
-            return f"one scale per row gives bfloat16 results only on AMD's GPUs, not {result}"
+            return f"GEMMs with one scale per row only produce bfloat16 results on AMD's GPUs, not {result}"
         if b.dtype != self.own_type(torch.float8_e4m3fn):
-            return "one scale per row takes E4M3 only as the second operand on AMD's GPUs"
+            return "GEMMs with one scale per row only take E4M3 as the second operand on AMD's GPUs"
         return None
 
     def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if self.rocm is not None and not (7, 0) <= self.rocm < (7, 14):  # from 7.14 on: swizzled (32 x 8)
-            return f"MXFP8 GEMMs need ROCm 7.0 to 7.13, torch has {'.'.join(map(str, self.rocm))}"
+            return f"MXFP8 GEMMs need ROCm 7.0 to 7.13, but torch has {'.'.join(map(str, self.rocm))}"
         if out_dtype not in (torch.bfloat16, torch.float16):
-            return "MXFP8 GEMMs give bfloat16 or float16 results only on AMD's GPUs"
-        return "MXFP8 GEMMs take E4M3 only" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+            return "MXFP8 GEMMs only produce bfloat16 or float16 results on AMD's GPUs"
+        return "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
 
     @classmethod
     def has_kernel(cls, gemm: str) -> bool:
@@ -115,9 +115,9 @@ class AMD(Hardware):
 
     @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """MX scales stay [rows, k / 32], k a multiple of 128; torch counts those of 128 rows and more, so zeros follow.
+        """MX scales stay [rows, k / 32], k a multiple of 128. torch expects scales for at least 128 rows: zeros follow.
 
-        v1 of the op: in v2 torch's fake takes the rows of one operand for those of both (2.11 to 2.15), and refuses.
+        This is v1 of the op: in v2 torch's fake confuses the rows of the two operands (2.11 to 2.15), and refuses.
         """
         if scale_inv.dtype != torch.uint8:
             return data, scale_inv

@@ -1,4 +1,4 @@
-"""CPUs: torch has a reference ``_scaled_mm`` for tensors and rows, which gives the right numbers without the speed."""
+"""CPUs: torch's reference ``_scaled_mm``, for scales per tensor and per row, is correct but not fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8graph.recipes import Quantizer
 
 @dataclass(frozen=True, kw_only=True)
 class CPU(Hardware):
-    """The CPU. Its kernel takes OCP types and fnuz."""
+    """The CPU. Its kernel takes OCP and fnuz types."""
 
     examples = ("cpu",)
 

@@ -1,7 +1,7 @@
-"""What all devices have in common: which low-precision GEMMs they multiply, and how torch's kernels are called.
+"""The base of all devices: which low-precision GEMMs they have, and how torch's kernels are called.
 
-One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) says what its devices have; ``devices.py`` lists them.
-Kinds of scaling go by the name of the GEMM that multiplies them (``Scaling.gemm``).
+One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) describes its devices; ``devices.py`` lists the vendors.
+A kind of scaling is identified by the name of its GEMM (``Scaling.gemm``).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Rule = Callable[[Quantizer, Quantizer, torch.dtype], str | None]  # of a, b and 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One device: what it multiplies in low precision, and how fast it is. By itself: one that multiplies nothing."""
+    """One device: its low-precision GEMMs and its speed. This base class is a device without any such GEMM."""
 
     name: str  # "cpu", "sm_90", "gfx942", or the device type
-    scalings: frozenset[str] = frozenset()  # whose GEMMs torch._scaled_mm has for it
-    grouped: frozenset[str] = frozenset()  # whose GEMMs torch._scaled_grouped_mm has for it
+    scalings: frozenset[str] = frozenset()  # kinds whose GEMMs torch._scaled_mm has for it
+    grouped: frozenset[str] = frozenset()  # kinds whose GEMMs torch._scaled_grouped_mm has for it
     speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
 
     examples: ClassVar[tuple[str, ...]] = ()  # names of the vendor's devices, for texts and ``fp8graph doctor``
@@ -38,20 +38,20 @@ class Hardware:
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
-        """The vendor's device that is called ``target``; None if that is none of its names."""
+        """The vendor's device that is called ``target``; None if the vendor has no device of that name."""
         raise NotImplementedError
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
-        """The device behind one on which the vendor's kernels run."""
+        """The hardware behind a torch device on which the vendor's kernels run."""
         raise NotImplementedError
 
     @classmethod
     def runs(cls, device: torch.device) -> bool:
-        """Whether the vendor's kernels are what runs on ``device``. Meta tensors stand for those of a GPU."""
+        """Whether the vendor's kernels run on ``device``. Meta tensors stand for those of a GPU."""
         raise NotImplementedError
 
-    # What is decided for a device.
+    # Decisions for a device.
 
     @property
     def default_recipe(self) -> str:
@@ -63,25 +63,25 @@ class Hardware:
         return SCALINGS[scaling].gemm in self.scalings
 
     def own_type(self, dtype: torch.dtype) -> torch.dtype:
-        """The type that the device has in place of one that recipes name."""
+        """The type that the device uses in place of one that recipes name."""
         return dtype
 
     def quantizer(self, recipe: Recipe, operand: OperandName) -> Quantizer:
         """How ``recipe`` quantizes ``operand`` for this device.
 
-        In the device's own type where it multiplies that kind of scaling. What it does not multiply is decoded before
-        the GEMM, and is what the recipe says.
+        If the device has a GEMM for that kind of scaling, the operand gets the device's own type. Otherwise it is
+        decoded before the GEMM, and gets the recipe's type.
         """
         quantizer = recipe.quantizer(operand)
         own = self.own_type(quantizer.dtype)
         return replace(quantizer, dtype=own) if self.multiplies(quantizer.scaling) else quantizer
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-        """What m, n and k of a native GEMM [m, k] @ [k, n] must be multiples of; operands are padded with zeros."""
+        """The multiples to which m, n and k of a native GEMM [m, k] @ [k, n] are padded, with zeros."""
         return 1, 1, 1
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
-        """Why ``a @ b`` cannot be multiplied natively, or None if it can."""
+        """Why the device cannot multiply ``a @ b`` natively; None if it can."""
         kind = SCALINGS[a.scaling]
         if kind.gemm not in (self.grouped if grouped else self.scalings):
             return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}"
@@ -90,15 +90,15 @@ class Hardware:
 
     @property
     def rules(self) -> Mapping[str, Rule]:
-        """What torch's kernels demand of operands and result, by GEMM, beside the kind of scaling."""
+        """Further conditions of torch's kernels on operands and result, by GEMM, beside the kind of scaling."""
         return {}
 
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
-        """The same of grouped GEMMs."""
+        """The same for grouped GEMMs."""
         return {}
 
-    # How it is multiplied.
+    # The multiplication.
 
     @classmethod
     def has_kernel(cls, gemm: str) -> bool:
@@ -129,8 +129,8 @@ class Hardware:
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
-        What the vendor has no kernel for is decoded first (``numerics.matmul``). ``assign`` asks for that only to look
-        at another device's graph.
+        If the vendor has no kernel, operands are decoded first (``numerics.matmul``). ``assign`` asks for that only to
+        look at another device's graph.
 
         Args:
             a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).
@@ -147,7 +147,7 @@ class Hardware:
         data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
         data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
-        if scales_a.ndim != scales_b.ndim:  # [] of an own amax and [1] of a table: Inductor's templates want one shape
+        if scales_a.ndim != scales_b.ndim:  # [] (own amax) and [1] (table): Inductor's templates want one shape
             scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
         two_levels = global_scale_inv_a is not None and global_scale_inv_b is not None
         result = ops.scaled_mm(
@@ -184,10 +184,10 @@ class Hardware:
         multiple: int = 1,
     ) -> Tensor:
         """:meth:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
-        [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; rows of no group are zero where emulated.
+        [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; if emulated, rows of no group are zero.
 
         ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
-        ``multiple``: what the groups of columns are padded to. ``native``: multiplied with one scale per row.
+        ``multiple``: groups of columns are padded to it. ``native``: a kernel multiplies, with one scale per row.
         """
         if not (native and cls.multiplies_groups):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)

@@ -1,6 +1,6 @@
-"""The vendors, and where a device is looked up: by its name, or by what torch calls it.
+"""The list of vendors, and the look-up of a device by its name or by torch's device.
 
-A vendor is a file with a subclass of ``Hardware``, and its line in ``VENDORS``.
+A vendor is a file with a subclass of ``Hardware``, and a line in ``VENDORS``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLES: Final = tuple(name for vendor in VENDORS for name in vendor.examples)
 
 
 def from_target(target: str, device_name: str = "") -> Hardware:
-    """The hardware named by ``target``: "cpu", like "sm_90" or "gfx942", or a calibration's path (``Speed.load``).
+    """The hardware named by ``target``: "cpu", a GPU like "sm_90" or "gfx942", or a calibration (``Speed.load``).
 
     Raises:
         ConfigError: (a ``ValueError``) for anything else.
@@ -35,7 +35,9 @@ def from_target(target: str, device_name: str = "") -> Hardware:
         for vendor in VENDORS:
             if (found := vendor.from_target(target, device_name)) is not None:
                 return found
-    raise ConfigError(f"target must be 'cpu', like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}.")
+    raise ConfigError(
+        f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}."
+    )
 
 
 def of_machine() -> Hardware:
@@ -44,13 +46,13 @@ def of_machine() -> Hardware:
 
 
 def of_device(device: torch.device) -> Hardware:
-    """The hardware behind ``device``; behind that of meta tensors there is none."""
+    """The hardware behind ``device``; there is none behind meta tensors."""
     vendor = vendor_of(device) if device.type != "meta" else None
     return vendor.of_device(device) if vendor is not None else Hardware(name=f"device {device.type!r}")
 
 
 def vendor_of(device: torch.device) -> type[Hardware] | None:
-    """Whose kernels run on ``device``. Meta tensors stand for those of a GPU."""
+    """The vendor whose kernels run on ``device``. Meta tensors stand for those of a GPU."""
     return next((vendor for vendor in VENDORS if vendor.runs(device)), None)
 
 

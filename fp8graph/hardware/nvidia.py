@@ -1,6 +1,7 @@
 """NVIDIA's GPUs: cuBLASLt's and CUTLASS's GEMMs behind ``torch._scaled_mm``, and the order of their scales.
 
-Per-tensor FP8 from sm_89 (Ada), rows and tiles from sm_90 (Hopper), MXFP8 and NVFP4 from sm_100 (Blackwell).
+FP8 with one scale per tensor needs sm_89 (Ada) or later, rows and tiles sm_90 (Hopper), MXFP8 and NVFP4 sm_100
+(Blackwell).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import pad_to_multiple
 from fp8graph.recipes import Quantizer
 
-# What cuBLAS wants sizes to be multiples of: 16; whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart.
+# cuBLAS needs multiples of 16, and whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart.
 _ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
     "tensor": (1, 16, 16),
     "row": (1, 16, 16),
@@ -31,8 +32,8 @@ _ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
 # cuBLAS: tiles of a and b; not 128x128 with 128x128
 _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 
-# By the name that torch.cuda.get_device_name gives, the more specific one first: dense TFLOPS in bf16 (accumulated in
-# FP32, which GeForce does at half of its FP16 rate), FP8, FP4 (that of FP8 where there is none) and FP32; TB/s.
+# By the name that torch.cuda.get_device_name returns, more specific names first: dense TFLOPS in bf16 (accumulated in
+# FP32, which GeForce does at half its FP16 rate), FP8, FP4 (that of FP8 if there is none) and FP32; TB/s.
 BOARDS: Final[Mapping[str, Speed]] = {
     name: of_data_sheet(name, *numbers)
     for name, *numbers in (
@@ -55,7 +56,7 @@ BOARDS: Final[Mapping[str, Speed]] = {
         ("RTX 5090", 209, 419, 1676, 105, 1.792),
     )
 }
-# An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 that of an H100 SXM.
+# An unknown name, or a laptop's GPU, gets a typical speed of its architecture: sm_90 gets that of an H100 SXM.
 _TYPICAL: Final = {"sm_89": "L40S", "sm_90": "H100", "sm_100": "B200", "sm_103": "B300", "sm_120": "RTX 5090"}
 
 
@@ -109,14 +110,14 @@ class NVIDIA(Hardware):
         return "mxfp8" if "mxfp8" in self.scalings else "tensorwise"
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-        """What m, n and k must be multiples of.
+        """The multiples that m, n and k must be padded to.
 
-        Where one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128,
+        If one side has 128x128 tiles, k is a multiple of four of them. cuBLASLt reads the scales [rows / 128,
         k / 128] of that side with rows 16 bytes apart (its documentation, "Scaling factors layouts": L4, k / 128
         rounded up to 4); ``torch._scaled_mm`` refuses rows that are not ceil(k / 128) apart
         (``is_blockwise_128x128_scaling`` in aten/src/ATen/native/cuda/ScaledBlas.cpp since pytorch#164953;
-        pytorch#166752 rounds up in v2 only). The two agree on such a k alone, and where they do not, a GEMM is refused
-        or reads wrong scales.
+        pytorch#166752 rounds up in v2 only). The two agree only on such a k; with any other, a GEMM is refused or reads
+        wrong scales.
         """
         m, n, k = _ALIGNMENT[SCALINGS[a.scaling].gemm]
         return m, n, 4 * k if (128, 128) in (a.block, b.block) else k
@@ -126,27 +127,29 @@ class NVIDIA(Hardware):
         return {"row": self._rows, "block": self._tiles, "mxfp8": self._mx}
 
     def _rows(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
-        """cuBLASLt multiplies rows on sm_90, from CUDA 12.9 on.
+        """With one scale per row, cuBLASLt has a GEMM on sm_90 from CUDA 12.9 on.
 
         Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
-        Where cuBLASLt has none, rows go to a CUTLASS kernel, which gives bf16 and fp16 (pytorch#166744) but, in torch
-        2.11, no FP32 (pytorch#162022).
+        Otherwise a CUTLASS kernel runs, which produces bf16 and fp16 (pytorch#166744) but, in torch 2.11, not FP32
+        (pytorch#162022).
         """
         if out_dtype == torch.float32 and (self._is_old or self.name.removesuffix("a") != "sm_90"):
-            return f"one scale per row gives float32 results only on sm_90 with CUDA 12.9 or later, {self._found}"
+            return (
+                f"one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later, but {self._found}"
+            )
         return None
 
     def _tiles(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         """Source: ``get_scale_mode`` in aten/src/ATen/cuda/CUDABlas.cpp."""
         if self._is_old:
-            return f"one scale per tile needs CUDA 12.9 or later, {self._found}"
+            return f"one scale per tile needs CUDA 12.9 or later, but {self._found}"
         if (a.block, b.block) not in _TILES:
             (am, ak), (bm, bk) = a.block, b.block
             return f"no GEMM for tiles of {am}x{ak} and {bm}x{bk}"
         return None
 
     def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
-        return "MXFP8 GEMMs take E4M3 only" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
+        return "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
 
     @property
     def _is_old(self) -> bool:
@@ -164,7 +167,7 @@ class NVIDIA(Hardware):
         if out_dtype != torch.bfloat16:
             return f"grouped FP8 GEMMs only produce bf16 output, not {str(out_dtype).removeprefix('torch.')}"
         if torch.float8_e5m2 in (a.dtype, b.dtype):
-            return "grouped FP8 GEMMs take E4M3 only"
+            return "grouped FP8 GEMMs only take E4M3"
         return None
 
     @classmethod
@@ -179,8 +182,8 @@ class NVIDIA(Hardware):
 def swizzle_scales(scale_inv: Tensor) -> Tensor:
     """Scales [rows, k tiles] -> flat, in the order in which Blackwell's tensor cores read them.
 
-    Padded with zeros to 128 rows x 4 tiles; each such block is 512 scales: rows 0, 32, 64, 96 (4 tiles each), then
-    1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
+    They are padded with zeros to blocks of 128 rows x 4 tiles. Each block is 512 scales: rows 0, 32, 64, 96 (4 tiles
+    each), then 1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
     """
     padded = pad_to_multiple(scale_inv.view(torch.uint8), 128, 4)
     rows, tiles = padded.shape

@@ -1,8 +1,8 @@
-"""Would FP8 be faster? A roofline model of one GEMM, in high precision and in FP8, quantization included.
+"""A roofline model of one GEMM, in high precision and in FP8 with its quantization, to predict which is faster.
 
 A GEMM takes the longer of its arithmetic and its memory traffic. In FP8 the arithmetic is faster and its operands
-are half as wide, but they have to be quantized: that takes a pass that writes FP8 (behind a fused producer it reads
-nothing more), one more that reads for the amax if the scale depends on the tensor itself, and the launches.
+are half as wide, but they have to be quantized. That takes a pass that writes FP8 (fused into the producer it reads
+nothing more), another one that reads for the amax if the scale depends on the tensor itself, and the launches.
 GEMMs that share a quantization (q, k and v read one tensor) split its cost (``analysis/profit.py``). Weights that are
 cached in FP8 cost nothing.
 
@@ -10,14 +10,14 @@ A launch costs twice: the GPU waits between two kernels, and the host has to iss
 ones. So a GEMM takes the longer of the two; only a small one waits for the host. In a CUDA graph
 (``mode="reduce-overhead"``, ``"max-autotune"``) the host issues nothing (:meth:`Speed.replayed`).
 
-The constants are the vendors' peak rates times what GEMMs reach of them; ``fp8graph bench --calibrate`` measures a
-machine and writes a file that replaces them (``Backend(target="h200.json")``). They show where FP8 cannot win
-(few rows, small matrices), not which of two fast variants is faster: do not trust differences below 10 %.
+The constants are the vendors' peak rates times the share that GEMMs reach; ``fp8graph bench --calibrate`` measures a
+machine and writes a file that replaces them (``Backend(target="h200.json")``). They show where FP8 cannot be faster
+(few rows, small matrices), not which of two fast variants is better: do not trust differences below 10 %.
 
-Sources: NVIDIA's data sheets and architecture white papers, dense rates. Of these large GEMMs reached 78 to 81 % in
-bf16 (769 to 798 TFLOP/s) and a copy 90 % (4.3 TB/s) on an H200 SXM; in FP8 63 to 68 % (1,240 to 1,347 TFLOP/s with
-``_scaled_mm`` on an H100, pytorch/pytorch#143465): 1.70 x bf16. 2 us from the end of one kernel to that of a next that
-does nothing: torchao, benchmarks/float8. 7 us of the host per launch is an estimate (6 to 15 us).
+Sources: NVIDIA's data sheets and architecture white papers, dense rates. On an H200 SXM, large GEMMs in bf16 reached 78
+to 81 % of these (769 to 798 TFLOP/s), and a copy 90 % (4.3 TB/s); in FP8 GEMMs reached 63 to 68 % (1,240 to 1,347
+TFLOP/s with ``_scaled_mm`` on an H100, pytorch/pytorch#143465): 1.70 x bf16. The end of one kernel and that of a next,
+empty one are 2 us apart (torchao, benchmarks/float8). 7 us of the host per launch is an estimate (6 to 15 us).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def launches_are_replayed(inductor_options: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Operand:
-    """One operand of a GEMM: what determines the time of its quantization."""
+    """One operand of a GEMM, with the properties that determine the time of its quantization."""
 
     elements: int
     layouts: frozenset[Layout] = frozenset({"rowwise"})  # FP8 copies that are written
     users: int = 1  # GEMMs that share them
-    fused: bool = True  # into what makes the tensor; else it is read for the cast (a weight)
+    fused: bool = True  # into the kernel that makes the tensor; else it is read for the cast (a weight)
     kept: bool = False  # a weight that was quantized before
 
 
@@ -67,7 +67,7 @@ def gemm_seconds(
     scaling: Scaling | None = None,
     operands: tuple[Operand, ...] = (),
 ) -> float:
-    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and what quantizes ``operands``."""
+    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and the quantization of ``operands``."""
     flops = 2.0 * m * n * k
     wide = dtype.itemsize
     if scaling is None:

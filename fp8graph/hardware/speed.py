@@ -1,4 +1,4 @@
-"""The speed of GPUs by name, from data sheets or measured."""
+"""The speed of GPUs, from data sheets or measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATES: Final[Mapping[str, float]] = {name: kind.rate for name, kind in SCALINGS.
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """What a GPU does per second. Rates are those that large GEMMs reach, not the peaks."""
+    """The rates of a GPU, per second: those that large GEMMs reach, not the peaks."""
 
     name: str
     bf16_flops: float  # and fp16
@@ -29,7 +29,7 @@ class Speed:
     bandwidth: float  # bytes
     launch: float  # seconds that the GPU loses between two kernels
     host_launch: float = 7e-6  # seconds that the host takes to launch one, while the GPU works; 0: in a CUDA graph
-    rates: Mapping[str, float] = field(default_factory=lambda: RATES, hash=False)  # by scaling, in parts of fp8_flops
+    rates: Mapping[str, float] = field(default_factory=lambda: RATES, hash=False)  # by scaling, as parts of fp8_flops
 
     def __post_init__(self) -> None:
         numbers = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:-1]}
@@ -69,7 +69,7 @@ class Speed:
 def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, bandwidth: float) -> Speed:
     """Achievable rates from data-sheet peaks: 80 % of the FLOPS for bf16 GEMMs, 68 % for FP8, 90 % of the bandwidth.
 
-    The peaks are dense TFLOPS; ``fp4`` is that of FP8 where there is none; the bandwidth is in TB/s.
+    The peaks are dense TFLOPS; ``fp4`` is the one of FP8 if there is no FP4; the bandwidth is in TB/s.
     """
     return Speed(
         name=name,
@@ -85,7 +85,7 @@ def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, b
 def of_device_name(device_name: str, boards: Mapping[str, Speed], typical: str | None) -> Speed | None:
     """The speed of the first of ``boards`` that ``device_name`` names, else that of the ``typical`` one.
 
-    A laptop's GPU has the name of a board, not its speed.
+    A laptop's GPU has the name of a board, but not its speed.
     """
     if "Laptop" not in device_name:
         for name, speed in boards.items():

@@ -1,4 +1,4 @@
-"""Whether a device multiplies what a recipe quantizes."""
+"""Check whether a device has GEMMs for a recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolv
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Which GEMMs of a bf16 linear run natively. True if all that the recipe quantizes do; ``str()`` says why not."""
+    """Which GEMMs of a bf16 linear run natively. True if all that the recipe quantizes do; ``str()`` gives reasons."""
 
     recipe: str
     device: str
@@ -31,11 +31,11 @@ class Support:
 
 
 def supports(recipe: RecipeLike, target: str | None = None) -> Support:
-    """Whether ``target`` multiplies what ``recipe`` quantizes, before any model is compiled.
+    """Whether ``target`` has GEMMs for ``recipe``, asked before any model is compiled.
 
     Args:
         recipe: a recipe, or its name.
-        target: "cpu", like "sm_90" or "gfx942", or a calibration file; None: this machine's GPU, else its CPU.
+        target: "cpu", a GPU such as "sm_90" or "gfx942", or a calibration file; None: this machine's GPU or else CPU.
 
     Returns:
         A truthy or falsy :class:`Support`; ``str()`` of it gives the reason.
@@ -51,7 +51,7 @@ def supports(recipe: RecipeLike, target: str | None = None) -> Support:
 
 
 def support_of(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> Support:
-    """:func:`supports` for a device; of the GEMMs of experts if ``grouped``."""
+    """:func:`supports` for a device; for the GEMMs of experts if ``grouped``."""
     native: list[GemmName] = []
     obstacles: dict[GemmName, str] = {}
     for gemm, operands in GEMM_OPERANDS.items():

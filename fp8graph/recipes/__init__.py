@@ -1,4 +1,4 @@
-"""What users choose: recipes, policies, regions of code."""
+"""The choices of users: recipes, policies, regions of code."""
 
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import (

@@ -1,8 +1,8 @@
 """``fp8graph.autocast``: give a region of the user's code its own recipe, as Transformer Engine's autocast does.
 
-Inside compiled code the region travels as a string on every node (``torch.fx.traceback.annotate``), forward
-and backward. Outside, Dynamo's guards cannot see it: a thread-local stack holds it, and the compiled callable
-picks a variant at call time (``backend/program.py``).
+Inside compiled code, every node of the region, forward and backward, is annotated with a string
+(``torch.fx.traceback.annotate``). Outside it, Dynamo's guards cannot see the region: a thread-local stack holds it,
+and the compiled callable picks a variant at call time (``backend/program.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp8graph.recipes.rules import INHERIT, GemmRecipe
 
 REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]
 DISABLED: Final = "autocast(enabled=False)"
-POLICY: Final = "autocast(enabled=True)"  # enabled without a recipe: what the policy says
+POLICY: Final = "autocast(enabled=True)"  # enabled without a recipe: the policy decides
 
 
 class _Stack(threading.local):
@@ -47,7 +47,7 @@ def current_region() -> str | Recipe | None:
 def autocast(
     enabled: bool = True, recipe: RecipeLike = None, amax_reduction_group: Any = None
 ) -> AbstractContextManager[None]:
-    """Run the GEMMs of a region with ``recipe``, whatever the policy says. Backward inherits.
+    """Run the GEMMs of a region with ``recipe``, whatever the policy says. Their backward uses it, too.
 
     The innermost region wins. It covers the same sites as a policy's default (linears and grouped matmuls,
     heads included); the policy still decides for activation x activation matmuls.
@@ -65,7 +65,7 @@ def autocast(
             group given inside compiled code.
     """
     if torch.compiler.is_compiling():
-        # Dynamo traces these lines: strings, and exceptions of Python. Names are checked when the graph is compiled.
+        # Dynamo traces these lines: use only strings and Python's exceptions. Compiling the graph checks the names.
         if amax_reduction_group is not None:
             raise ValueError("autocast(amax_reduction_group=...) can only surround compiled code, not be inside it")
         region = DISABLED if not enabled else POLICY if recipe is None else recipe
@@ -81,7 +81,7 @@ def autocast(
 
 
 def amax_group() -> str | None:
-    """The name of the group that the current call reduces amaxes over; None where there is one rank."""
+    """The name of the group over which the current call reduces amaxes; None if there is one rank."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = next((g for g in reversed(_stack.groups) if g is not None), dist.group.WORLD)
@@ -116,7 +116,7 @@ class _Region(AbstractContextManager[None]):
 
 
 def region_recipe(region: str | Recipe | None) -> GemmRecipe:
-    """What a region asks for: INHERIT for the policy, None for high precision, or a recipe."""
+    """The request of a region: INHERIT for the policy, None for high precision, or a recipe."""
     if region is None or region == POLICY:
         return INHERIT
     if region in (DISABLED, HIGH_PRECISION):

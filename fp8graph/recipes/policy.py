@@ -115,7 +115,7 @@ class Policy:
     def identity(self) -> str:
         """A text that is equal for policies that decide alike: names are resolved to their current recipes."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
-        # repr() of a compiled expression shows 200 characters of it: the text and the flags say it all
+        # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
         patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
         return repr((patterns, recipes, resolve_recipe(self.default), self.min_speedup))
 

@@ -1,4 +1,4 @@
-"""How one operand of a GEMM is quantized: its format, its layouts, what shares a scale."""
+"""How one operand of a GEMM is quantized: its format, its layouts, and which elements share a scale."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes per byte, the first one in the low half
 FLT_MAX: Final[float] = torch.finfo(torch.float32).max
 FNUZ: Final[frozenset[torch.dtype]] = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
-# The largest finite value of each type. Recipes name those of the standard (OCP 8-bit floating point, table 2). Some
-# devices have fnuz in their place: no -0, no inf, and one NaN, 0x80.
+# The largest finite value of each type. Recipes name the standard types (OCP 8-bit floating point, table 2). Some
+# devices use fnuz types in their place: they have no -0, no inf, and one NaN, 0x80.
 FP8_MAX: Final[dict[torch.dtype, float]] = {
     torch.float8_e4m3fn: 448.0,
     torch.float8_e5m2: 57344.0,

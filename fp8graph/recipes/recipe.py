@@ -5,8 +5,7 @@ The names and defaults are Transformer Engine's (``transformer_engine.common.rec
 who moves over keeps the numbers.
 
 To add a recipe, write a frozen dataclass with ``quantizer`` and put its name into ``registry.py``. If its scales are
-made in a new way, it also needs a ``Scaling``, a branch in ``numerics/quantization.py``, and a row in
-``hardware/devices.py``.
+made in a new way, it also needs a ``Scaling`` (see ``numerics/scalings/``).
 """
 
 from __future__ import annotations
@@ -109,9 +108,9 @@ ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"],
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps ("delayed"). It is the only recipe with state.
 
-    ``scale = fp8_max * 2^-margin / amax(history)``, 1 in the first step; the history: ``numerics/history.py``.
-    A step whose amax is 0, inf or nan changes nothing. Source: ``delayed_scaling.cu`` in Transformer Engine; not
-    copied from there: an inf in the history, and amaxes seen without gradients.
+    ``scale = fp8_max * 2^-margin / amax(history)``, 1 in the first step; ``numerics/history.py`` has the history.
+    A step whose amax is 0, inf or nan changes nothing. Source: ``delayed_scaling.cu`` in Transformer Engine. Unlike
+    there, no inf enters the history, and no amax of a run without gradients.
 
     Args:
         fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.

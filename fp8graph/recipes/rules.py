@@ -16,7 +16,7 @@ from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 
 Op = Literal["linear", "matmul", "grouped_mm"]
 OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "*")
-# What `Policy.default` covers. Activation x activation products are left alone unless a rule asks.
+# The ops that `Policy.default` covers. Activation x activation products stay in high precision without a rule.
 DEFAULT_OPS: Final[tuple[str, ...]] = ("linear", "grouped_mm")
 
 
@@ -119,7 +119,7 @@ class Rule:
         return resolve_recipe(self.recipe if own is INHERIT else own)
 
     def to_dict(self) -> dict[str, Any]:
-        """The form of a policy file: only what differs from the defaults."""
+        """The rule as in a policy file: only the fields that differ from the defaults."""
         key = "regex" if isinstance(self.pattern, re.Pattern) else "pattern"
         text = _inline_flags(self.pattern) + self.text
         values: dict[str, Any] = {key: text, "recipe": recipe_to_plain(self.recipe)}
@@ -137,7 +137,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a policy says about one site: a recipe per GEMM, and who said so."""
+    """A policy's answer for one site: a recipe per GEMM, and the rule that it comes from."""
 
     recipes: Mapping[GemmName, Recipe | None]
     source: str  # 'rule 3 "*.mlp.down_proj"', "default", ...

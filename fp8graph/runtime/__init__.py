@@ -1,1 +1,1 @@
-"""What outlives a call: scaling state, copies of weights, names."""
+"""The data that outlives a call: scaling state, copies of weights, names."""

@@ -1,18 +1,18 @@
-"""Amaxes of several ranks: one all-reduce (MAX) of one packed tensor after each step, for all graphs of a backend.
+"""Reduce amaxes over ranks: one all-reduce (MAX) of one packed tensor after each step, for all graphs of a backend.
 
 With several ranks a graph only stages its amaxes: slot 0 of each history (``numerics/history.py``) keeps the largest
-of the step. They are committed, reduced over the ranks and then recorded in scales and histories, when the step is
-over: when an optimizer steps, or at the latest when the next forward begins after a backward. Forward and backward,
-all layers and all graphs travel together; so do the amaxes of weights.
+of the step. When the step is over, they are committed: reduced over the ranks and then recorded in scales and
+histories. A step is over when an optimizer steps, or at the latest when the next forward begins after a backward. The
+amaxes of forward and backward, of all layers and graphs and of weights are sent together.
 
-Ranks need not have run the same layers or graphs. What is reduced are tensors by their names, in an order that all
-ranks agreed on; a rank that did not see a tensor gives 0, and a rank that never saw it keeps its state all the same,
-for a layer that it may run later (unless its recipe has functions of the user: those do not travel). Histories and
-scales are therefore the same on all ranks, if layers have names of their own (``backend.bind``). The packed tensor
-begins with one number that says whether a rank knows a name that is not in that order yet; then all ranks exchange
-their names. Reading it waits for the GPU: after the first steps it is read one step later.
+Ranks need not have run the same layers or graphs. Amaxes are reduced by the names of their tensors, in an order that
+all ranks agreed on. A rank on which a tensor did not occur sends 0; even if it never occurred there, the rank keeps its
+state, for a layer that it may run later (unless the recipe has functions of the user, which are not sent). Histories
+and scales are therefore the same on all ranks, if layers have names of their own (``backend.bind``). The packed tensor
+begins with a number that says whether some rank has a name that is not in that order yet; if so, all ranks exchange
+their names. Reading the number waits for the GPU, so after the first steps it is read one step later.
 
-All ranks of the group must reach each commit: they run forward, backward and ``optimizer.step()`` in one order.
+All ranks of the group must reach each commit: they run forward, backward and ``optimizer.step()`` in the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8graph.numerics import history
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.records import CollectiveRecord
 
-SYNCHRONOUS: Final = 16  # commits after which new names are awaited no longer
+SYNCHRONOUS: Final = 16  # commits after which the flag for new names is read one step later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StagedPage:
 
     tensor: Tensor  # FP32 [rows, 2 + length]
     layout: PageLayout
-    names: Sequence[tuple[str, ...]]  # of each row: a tensor that is quantized for several layers has several
+    names: Sequence[tuple[str, ...]]  # names of each row: a tensor that is quantized for several layers has several
 
 
 @dataclass
@@ -49,24 +49,24 @@ class Reduction:
     """The commits of one group of ranks."""
 
     group: str
-    device: torch.device  # of what is reduced
+    device: torch.device  # names of the tensors that are reduced
     take_loaded: Callable[[str, float], tuple[Tensor, Tensor] | None]  # scale, history of a name under an FP8 maximum
     order: dict[str, int] = field(default_factory=dict[str, int])  # name -> place in the packed tensor, after the flag
-    absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # state of what this rank never ran
+    absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # tensors of other ranks
     commits: int = 0
     ranks: int = field(init=False)  # remembered: the group may be gone when a report is asked for
-    _flag: tuple[Tensor, torch.cuda.Event] | None = None  # of the last commit, on its way to the CPU
-    _found: tuple[Any, Tensor, Tensor] | None = None  # what ``_places`` found last, and for what
+    _flag: tuple[Tensor, torch.cuda.Event] | None = None  # flag of the last commit, on its way to the CPU
+    _found: tuple[Any, Tensor, Tensor] | None = None  # the last result of ``_places``, and its arguments
 
     def __post_init__(self) -> None:
         self.ranks = len(collectives.ranks_of(self.group))
 
     def commit(self, pages: Sequence[StagedPage]) -> None:
-        """Reduce what ``pages`` have staged over the ranks, and record it. A collective."""
+        """Reduce the amaxes staged in ``pages`` over the ranks, and record them. This is a collective."""
         local, pages = pages, [*pages, *self.absent.values()]
         if self._flag is not None:
             (flag, copied), self._flag = self._flag, None
-            copied.synchronize()  # of a step ago: long done
+            copied.synchronize()  # flag of the previous step: it has long been copied
             if flag.item():
                 pages = self._agree(local)
         packed = self._reduced(pages)
@@ -83,11 +83,11 @@ class Reduction:
         self._record(pages, packed)
 
     def forget(self) -> None:
-        """Drop what only other ranks ran, and agree on all names again: another state was loaded, on all ranks."""
+        """Forget tensors of other ranks and agree on all names again, after another state was loaded on all ranks."""
         self.order, self.absent, self.commits, self._flag, self._found = {}, {}, 0, None, None
 
     def record(self) -> CollectiveRecord:
-        """What a commit sends."""
+        """The collective of a commit, for the report."""
         count = 1 + len(self.order)
         return CollectiveRecord(
             kind="all_reduce",
@@ -101,7 +101,7 @@ class Reduction:
         )
 
     def _reduced(self, pages: Sequence[StagedPage]) -> Tensor:
-        """[1 + names that all know]: whether there are more, and the amaxes."""
+        """The packed tensor, [1 + names that all ranks know]: whether there are more names, and the amaxes."""
         names = [name for page in pages for row in page.names for name in row]
         device = self.device
         packed = torch.zeros(1 + len(self.order), device=device)
@@ -109,7 +109,7 @@ class Reduction:
         packed[0] = float(len(known) < len(names))
         if known:
             staged = torch.cat([page.tensor[:, history.HEADER].to(device) for page in pages])
-            # NaN becomes inf, which every reduction keeps: a step that overflowed on one rank is recorded on none
+            # NaN becomes inf, which survives any reduction: a step that overflowed on one rank is recorded on none
             staged = torch.where(staged <= torch.finfo(torch.float32).max, staged, torch.inf)
             rows, places = self._places(pages, device)
             packed.index_copy_(0, places, staged[rows])
@@ -131,7 +131,7 @@ class Reduction:
         for (recipe, fp8_max, device), several in alike.items():
             tensors, parts, waits = (list(each) for each in zip(*several, strict=True))
             joined, amax = torch.cat(tensors), torch.cat(parts).to(device)
-            # committed, or an overflow that nothing records; names that not all ranks know yet wait
+            # clear amaxes that were committed or overflowed; names that some rank does not know yet wait
             joined[:, history.HEADER].masked_fill_(~torch.cat(waits).to(device), 0.0)
             settings = (fp8_max, recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
             new = history.updated_page(joined, [amax], *settings, packed=True)
@@ -147,8 +147,8 @@ class Reduction:
         return StagedPage(tensor=page, layout=layout, names=[(name,)])
 
     def _places(self, pages: Sequence[StagedPage], device: torch.device) -> tuple[Tensor, Tensor]:
-        """[known names] each: the row of all pages' rows, and the place in the packed tensor."""
-        key = len(self.order), device, *(page.names for page in pages)  # not by id: that of what is gone comes again
+        """Two [known names] tensors: the row among those of all pages, and the place in the packed tensor."""
+        key = len(self.order), device, *(page.names for page in pages)  # not by id: ids of freed objects are used again
         if self._found is not None and self._found[0] == key:  # fast where they are the same objects
             return self._found[1:]
         rows: list[int] = []
@@ -162,10 +162,10 @@ class Reduction:
         return self._found[1:]
 
     def _agree(self, pages: Sequence[StagedPage]) -> list[StagedPage]:
-        """Put the names of all ranks into one order. A collective. Returns ``pages`` and the absent ones."""
+        """Put the names of all ranks into one order. Returns ``pages`` and the absent ones. This is a collective."""
         group = distributed.process_group(self.group)
         layouts = {name: page.layout for page in pages for row in page.names for name in row}
-        # a function may have no name that another process finds it by
+        # a function may have no name by which another process finds it
         own = {name: None if has_code(x.recipe) else (x.recipe, x.fp8_max) for name, x in layouts.items()}
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, own, group=group)

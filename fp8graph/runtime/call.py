@@ -1,9 +1,9 @@
-"""One call of a compiled graph: what it takes beside Dynamo's inputs, prepared once and used for as long as it holds.
+"""One call of a compiled graph: its extra inputs are found once and used as long as they are valid.
 
-What a call needs (the variant for its situation, pages of scaling state, FP8 copies of weights) takes hundreds of
-microseconds to find for a model of hundreds of weights. Whether what was found for the last call still holds takes
-tens: the parameters are the same objects, nobody changed policy, names or state (:class:`Epoch`), and no weight has
-changed (``staleness.Unchanged``).
+To find the needs of a call (the variant for its situation, pages of scaling state, FP8 copies of weights) takes
+hundreds of microseconds for a model of hundreds of weights. To check that those of the last call are still valid
+takes tens: the parameters are the same objects, nobody changed policy, names or state (:class:`Epoch`), and no weight
+has changed (``staleness.Unchanged``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp8graph.ir.extra_inputs import PageLayout
 
 
 class Epoch:
-    """A number that grows when what calls were prepared with may hold no longer."""
+    """A number that grows when prepared calls may no longer be valid."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -30,7 +30,7 @@ class Epoch:
 
 
 def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """The function that takes the items at ``positions``: one call of C code, however many they are."""
+    """A function that returns the items at ``positions``, in one call of C code however many they are."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda args: tuple(args[position] for position in positions)
@@ -38,20 +38,20 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A call that was prepared: ``run(*args, *more)``."""
+    """A prepared call: ``run(*args, *more)``."""
 
     run: Callable[..., Any]
-    more: Sequence[torch.Tensor]  # what the graph takes after Dynamo's inputs
-    pages: slice | None  # where pages of scaling state are among them; None: neither is there one nor is one shared
+    more: Sequence[torch.Tensor]  # the graph's inputs after Dynamo's
+    pages: slice | None  # the pages of scaling state among them; None: the call neither has pages nor takes part
     layouts: Sequence[PageLayout]  # of the pages
     reduces: bool  # the call takes part in reductions of amaxes over ranks
     epoch: int
-    parameters: tuple[int, ...]  # their ids; () where any will do
-    unchanged: Callable[[Sequence[Any]], bool] | None  # whether the weights are those that ``more`` was made of
+    parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters
+    unchanged: Callable[[Sequence[Any]], bool] | None  # whether the weights ``more`` was made from are unchanged
 
 
 class PreparedCalls:
-    """The prepared calls of one graph. Holds no parameter alive, and nothing for dead ones.
+    """The prepared calls of one graph. It keeps no parameter alive, and no call for freed ones.
 
     Args:
         epoch: of the backend.
@@ -63,10 +63,10 @@ class PreparedCalls:
         self._pick = picker(parameters)
         self._first = parameters[0] if parameters else None
         self._calls: dict[Any, Prepared] = {}
-        self._alive: dict[Any, list[weakref.ref[torch.Tensor]]] = {}  # to hear of the end of their parameters
+        self._alive: dict[Any, list[weakref.ref[torch.Tensor]]] = {}  # called when their parameters are freed
 
     def get(self, args: Sequence[Any], situation: Any) -> Prepared | None:
-        """The call for ``args`` in ``situation`` (hashable), if one was prepared that still holds."""
+        """The prepared call for ``args`` in ``situation`` (hashable); None if there is none that is still valid."""
         first = 0 if self._first is None else id(args[self._first])  # one graph may serve many layers
         prepared = self._calls.get((first, situation))
         if prepared is None or prepared.epoch != self._epoch.now:
@@ -76,7 +76,7 @@ class PreparedCalls:
         return prepared if prepared.unchanged is None or prepared.unchanged(args) else None
 
     def keep(self, args: Sequence[Any], situation: Any, prepared: Prepared) -> None:
-        """Keep ``prepared`` for the calls to come."""
+        """Keep ``prepared`` for later calls."""
         calls, alive = self._calls, self._alive
         key = 0 if self._first is None else id(args[self._first]), situation
         known = calls.get(key)
@@ -87,7 +87,7 @@ class PreparedCalls:
                 calls.pop(key, None)
                 alive.pop(key, None)
 
-            # an id tells which parameter it is for as long as that lives
+            # an id identifies a parameter as long as that is alive
             watched = self._pick(args) if prepared.parameters else ()
             alive[key] = [weakref.ref(parameter, forget) for parameter in watched]
 

@@ -1,8 +1,8 @@
-"""What ``Backend.state_dict()`` returns, so that ``torch.distributed.checkpoint`` (DCP) can save and load a Backend.
+"""The result of ``Backend.state_dict()``, made for ``torch.distributed.checkpoint`` (DCP) to save and load a Backend.
 
-DCP opens every Mapping and stores its entries apart; it then loads only those that the object to load into already
-has. A backend knows its rows when it has compiled, but a checkpoint is loaded before that. So the state is no Mapping:
-to DCP it is one value under one name, to everybody else it has a dict's keys, values and items.
+DCP opens every Mapping and stores its entries one by one; it then loads only entries that the target object already
+has. A backend knows its rows only after it has compiled, but a checkpoint is loaded before that. So the state is not a
+Mapping: DCP sees one value under one name, and everybody else can use a dict's keys, values and items.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fp8graph.errors import StateError
 
 
 class ScalingState:
-    """Tensors by name, in order. ``dict(state)`` where a dict is asked for (safetensors); pickled as an OrderedDict.
+    """Tensors by name, in order. ``dict(state)`` makes a dict (for safetensors); it is pickled as an OrderedDict.
 
     Args:
         entries: the tensors.
-        not_shared: why other ranks may have other tensors under these names; "" if they have not.
+        not_shared: why other ranks may have different tensors under these names; "" if all ranks have the same.
     """
 
     def __init__(self, entries: Mapping[str, Tensor], not_shared: str = "") -> None:
@@ -54,15 +54,15 @@ class ScalingState:
         return f"{type(self).__name__}({self._entries!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
-        """What DCP makes before it saves in the background: still one value."""
+        """DCP makes this copy before it saves in the background: it is still one value."""
         return ScalingState(copy.deepcopy(self._entries, memo), self._not_shared)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A file needs nothing of fp8graph to be read, ``weights_only=True`` included."""
+        """A file can be read without fp8graph, also with ``weights_only=True``."""
         return OrderedDict, (), None, None, iter(self._entries.items())
 
     def __create_write_items__(self, fqn: str, _state: object) -> list[Any]:
-        """DCP asks each rank what it writes; of what several ranks write under one name it keeps one.
+        """DCP asks each rank what it writes; if several ranks write under one name, it keeps the value of one.
 
         Raises:
             StateError: the ranks' states differ.
@@ -80,7 +80,7 @@ class ScalingState:
 
 
 def _to_another_process(state: ScalingState) -> tuple[Any, ...]:
-    """One value there, too: DCP may save in a process of its own (``AsyncCheckpointerType.PROCESS``)."""
+    """Stay one value in another process, too: DCP may save in one (``AsyncCheckpointerType.PROCESS``)."""
     return ScalingState, (state._entries, state._not_shared)
 
 

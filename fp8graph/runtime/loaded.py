@@ -1,4 +1,4 @@
-"""Rows of a state dict on their way into pages: those of layers that have not run yet wait here."""
+"""Rows of a loaded state dict that wait here until their layers run and put them into pages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _log = logging.getLogger("fp8graph")
 
 
 class LoadedRows:
-    """What was loaded and nobody has asked for, by name."""
+    """The loaded rows that no layer has asked for, by name."""
 
     def __init__(self) -> None:
         self._rows: dict[str, SavedRow] = {}
         self._warned = False
 
     def replace(self, rows: dict[str, SavedRow]) -> None:
-        """Another state dict was loaded."""
+        """Replace the rows by those of another state dict."""
         self._rows = rows
         self._warned = False
 
@@ -28,7 +28,7 @@ class LoadedRows:
         return iter(self._rows)
 
     def entries(self) -> Iterator[tuple[str, Tensor]]:
-        """What a state dict has of them."""
+        """The entries of these rows in a state dict."""
         for name, row in self._rows.items():
             yield from row.entries(name)
 
@@ -38,12 +38,12 @@ class LoadedRows:
         return None if row is None else self.converted(name, row, fp8_max)
 
     def converted(self, name: str, row: SavedRow, fp8_max: float) -> tuple[Tensor, Tensor]:
-        """Scale and history of ``row`` for a type whose maximum is ``fp8_max``. Says so once if it had another."""
+        """Scale and history of ``row`` for a type whose maximum is ``fp8_max``. Warns once if that was different."""
         if row.fp8_max != fp8_max and not self._warned:
             self._warned = True
             _log.warning(
-                "the loaded scaling state is of a device whose FP8 types have other maxima (%s: %g there, %g here): "
-                "its scales are converted, its amax histories kept.",
+                "the loaded scaling state is from a device whose FP8 types have other maxima (%s: %g there, %g here): "
+                "its scales are converted, and its amax histories are kept.",
                 name.partition("|")[0],
                 row.fp8_max,
                 fp8_max,
@@ -51,8 +51,8 @@ class LoadedRows:
         return row.under(fp8_max)
 
     def warn_of_other_recipes(self, name: str) -> None:
-        """Say so if the tensor of ``name``, which was not loaded, was loaded under another recipe."""
+        """Warn if no row was loaded for ``name`` but one was for the same tensor under another recipe."""
         place = name.partition("|")[0]
         for other in self._rows:
             if other.partition("|")[0] == place:
-                _log.warning("%s: the loaded state is of recipe %s; starting afresh.", name, other.partition("|")[2])
+                _log.warning("%s: the loaded state is for recipe %s; starting afresh.", name, other.partition("|")[2])

@@ -12,10 +12,10 @@ from fp8graph.runtime.call import Epoch
 
 
 class Names:
-    """FQNs by parameter identity. Holds no parameter alive.
+    """Full names (FQNs) by parameter identity. It keeps no parameter alive.
 
     Args:
-        epoch: advanced when parameters get other names.
+        epoch: it is advanced when parameters get other names.
     """
 
     def __init__(self, epoch: Epoch) -> None:
@@ -49,7 +49,7 @@ class Names:
     def get(self, parameter: torch.Tensor) -> str:
         """The FQN, or "" for a tensor that was not bound.
 
-        A bound model may have got other parameters: FSDP2 puts gathered ones in their place while a layer runs.
+        The parameters of a bound model may be replaced: FSDP2 puts gathered ones in their place while a layer runs.
         DDPOptimizer compiles with fake ones.
         """
         if isinstance(parameter, FakeTensor):
@@ -60,9 +60,9 @@ class Names:
                 if model is not None:
                     self._learn(model)
             if not self._has(parameter):
-                self._keep(parameter, "")  # none: not looked for again
+                self._keep(parameter, "")  # none was found: do not search again
         return self._names[id(parameter)][1]
 
     def _has(self, parameter: torch.Tensor) -> bool:
         reference, _ = self._names.get(id(parameter), (None, ""))
-        return reference is not None and reference() is parameter  # an id may be that of a dead one
+        return reference is not None and reference() is parameter  # an id may be that of a freed parameter

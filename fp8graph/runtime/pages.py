@@ -15,20 +15,20 @@ from fp8graph.runtime.state_dict import rescaled
 
 @dataclass(frozen=True)
 class RowKey:
-    """Whose state: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+    """The identity of a row: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
 
     owner: int
-    site: str | None  # of a matmul without a weight ("" at the root), whose owner only says which model it is in
+    site: str | None  # module of a matmul without a weight ("" at the root), whose owner only says which model it is in
     use: int
     operand: OperandName
     recipe: DelayedScaling
 
 
 class Tokens:
-    """A number for each parameter. An id may come again, a token does not.
+    """A number for each parameter. Unlike an id, a token is never used again.
 
     Args:
-        gone: called with the token of a parameter that is gone.
+        gone: called with the token of a parameter that was freed.
     """
 
     def __init__(self, gone: Callable[[int], None]) -> None:
@@ -59,10 +59,10 @@ class Tokens:
 class Page:
     tensor: Tensor  # FP32 [rows, 2 + length]
     layout: PageLayout  # of the graph that it was made for
-    moved: bool = False  # another page holds some of the rows now
+    moved: bool = False  # another page now holds some of the rows
 
     def fits(self, layout: PageLayout) -> bool:
-        """Whether a graph that wants ``layout`` can take it; not after the model went to another device."""
+        """Whether a graph that wants ``layout`` can take it. It cannot after the model was moved to another device."""
         alike = self.layout.group == layout.group and self.tensor.device == layout.device
         return alike and self.layout.fp8_max == layout.fp8_max and self.tensor.shape[0] == len(layout.rows)
 
@@ -86,7 +86,7 @@ class Row:
 class FoundPages:
     """The pages of one graph for one set of parameters."""
 
-    layouts: Sequence[PageLayout]  # alive, so that its id stays its own
+    layouts: Sequence[PageLayout]  # kept alive, so that its id is not used again
     owners: Sequence[weakref.ref[Tensor]]
     pages: list[Page]
 

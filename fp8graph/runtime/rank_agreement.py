@@ -1,7 +1,7 @@
-"""Ranks that train one model want one policy: compare it when they start, before anything is compiled.
+"""Check that all ranks that train one model have the same policy, before anything is compiled.
 
-The comparison goes through the store that the ranks met in, not through a collective: a rank that compiles later than
-the others (a stage of a pipeline waits for the one before it), or never, must not make them hang.
+The comparison uses the store in which the ranks met, not a collective: a rank that compiles later than the others (a
+stage of a pipeline waits for the one before it), or never, must not make them hang.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8graph.compat import distributed
 from fp8graph.errors import PolicyError
 from fp8graph.ir import collectives
 
-PATIENCE: Final = datetime.timedelta(seconds=30)  # until the other ranks are expected to compile, too
+PATIENCE: Final = datetime.timedelta(seconds=30)  # the time within which the other ranks are expected to compile, too
 _log = logging.getLogger("fp8graph")
 
 
@@ -26,10 +26,10 @@ def agree(text: str, group: str | None, kind: str = "training", patience: dateti
     """Raise on all ranks of ``group`` if ``text`` is not the same on all of them.
 
     Args:
-        text: what is to be the same, in lines.
+        text: the lines that must be the same.
         group: the name of a process group; None: there is one rank.
         kind: texts of one kind are compared, the first of each rank, the second of each rank, ...
-        patience: how long to wait for ranks that have not called this. Without them the rest goes on, with a warning.
+        patience: how long to wait for ranks that have not called this. Then the others go on, with a warning.
 
     Raises:
         PolicyError: with the difference.
@@ -41,7 +41,7 @@ def agree(text: str, group: str | None, kind: str = "training", patience: dateti
     if store is None:  # MPI
         return
     place = f"fp8graph/{kind}/{zlib.crc32(repr(ranks).encode())}"
-    place = f"{place}/{store.add(f'{place}/{rank}', 1)}"  # the same number on all ranks that compare equally often
+    place = f"{place}/{store.add(f'{place}/{rank}', 1)}"  # the same number on all ranks that compared equally often
     try:
         if rank == ranks[0]:
             store.set(f"{place}/text", text)

@@ -1,4 +1,4 @@
-"""Scales of forwards that torch.utils.checkpoint runs again."""
+"""Keep the scales of forwards that torch.utils.checkpoint runs again."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fp8graph.numerics import history
 class Recomputations:
     """The scales that checkpointed forwards read, until backward runs these forwards again.
 
-    ``torch.utils.checkpoint`` around compiled code calls it twice. The second call is to use the scales of the first,
-    which the first one's update has replaced, and is to update nothing. (The reentrant variant's first call runs
-    without gradients: it updates nothing, and the second one does.) A call is known again by its inputs.
+    ``torch.utils.checkpoint`` around compiled code calls it twice. The second call must use the scales of the first,
+    which the update of the first call has replaced, and must not update anything. (The reentrant variant's first call
+    runs without gradients and updates nothing; its second call does.) A repeated call is recognized by its inputs.
     """
 
-    LIMIT = 4096  # forwards that are remembered: hooks for saved tensors need not mean a recomputation
+    LIMIT = 4096  # number of forwards that are remembered, since hooks for saved tensors need not mean a recomputation
 
     def __init__(self) -> None:
         self._scales: dict[Any, list[Tensor]] = {}

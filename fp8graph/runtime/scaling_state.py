@@ -1,9 +1,9 @@
-"""The scaling state of a backend: pages of delayed scales and amax histories, shared by everything it compiled.
+"""The scaling state of a backend: pages of delayed scales and amax histories, shared by all graphs it compiled.
 
-A graph takes its state as whole pages (``numerics/history.py``): a page under a compiled graph never grows. Which
-rows a page holds is found when a graph is compiled; whose they are, at each call, by the identity of the parameters:
-one graph may serve many layers. Recompiles, eval graphs and graphs of the same layers find the same page. A graph
-that wants the rows in another combination (a changed policy) gets a new page, into which they move.
+A graph takes its state as whole pages (``numerics/history.py``): a page that a compiled graph uses never grows. The
+rows of a page are known when a graph is compiled. Their owners are found at each call, by the identity of the
+parameters, since one graph may serve many layers. Recompiles, eval graphs and graphs of the same layers find the same
+page. A graph that wants the rows in another combination (a changed policy) gets a new page, into which they move.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class State:
     """All pages of one backend."""
 
     def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch  # advanced when graphs have to look for their pages again
+        self._epoch = epoch  # it is advanced when graphs have to look for their pages again
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
         self._loaded = LoadedRows()
-        self._groups: set[str | None] = set()  # that amaxes were recorded with; None: this rank alone
-        self._found: dict[Any, FoundPages] = {}  # by earlier calls: to look up a thousand rows takes milliseconds
+        self._groups: set[str | None] = set()  # groups that amaxes were reduced over; None: this rank alone
+        self._found: dict[Any, FoundPages] = {}  # pages of earlier calls: to look up a thousand rows takes milliseconds
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
-        self._step_is_over = False  # what is staged may be committed
-        self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have none
+        self._step_is_over = False  # staged amaxes may be committed
+        self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
         reference = weakref.ref(self)
 
         def gone(owner: int) -> None:
-            # several ranks drop layers when they next look for some: all alike, whenever memory is freed
+            # several ranks drop layers at their next look-up: all at the same time, whenever memory is freed
             if (state := reference()) is not None and not state._reductions:
                 state._forget_rows(owner)
 
         self._tokens = Tokens(gone)
 
         def after_step(*_: Any) -> None:
-            # Dynamo would trace it into a compiled optimizer.step: the next forward commits
+            # Dynamo would trace the commit into a compiled optimizer.step: leave it to the next forward
             if not torch.compiler.is_compiling() and (state := reference()) is not None:
                 state.commit()
 
@@ -68,7 +68,7 @@ class State:
         """The pages for one call of a graph.
 
         Args:
-            layouts: what the graph wants.
+            layouts: the pages that the graph wants.
             args: its inputs, the parameters among them.
             names: bound names of parameters, for state dicts.
         """
@@ -85,7 +85,7 @@ class State:
         return [page.tensor for page in found.pages]
 
     def forget(self, layouts: Sequence[PageLayout]) -> None:
-        """Drop what was found for a graph that is gone. The scales stay, for other graphs of its layers."""
+        """Drop the pages found for a graph that is gone. The scales stay, for other graphs of its layers."""
         for key in [key for key in list(self._found) if key[0] == id(layouts)]:
             self._found.pop(key, None)
 
@@ -110,8 +110,11 @@ class State:
                     reduction.commit(pages)
 
     def watch(self, results: Any, pages: Sequence[Tensor]) -> None:
-        """Tell from the results of a forward when its step is over: when backward has begun; or, if it has none, when
-        the same is called again (``pages`` tell: one graph may serve many layers)."""
+        """Watch the results of a forward to know when its step is over.
+
+        It is over when backward has begun or, without a backward, when the same layers are called again. ``pages``
+        identify the layers, as one graph may serve many.
+        """
 
         def over(*_: Any) -> None:
             self._step_is_over = True
@@ -125,7 +128,7 @@ class State:
             self._without_backward.add(key)
 
     def reductions(self) -> list[CollectiveRecord]:
-        """What each commit sends, for the report."""
+        """The collective of each commit, for the report."""
         return [reduction.record() for _, reduction in sorted(self._reductions.items())]
 
     def _staged_pages(self) -> dict[str, list[StagedPage]]:
@@ -136,13 +139,13 @@ class State:
             seen: dict[str, int] = {}
             for row in list(self._rows.values()):
                 if row.page.layout.group is not None:
-                    # layers that are compiled one by one have one name, unless their model is bound
+                    # layers that are compiled one by one share a name, unless their model is bound
                     again = seen[row.name] = seen.get(row.name, -1) + 1
                     if again and not self._warned:
                         self._warned = True
                         _log.warning(
-                            "several layers are called %s. Ranks tell their amaxes apart by the order in which they "
-                            "ran first: give the model to backend.bind(model), and each has its full name.",
+                            "several layers are called %s. Ranks distinguish their amaxes by the order in which they "
+                            "first ran. Call backend.bind(model), so that each layer has its full name.",
                             row.name.partition("|")[0],
                         )
                     rows = names.setdefault(row.page, [[] for _ in row.page.layout.rows])
@@ -182,16 +185,16 @@ class State:
     def _name(
         self, layout: PageLayout, entries: Sequence[Sequence[RowKey]], page: Page, args: Sequence[Any], names: Any
     ) -> None:
-        """Let every name of each row lead to it, and give new ones what was loaded for them."""
+        """Map every name of each row to it, and fill new rows with the state that was loaded for them."""
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
-                # a bound weight's own name; else the module's and which of its matmuls it is
+                # a bound weight's own name; else the module's name and the index of the matmul in it
                 place, number = (bound.removesuffix(".weight"), row.use) if bound else (row.fqn, row.index)
                 name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
                 if known is not None and not bound:
-                    name = known.name  # it may have been bound elsewhere
+                    name = known.name  # it may have been bound to other names
                 self._rows[key] = Row(page, index, name)
                 if known is None:
                     self._keys.setdefault(key.owner, []).append(key)
@@ -200,7 +203,7 @@ class State:
                     write_row(page.tensor, index, *loaded)
 
     def _take(self, name: str, fp8_max: float) -> tuple[Tensor, Tensor] | None:
-        """What ``load_state_dict`` brought for a row that did not exist yet, or other ranks had it before."""
+        """The state of a new row, if ``load_state_dict`` loaded it or other ranks had it before."""
         if (loaded := self._loaded.take(name, fp8_max)) is not None:
             return loaded
         for reduction in self._reductions.values():
@@ -223,13 +226,13 @@ class State:
         self._staged = None
 
     def _forget_dead_layers(self) -> None:
-        """Drop what belongs to parameters that no longer exist, so that their pages can go."""
+        """Drop the rows of parameters that no longer exist, so that their pages can be freed."""
         for owner in self._keys.keys() - self._tokens.alive() - {0}:
             self._forget_rows(owner)
 
     @property
     def unused(self) -> list[str]:
-        """Names that were loaded and that no layer has asked for."""
+        """The names of loaded rows that no layer has asked for."""
         return sorted(self._loaded)
 
     def _alive(self) -> dict[str, Row]:
@@ -239,18 +242,18 @@ class State:
         for row in list(self._rows.values()):
             if row.name in rows:
                 raise StateError(
-                    f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to what was compiled: "
-                    "give the model to backend.bind(model), and every layer has its full name from the next call on."
+                    f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to the compiled code. "
+                    "Call backend.bind(model), so that every layer has its full name from the next call on."
                 )
             rows[row.name] = row
         return rows
 
     def recorded_by(self, group: str | None) -> None:
-        """The ranks of process group ``group`` (None: this one) record the same amaxes in the call that begins."""
+        """Note that the ranks of process group ``group`` (None: this one) record the same amaxes in the next call."""
         self._groups.add(group)
 
     def _not_shared(self, names: Iterable[str]) -> str:
-        """Why other ranks may have other scales; "" if all have the same."""
+        """Why other ranks may have different scales; "" if all have the same."""
         ranks = distributed.number_of_ranks(None)
         if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
             return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
@@ -267,12 +270,12 @@ class State:
         for name, row in existing.items():
             saved = SavedRow.of(row.page.tensor[row.index], row.page.layout.fp8_max)
             if row.page.layout.group is not None:
-                saved.amax_history[0] = 0.0  # staged by a step that is not over
+                saved.amax_history[0] = 0.0  # amaxes staged by a step that is not over
             result.update(saved.entries(name))
-        for reduction in self._reductions.values():  # ranks that did not run a layer save what the others do
+        for reduction in self._reductions.values():  # ranks that did not run a layer save the same state as the others
             for name, page in reduction.absent.items():
                 result.update(SavedRow.of(page.tensor[0], page.layout.fp8_max).entries(name))
-        result.update(self._loaded.entries())  # a checkpoint of layers that did not run keeps them
+        result.update(self._loaded.entries())  # loaded state of layers that have not run is saved again
         return ScalingState(result, self._not_shared([*existing, *self._loaded]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:

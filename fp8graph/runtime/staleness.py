@@ -1,4 +1,4 @@
-"""Whether parameters have changed."""
+"""Detect whether parameters have changed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fp8graph.runtime.call import picker
 
 
 class Steps:
-    """Counts what optimizers did, per parameter."""
+    """Counts the steps of optimizers, per parameter."""
 
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
-        self.refreshes = 0  # times that the user said that weights have changed
+        self.refreshes = 0  # how often the user said that weights have changed
         self._held: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the last step of its optimizer
-        self._full = 1024  # held when those that are gone are dropped
+        self._full = 1024  # length at which freed parameters are dropped
         reference = weakref.ref(self)
 
         def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -48,10 +48,10 @@ class Steps:
 
 
 class Unchanged:
-    """Tells of the parameters of one call, without looking at each copy, that none has changed since it was made.
+    """A quick check that none of one call's parameters has changed since their copies were made.
 
-    True is certain; after False each copy is looked at. An address may come back with other memory behind it, so the
-    end of each storage is watched: weak references to storages call back when their memory is freed.
+    True is certain; after False, each copy is checked. An address may be used again for other memory, so weak
+    references to the storages call back when their memory is freed.
     """
 
     def __init__(self, steps: Steps, positions: Sequence[int], args: Sequence[Any]) -> None:
@@ -80,5 +80,5 @@ class Unchanged:
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Equal for tensors of one storage. Holds no data, but no other storage becomes equal to it."""
+    """A key equal for tensors of one storage. It keeps no data alive, yet no other storage becomes equal to it."""
     return StorageWeakRef(tensor.untyped_storage())

@@ -1,7 +1,7 @@
-"""The scaling state as plain tensors under plain names, and back.
+"""Convert scaling state to plain tensors under plain names, and back.
 
-Each row has a scale and an amax history. A scale brings amaxes to the maximum of an FP8 type. That of a row is the
-recipe's own (448 for E4M3) unless a third entry, "fp8_max", says otherwise: the device has another type in its place.
+Each row has a scale and an amax history. A scale maps an amax to the maximum of an FP8 type: the recipe's own (448 for
+E4M3), unless the row has a third entry, "fp8_max", because the device uses another type in its place.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAXIMUM: Final = "fp8_max"
 
 @dataclass(frozen=True)
 class SavedRow:
-    """The state of one tensor outside of any page, on the CPU."""
+    """The state of one tensor outside any page, on the CPU."""
 
     scale: Tensor  # FP32 [1]
     amax_history: Tensor  # FP32 [length]
-    fp8_max: float  # of the type that the scale is for
+    fp8_max: float  # maximum of the type that the scale is for
 
     @staticmethod
     def of(row: Tensor, fp8_max: float) -> SavedRow:
@@ -44,7 +44,7 @@ class SavedRow:
         return rescaled(self.scale, self.fp8_max, fp8_max), self.amax_history
 
     def entries(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """What a state dict has of it."""
+        """Its entries in a state dict."""
         yield f"{name}|scale", self.scale.clone()
         yield f"{name}|amax_history", self.amax_history.clone()
         if self.fp8_max != _recipes_maximum(name):
@@ -52,12 +52,12 @@ class SavedRow:
 
 
 def rescaled(scale: Tensor, saved: float, wanted: float) -> Tensor:
-    """A scale for another FP8 maximum, rounded once."""
+    """Convert a scale to another FP8 maximum, rounding once."""
     return (scale.double() * (wanted / saved)).clamp_max(FLT_MAX).float()
 
 
 def recipe_text(recipe: DelayedScaling) -> str:
-    """The part of a name that stands for a recipe: its fields that differ from the defaults."""
+    """The part of a name that identifies a recipe: the recipe's fields that differ from the defaults."""
     fields = [(field.name, getattr(recipe, field.name), field.default) for field in dataclasses.fields(recipe)]
     changed = [f"{name}={_plain(value)}" for name, value, default in fields if value != default]
     return f"delayed({','.join(changed)})"
@@ -126,7 +126,7 @@ def _history_length(name: str) -> int:
 
 
 def _setting(name: str, field: str, default: str) -> str:
-    """What the recipe in a row's name has as ``field``; it leaves out what is the default."""
+    """The value of ``field`` in the recipe of a row's name, which leaves out default values."""
     settings = name.rpartition("|")[2].removeprefix("delayed(").removesuffix(")").split(",")
     values = [setting.removeprefix(f"{field}=") for setting in settings if setting.startswith(f"{field}=")]
     return values[0] if values else default

@@ -1,21 +1,21 @@
-"""The FP8 copies of weights: made once per update of a weight, not once per call.
+"""Cache FP8 copies of weights: they are made once per update of a weight, not once per call.
 
 A graph takes the copies as inputs; ``passes/hoist_weights.py`` found how each is made. Before a call, every weight
 whose parameters may have changed since its copy was made is quantized again, into the same memory. No single signal
 shows that a parameter has changed, so three are combined:
 
 * the version counter, which an in-place write bumps, but ``AdamW(fused=True)`` does not;
-* the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone may
-  come back: ``model.to(bfloat16).to(float32)`` frees the memory that it then gets);
+* the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone is
+  not enough: ``model.to(bfloat16).to(float32)`` may get back the memory that it has just freed);
 * steps of optimizers (torch's hook fires for fused ones too): a step makes stale what the optimizer holds, and
   every trainable parameter that no optimizer was seen to hold (an optimizer may hold slices of it).
 
-Writes through ``.data`` change none of the three: ``fp8graph.refresh_weights(backend)`` after them, or
+Writes through ``.data`` change none of the three: call ``fp8graph.refresh_weights(backend)`` after them, or use
 ``cache_weights=False``.
 
-Weights that are made alike are quantized together, up to ``BATCH`` at a time by one compiled function, so that
-their kernels fuse. Under delayed scaling quantizing a weight also records its amax, in a training graph; one that was
-quantized for evaluation first is quantized again.
+Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
+that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax; a
+weight that was first quantized for evaluation is quantized again.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 @dataclass(eq=False)
 class _Copy:
-    """One quantized weight. Its tensors stay where they are, and belong to ``owners``."""
+    """One quantized weight. Its tensors keep their addresses, and belong to ``owners``."""
 
     weight: QuantizedWeight
     owners: list[weakref.ref[Tensor]]
     tensors: dict[str, Tensor]  # by output name
-    made_of: Any = None  # what was seen of the owners when it was made
-    recorded: bool = False  # the scaling state has its amax
+    made_of: Any = None  # the state of the owners when it was made
+    recorded: bool = False  # its amax is recorded in the scaling state
 
     def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
         return all(owner() is p for owner, p in zip(self.owners, parameters, strict=True))
@@ -59,35 +59,35 @@ class _Copy:
 class _Found:
     """The copies of one graph for one set of parameters."""
 
-    weights: Sequence[QuantizedWeight]  # alive, so that its id stays its own
+    weights: Sequence[QuantizedWeight]  # kept alive, so that its id is not used again
     copies: list[_Copy]
     tensors: list[Tensor]
-    pages: list[PageLayout]  # of the weights under delayed scaling
-    alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # to hear of their end
+    pages: list[PageLayout]  # pages of the weights with delayed scaling
+    alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # called when they are freed
 
 
 class Weights:
     """The quantized weights of one backend.
 
     Args:
-        epoch: advanced when graphs have to look for their copies again.
+        epoch: it is advanced when graphs have to look for their copies again.
     """
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._steps = Steps()
-        self._found: dict[Any, _Found] = {}  # a parameter's end changes it at any time: iterate over a list of it
+        self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self.quantized = 0  # how many weights were quantized so far
+        self.quantized = 0  # number of weights quantized so far
 
     def refresh(self) -> None:
-        """Take every copy as stale."""
+        """Mark every copy as stale."""
         self._steps.refreshes += 1
 
     def forget(self, weights: Sequence[QuantizedWeight]) -> None:
-        """Drop the copies that a graph took which is gone, unless another one takes them.
+        """Drop the copies of a graph that is gone, unless another graph uses them.
 
-        Not those under delayed scaling, which their parameters keep: made again, they would have a newer scale.
+        Copies with delayed scaling stay as long as their parameters: made again, they would have a newer scale.
         """
         for key in [key for key in list(self._found) if key[0] == id(weights)]:
             if (found := self._found.get(key)) is not None:
@@ -96,7 +96,7 @@ class Weights:
                 self._drop(key)
 
     def _keep(self, key: Any, found: _Found) -> None:
-        """Keep what was found as long as its parameters live."""
+        """Keep ``found`` as long as its parameters are alive."""
         this = weakref.ref(self)
 
         def gone(_: Any) -> None:
@@ -124,13 +124,13 @@ class Weights:
     def tensors(
         self, weights: Sequence[QuantizedWeight], args: Sequence[Any], pages: Pages, compile: Compile
     ) -> list[Tensor]:
-        """The copies for one call of a graph, in the order of its inputs, as new as the parameters are.
+        """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
 
         Args:
-            weights: what the graph takes.
+            weights: the weights whose copies the graph takes.
             args: its other inputs, the parameters among them.
             pages: the scaling state for page layouts.
-            compile: makes a function of a graph of dialect nodes.
+            compile: compiles a graph of dialect nodes into a function.
         """
         found = self._find(weights, args)
         stale: list[tuple[QuantizedWeight, _Copy]] = []
@@ -149,13 +149,12 @@ class Weights:
     def unchanged(
         self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
     ) -> Callable[[Sequence[Any]], bool] | None:
-        """What tells of later arguments whether the copies that :meth:`tensors` gave are right for them; None without
-        weights."""
+        """A check whether the copies from :meth:`tensors` are valid for later arguments; None without weights."""
         positions = sorted({index for weight in weights for index in weight.parameters})
         if not positions:
             return None
         if any(isinstance(local(args[index]), FakeTensor) for index in positions):
-            return lambda _: False  # nothing is known of a fake tensor
+            return lambda _: False  # changes of a fake tensor cannot be detected
         return Unchanged(self._steps, positions, args)
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
@@ -182,7 +181,7 @@ class Weights:
             alike = known.setdefault((weight.signature, *map(id, several)), [])
             copy = next((c for c in alike if _covers(c.weight, weight) and c.belongs_to(several)), None)
             if copy is None:
-                if alike:  # other graphs will find this one, which has more layouts than theirs
+                if alike:  # other graphs will find this copy, which has more layouts than theirs
                     self._found.clear()
                     self._epoch.advance()
                 alike.append(copy := _new_copy(weight, several))
@@ -199,8 +198,8 @@ class Weights:
         pages: Mapping[PageLayout, Tensor],
         compile: Compile,
     ) -> None:
-        # Copies of one weight in several paddings have one row, whichever of its names each knows: all are made with
-        # its scale before one records.
+        # Copies of one weight with several paddings share one row, whatever its name in each of them: all are made with
+        # its scale before one of them records.
         last = {
             (storage_of(pages[weight.page]), *(id(args[index]) for index in weight.parameters)): copy
             for weight, copy in stale
@@ -243,7 +242,7 @@ def _covers(made: QuantizedWeight, wanted: QuantizedWeight) -> bool:
 
 
 def _new_copy(weight: QuantizedWeight, owners: Sequence[Tensor]) -> _Copy:
-    with torch.inference_mode(False):  # evaluated first, a model is trained later
+    with torch.inference_mode(False):  # a model that was first evaluated may be trained later
         device = owners[0].device
         tensors = {
             name: torch.empty(val.shape, dtype=val.dtype, device=device) for name, val in weight.made_outputs().items()

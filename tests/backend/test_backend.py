@@ -312,7 +312,7 @@ def test_users_inductor_passes_run_first() -> None:
         ({"mode": "nosuch"}, "mode must be one of"),
         ({"compiler": "nosuch"}, "compiler must be one of"),
         ({"strict": "yes"}, "strict must be True or False"),
-        ({"target": "h100"}, "target must be 'cpu', like 'sm_90' or 'gfx942', or a calibration"),
+        ({"target": "h100"}, "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration"),
     ],
 )
 def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], message: str) -> None:

@@ -169,19 +169,19 @@ def test_tiles_of_zeros_change_no_other(block: tuple[int, int], layout: str) -> 
 # else to cuBLASLt, for any type. CUDABlas.cpp, ``get_scale_mode``: tiles "only supported for CUDA 12.9 and above".
 # RowwiseScaledMM.cu has kernels for fp16 (pytorch#166744), bias included.
 OLD, NEW = (12, 8), (13, 0)
-ROWS_NEED = "one scale per row gives float32 results only on sm_90 with CUDA 12.9 or later"
+ROWS_NEED = "one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later"
 CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None]] = [
     ("rowwise", "sm_90", OLD, torch.bfloat16, None),
     ("rowwise", "sm_90", OLD, torch.float16, None),
-    ("rowwise", "sm_90", OLD, torch.float32, f"{ROWS_NEED}, torch has 12.8"),
+    ("rowwise", "sm_90", OLD, torch.float32, f"{ROWS_NEED}, but torch has 12.8"),
     ("rowwise", "sm_90", NEW, torch.float16, None),
     ("rowwise", "sm_90", NEW, torch.float32, None),
     ("rowwise", "sm_90", (12, 9), torch.float32, None),
     ("rowwise", "sm_90", None, torch.float32, None),
     ("rowwise", "sm_100", NEW, torch.float16, None),
-    ("rowwise", "sm_100", NEW, torch.float32, f"{ROWS_NEED}, this is sm_100"),
+    ("rowwise", "sm_100", NEW, torch.float32, f"{ROWS_NEED}, but this is sm_100"),
     ("blockwise", "sm_90", NEW, torch.float16, None),
-    ("blockwise", "sm_90", OLD, torch.bfloat16, "one scale per tile needs CUDA 12.9 or later, torch has 12.8"),
+    ("blockwise", "sm_90", OLD, torch.bfloat16, "one scale per tile needs CUDA 12.9 or later, but torch has 12.8"),
     ("tensorwise", "sm_90", OLD, torch.float32, None),
 ]
 

@@ -19,7 +19,7 @@ from fp8graph.ir import settings
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"target": "h100"}, "target must be 'cpu', like 'sm_90'"),
+        ({"target": "h100"}, "target must be 'cpu', a GPU like 'sm_90'"),
         ({"inductor_options": {"typo": 1}}, "Inductor has no option 'typo'"),
         ({"save": "disk"}, "save must be one of speed, memory"),
     ],

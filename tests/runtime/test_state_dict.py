@@ -124,7 +124,7 @@ def test_what_nothing_asked_for_is_in_the_report(caplog: pytest.LogCaptureFixtur
     model = torch.compile(module, backend=backend)
     with caplog.at_level("WARNING", "fp8graph"):
         model(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert "up.input|delayed(amax_history_len=8): the loaded state is of recipe delayed(" in caplog.text
+    assert "up.input|delayed(amax_history_len=8): the loaded state is for recipe delayed(" in caplog.text
     unused = {name.partition("|")[0] for name in backend.state.unused}
     assert unused == {f"{layer}.{o}" for layer in ("up", "down") for o in ("input", "weight", "grad_output")}
     assert "loaded state that no layer has asked for: down.grad_output" in str(backend.report)

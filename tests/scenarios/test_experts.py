@@ -144,7 +144,7 @@ def test_weights_of_experts_are_quantized_once_per_update() -> None:
     ("target", "recipe", "execution", "reason"),
     [
         ("sm_90", "rowwise", ["native"] * 3, "default"),
-        ("sm_90", "tensorwise", ["native", "high precision", "high precision"], "grouped FP8 GEMMs take E4M3 only"),
+        ("sm_90", "tensorwise", ["native", "high precision", "high precision"], "grouped FP8 GEMMs only take E4M3"),
         ("sm_90", "mxfp8", ["high precision"] * 3, "sm_90 has no grouped MXFP8 GEMM"),
         ("sm_100", "rowwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per row"),
     ],

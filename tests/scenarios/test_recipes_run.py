@@ -84,7 +84,7 @@ def test_why_emulated_is_in_the_report() -> None:
         ("rowwise", "sm_90", torch.float16, None),
         ("rowwise", "sm_90a", torch.float32, None),
         ("rowwise", "sm_100", torch.float16, None),
-        ("rowwise", "sm_100", torch.float32, "one scale per row gives float32 results only on sm_90 with CUDA 12.9"),
+        ("rowwise", "sm_100", torch.float32, "one scale per row produces float32 results only on sm_90 with CUDA 12.9"),
         ("blockwise", "sm_90", torch.bfloat16, None),
         (Float8BlockScaling(x_block=(2, 64)), "sm_90", torch.bfloat16, "no GEMM for tiles of 2x64 and 128x128"),
         (Float8BlockScaling(x_block=(128, 128)), "sm_90", torch.bfloat16, "no GEMM for tiles of 128x128 and 128x128"),

@@ -17,7 +17,7 @@ from fp8graph.cli import main
         (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
         (
             ["explain", "llama", "--target", "h100"],
-            "target must be 'cpu', like 'sm_90' or 'gfx942', or a calib",
+            "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
         ),
         (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
         (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
