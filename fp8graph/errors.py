@@ -1,4 +1,4 @@
-"""The errors a user can meet. Each names the layer, what was found and what to do.
+"""The errors that users can get. Each says where it happened, what was found and what to do.
 
 They derive from torch's ``ShortenTraceback`` so that Dynamo hands them to the user as themselves
 instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keeps this fact).
@@ -38,11 +38,11 @@ class PolicyError(ConfigError):
 
 
 class UnsupportedRecipeError(ConfigError):
-    """A recipe that does not exist, or whose fields ask for something no hardware does."""
+    """A recipe that does not exist, or whose fields ask for something that no hardware supports."""
 
 
 class Fp8CoverageError(Fp8GraphError):
-    """A GEMM that the user asked for in FP8 did not run in FP8 (``report.check()``, strict mode)."""
+    """A GEMM that the user asked for in FP8 does not run in FP8 (``report.check()``, strict mode)."""
 
 
 class StateError(Fp8GraphError):

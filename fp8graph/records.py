@@ -1,4 +1,4 @@
-"""What a report is made of: one record per GEMM, per collective and per refusal. Plain data."""
+"""The rows of a report, as plain data: one record per GEMM, per collective and per refusal."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ class CollectiveRecord:
     """One collective of a graph."""
 
     kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
-    direction: str  # forward or backward; step: once after both, outside of the graphs
-    tensor: str  # whose: "layers.0.up input", or the module that it was traced in
-    dtype: str  # that it travels in: FP8 goes as uint8
-    shape: tuple[int | str, ...]  # of what this rank gives; a string where it is dynamic
+    direction: str  # forward or backward; step: once after both, outside the graphs
+    tensor: str  # the tensor that is sent: "layers.0.up input", or the module that it was traced in
+    dtype: str  # the dtype that is sent: uint8 for FP8
+    shape: tuple[int | str, ...]  # shape of this rank's part; a string if it is dynamic
     ranks: int
     bytes_sent: int  # by each rank, see ``ir/collectives.py``; with the traced sizes where they are dynamic
-    reason: str  # why it travels so; "" where fp8graph changed nothing
+    reason: str  # why it is sent in this way; "" if fp8graph changed nothing
 
 
 @dataclass(frozen=True, kw_only=True)
 class RefusalRecord:
-    """What a pass could have done for one layer and did not, and why."""
+    """A rewrite that a pass did not make for one layer, and why."""
 
     what: str  # "one GEMM", "kept weight", "FP8 activation" or "quantized again"
     fqn: str
@@ -31,7 +31,7 @@ class RefusalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmRecord:
-    """One row: what happened to one GEMM."""
+    """One row: the decision about one GEMM, and the reason."""
 
     fqn: str
     index: int  # among the sites of one module

@@ -1,4 +1,4 @@
-"""Model families: what each keeps in high precision and why, a tiny config, and the counts to expect."""
+"""Model families: the layers that each keeps in high precision and why, a tiny config, and the counts to expect."""
 
 if __name__ != "fp8graph.models":
     raise ImportError(f"import fp8graph.models, not {__name__}")

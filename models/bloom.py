@@ -1,4 +1,4 @@
-"""BLOOM: q/k/v come from one linear; attention is baddbmm and bmm, left alone unless a rule asks for it."""
+"""BLOOM: one linear makes q, k and v; attention is baddbmm and bmm, in high precision unless a rule asks for FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon: its linears are written as plain matmuls; with ALiBi or without SDPA so is attention, which is left alone."""
+"""Falcon: linears are plain matmuls, and so is attention with ALiBi or without SDPA, which stays in high precision."""
 
 from __future__ import annotations
 

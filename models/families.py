@@ -1,4 +1,4 @@
-"""The families of models that have a policy of their own: all of them."""
+"""The list of all model families that have a policy of their own."""
 
 from fp8graph.models.bert import FAMILY as bert
 from fp8graph.models.bloom import FAMILY as bloom

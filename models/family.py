@@ -1,4 +1,4 @@
-"""What a family file states: what stays in high precision and why, a tiny model, and the counts to expect."""
+"""The contents of a family file: the layers in high precision and why, a tiny model, and the counts to expect."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ROUTER: Final = "experts are chosen by comparing logits: a small error is anothe
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What must be in the rewritten training graph."""
+    """The counts that the rewritten training graph must have."""
 
-    sites: int = 0  # matmuls of the program, those left in high precision included
+    sites: int = 0  # matmuls of the program, including those left in high precision
     fp8_gemms: int = 0  # fprop, dgrad and wgrad of each site in FP8
-    multiplied: int = 0  # the GEMMs that they are after grouping
-    quantized_tensors: int = 0  # quantize nodes after sharing and grouping, weights included: one amax each
+    multiplied: int = 0  # GEMMs that are left of these after fusion
+    quantized_tensors: int = 0  # quantize nodes after sharing and fusion, including weights: one amax each
     casts: int = 0  # FP8 copies that they write: rowwise and columnwise
 
     def __add__(self, other: Counts) -> Counts:
@@ -33,13 +33,13 @@ class Counts:
 class Family:
     """One family of models of Hugging Face transformers."""
 
-    name: str  # of its folder in transformers.models
-    keep: Mapping[str, str]  # pattern -> why it stays in high precision; beside the general policy's
+    name: str  # name of its folder in transformers.models
+    keep: Mapping[str, str]  # pattern -> why it stays in high precision; in addition to the general policy's
     tiny: Callable[[int], Any]  # number of layers -> a model of its class with random weights, on the CPU
     inputs: Callable[[Any], dict[str, Any]]  # the tiny model -> arguments of one training step
-    layer: Counts  # each further layer
-    rest: Counts  # everything else; negative where the first layers have less than a further one
-    graphs: int = 1  # that Dynamo makes of it
+    layer: Counts  # counts per further layer
+    rest: Counts  # counts of the rest; negative if the first layers have less than a further one
+    graphs: int = 1  # number of graphs that Dynamo makes
     generates: bool = True
 
     def counts(self, layers: int) -> Counts:

@@ -1,4 +1,4 @@
-"""Gemma 2: Llama's graph with norms behind the blocks; its capped attention is two plain matmuls, left alone."""
+"""Gemma 2: Llama's graph with norms behind the blocks; capped attention is two plain matmuls in high precision."""
 
 from __future__ import annotations
 

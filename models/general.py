@@ -16,11 +16,11 @@ from fp8graph.recipes.rules import Rule
 HEADS: Final = (
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection", "proj_out",
 )  # fmt: skip
-# A bare "gate" is none: it is the gate projection of many gated MLPs.
+# A bare "gate" is not a router: many gated MLPs call their gate projection so.
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
-# Adapters (PEFT's names): trained, at ranks where a GEMM is mostly overhead, and all that a fine-tuning keeps.
+# Adapters (PEFT's names): trained, with ranks so low that a GEMM is mostly overhead; fine-tuning keeps only them.
 ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-_WRAPPED: Final = "base_model.model."  # what PEFT puts before every name
+_WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 
 
 def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
@@ -35,7 +35,7 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
-    """The general policy, and before it what the named families keep in high precision. Unknown names add nothing."""
+    """The general policy, after the rules of the named families. Unknown names add no rules."""
     kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
@@ -48,7 +48,7 @@ def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def families_of(classes: Iterable[Any]) -> list[str]:
-    """The families that classes (or their full names) come from, each once: their folders in transformers.models."""
+    """The families of classes (or of their full names), each once, by folder in transformers.models."""
     found: dict[str, None] = {}
     for owner in classes:
         parts = (owner if isinstance(owner, str) else owner.__module__).split(".")

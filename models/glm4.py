@@ -1,4 +1,4 @@
-"""GLM-4: Llama's attention with biases on q, k and v, gate and up from one linear."""
+"""GLM-4: Llama's attention with biases on q, k and v; one linear makes gate and up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2: Conv1D, an addmm with a [K, N] weight; q/k/v come from one."""
+"""GPT-2: Conv1D is an addmm with a [K, N] weight; one of them makes q, k and v."""
 
 from __future__ import annotations
 

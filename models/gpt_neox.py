@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: q/k/v come from one linear, attention and MLP in parallel."""
+"""GPT-NeoX and Pythia: one linear makes q, k and v; attention and MLP run in parallel."""
 
 from __future__ import annotations
 

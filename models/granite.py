@@ -1,4 +1,4 @@
-"""Granite: Llama's graph, scaled embeddings, residuals and logits."""
+"""Granite: Llama's graph with scaled embeddings, residuals and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama: q/k/v and gate/up are one GEMM a direction each, o and down follow; the head stays in high precision."""
+"""Llama: q/k/v and gate/up are fused into one GEMM each per direction; the head stays in high precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral: attention as Llama's; the experts are grouped matmuls."""
+"""Mixtral: attention is the same as Llama's; the experts are grouped matmuls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: biases everywhere, ReLU."""
+"""OPT: it has biases everywhere, and ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3: q/k/v come from one linear, gate and up from another."""
+"""Phi-3: one linear makes q, k and v, and another one gate and up."""
 
 from __future__ import annotations
 

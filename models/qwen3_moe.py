@@ -1,4 +1,4 @@
-"""Qwen3-MoE: attention as Qwen3's; the experts are grouped matmuls."""
+"""Qwen3-MoE: attention is the same as Qwen3's; the experts are grouped matmuls."""
 
 from __future__ import annotations
 

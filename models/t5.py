@@ -1,4 +1,4 @@
-"""T5: encoder and decoder; q, k and v of self-attention are one GEMM, and so are cross-attention's k and v."""
+"""T5: encoder and decoder; q, k and v of self-attention are fused, and so are cross-attention's k and v."""
 
 from __future__ import annotations
 

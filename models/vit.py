@@ -1,4 +1,4 @@
-"""ViT: the patches' projection is a convolution and stays one; the classifier stays in high precision."""
+"""ViT: the projection of patches remains a convolution; the classifier stays in high precision."""
 
 from __future__ import annotations
 

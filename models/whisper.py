@@ -1,4 +1,4 @@
-"""Whisper: encoder and decoder; k has no bias, so that q and v are one GEMM and k another."""
+"""Whisper: encoder and decoder; k has no bias, so q and v are fused and k is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that depends on a version, a defect or a private name of torch, by subsystem, each with the reason.
+"""All code that depends on a version, a defect or a private name of torch, by subsystem and with the reason.
 
-tests/compat/ says when an entry can go.
+tests/compat/ shows when an entry can be removed.
 """

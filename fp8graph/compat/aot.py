@@ -1,4 +1,4 @@
-"""AOTAutograd: what it says of the inputs of its graphs, when it compiles backward."""
+"""AOTAutograd: its descriptions of graph inputs, and the time at which it compiles backward."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fp8graph.compat.distributed import SHARD
 
 
 def input_position(placeholder: fx.Node) -> int | None:
-    """Where an input of an AOTAutograd graph is among Dynamo's inputs; a DTensor's shard is where the DTensor is.
+    """The position of an AOTAutograd graph's input among Dynamo's inputs; a DTensor's shard has that of the DTensor.
 
-    None for the gradients of the outputs, and for the inputs of a subgraph.
+    It is None for the gradients of the outputs, and for the inputs of a subgraph.
     """
     desc = placeholder.meta.get("desc")
     if isinstance(desc, SubclassGetAttrAOTInput) and desc.attr == SHARD:
@@ -24,7 +24,7 @@ def input_position(placeholder: fx.Node) -> int | None:
 
 
 def set_input_position(placeholder: fx.Node, position: int) -> None:
-    """Describe a placeholder as AOTAutograd does: what :func:`input_position` reads."""
+    """Describe a placeholder as AOTAutograd does, for :func:`input_position` to read."""
     placeholder.meta["desc"] = PlainAOTInput(position)
 
 

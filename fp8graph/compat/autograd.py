@@ -14,15 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _hooks_of_the_dead: Final[list[Any]] = []
 
-# How often a tensor was written to; an inference tensor has no version. Called for each parameter in each call.
+# The number of writes to a tensor (an inference tensor has no version). Called for each parameter in each call.
 version: Final[Callable[[Tensor], int]] = attrgetter("_version")
 
 
 def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
     """Call ``hook(optimizer, args, kwargs)`` after each step of any optimizer, until ``owner`` is gone.
 
-    Torch iterates over its dict of hooks. The garbage collector may find ``owner`` while one of them runs, and nothing
-    may be removed then: it is when the next hook comes.
+    Torch iterates over its dict of hooks. The garbage collector may find ``owner`` while one of them runs, when no
+    hook may be removed: the hook is then removed when the next one is added.
     """
     while _hooks_of_the_dead:
         _hooks_of_the_dead.pop().remove()
@@ -40,7 +40,7 @@ def saved_tensors_hooks() -> bool:
 
 
 def unnoticed_writes(tensors: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Autograd takes what is written to ``tensors`` for no change: what was saved for backward reads it."""
+    """Hide writes to ``tensors`` from autograd inside a ``with``: saved tensors may read the new values in backward."""
     tensors = tensors if isinstance(tensors, Tensor) else tuple(tensors)
     return cast(AbstractContextManager[None], torch.autograd._unsafe_preserve_version_counter(tensors))
 

@@ -1,4 +1,4 @@
-"""torch.distributed: groups by name, FSDP2's parameters."""
+"""torch.distributed: process groups by name, and FSDP2's parameters."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ SHARD: Final = "_local_tensor"  # the attribute in which a DTensor keeps its sha
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What a graph takes of a tensor: a DTensor's shard."""
+    """The tensor that a graph takes: the shard of a DTensor, any other as it is."""
     return getattr(tensor, SHARD, tensor)
 
 
 def process_group(group: Any) -> Any:
-    """The process group with a name: graphs and functional collectives know it by that, only a private function finds
-    it so. A group is returned as it is."""
+    """The process group with a name, by which graphs and functional collectives know it. A group is returned as it is.
+
+    Only a private function finds a group by its name.
+    """
     return dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
 
 
@@ -34,17 +36,18 @@ def number_of_ranks(group: str | None) -> int:
 
 
 def default_store() -> Any:
-    """The store in which the ranks of ``init_process_group`` met. Private in torch, and used by torchrun's tools."""
+    """The store in which the ranks of ``init_process_group`` met. It is private, but torchrun's tools use it."""
     return dist.distributed_c10d._get_default_store()
 
 
 def gathered_by_fsdp() -> set[int]:
     """The ids of the parameters that FSDP2 gathers for the calls of a layer and frees between them.
 
-    FSDP2 says it nowhere in public. FP8 copies of these would be kept whole on every rank, so nothing is guessed.
+    FSDP2 has no public way to ask. Without the answer, whole FP8 copies of these parameters would be kept on every
+    rank, so an unknown layout is an error, never a guess.
 
     Raises:
-        Fp8GraphError: there are FSDP2 modules, and this torch keeps their parameters elsewhere.
+        Fp8GraphError: there are FSDP2 modules, but this torch keeps their parameters in another place.
     """
     found: set[int] = set()
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
@@ -54,7 +57,7 @@ def gathered_by_fsdp() -> set[int]:
 
     states = getattr(_composable_state, "_module_state_mapping", None)
     if states is None:
-        # each class of modules that FSDP2 shards gets a subclass
+        # FSDP2 gives each class of modules that it shards a subclass
         if any(issubclass(kind, torch.nn.Module) for kind in fsdp.FSDPModule.__subclasses__()):
             raise _unknown_fsdp("torch.distributed._composable_state._module_state_mapping")
         return found
@@ -62,14 +65,14 @@ def gathered_by_fsdp() -> set[int]:
         if isinstance(module, fsdp.FSDPModule) and (state := reference()) is not None:
             for group in _parameter_groups(state):
                 for sharded in _read(group, "fsdp_params"):
-                    # there from the first gather on, and until then declared by the class
+                    # set by the first gather; until then only declared by the class
                     if hasattr(sharded, "_unsharded_param") or not _declares(sharded, "_unsharded_param"):
                         found.add(id(_read(sharded, "_unsharded_param")))
     return found
 
 
 def _parameter_groups(state: Any) -> Sequence[Any]:
-    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 (2.11 has the other): one per mesh
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 has one group per mesh, 2.11 a single one
         return state._fsdp_param_groups
     group = _read(state, "_fsdp_param_group")
     return [] if group is None else [group]  # None: a module without parameters of its own

@@ -24,7 +24,7 @@ _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of reco
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SET_GRAD_ENABLED: Final[Any] = torch._C._set_grad_enabled  # what ``torch.no_grad`` is in Dynamo's graph
+SET_GRAD_ENABLED: Final[Any] = torch._C._set_grad_enabled  # the op for ``torch.no_grad`` in Dynamo's graph
 
 
 def source_name(node: fx.Node) -> str:
@@ -43,7 +43,7 @@ def copy_source(node: fx.Node, copy: fx.Node) -> None:
 
 
 def describe_own_input(placeholder: fx.Node) -> None:
-    """Make an input that Dynamo does not know: without a source, and for a tensor that stays where it is.
+    """Mark an input that Dynamo does not know: it has no source, and its tensor keeps its address.
 
     A CUDA graph does not copy such a tensor, nor a parameter.
     """
@@ -54,8 +54,8 @@ def describe_own_input(placeholder: fx.Node) -> None:
 def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None:
     """Let AOTAutograd know of a copied graph that Dynamo made it.
 
-    Dynamo notes so on the module itself, not in ``meta``. Without the note AOTAutograd takes the graph for an exported
-    one: no input is then static, and CUDA graphs copy every parameter at each replay (torch 2.11 to 2.15).
+    Dynamo sets a mark on the module itself, not in ``meta``. Without the mark AOTAutograd mistakes the graph for an
+    exported one: no input is then static, and CUDA graphs copy every parameter at each replay (torch 2.11 to 2.15).
     """
     if (sources := getattr(module, "_param_name_to_source", None)) is not None:
         copy._param_name_to_source = sources  # pyright: ignore[reportAttributeAccessIssue]
@@ -64,9 +64,9 @@ def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None
 def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
-    Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` runs in eager, and says
-    nothing. ``torch.compile(module)`` wraps the call for that reason; so does this, in code of its own: Dynamo counts
-    recompiles per code, and every ``nn.Sequential`` would be another one of the same.
+    Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` silently runs in
+    eager. ``torch.compile(module)`` wraps the call for that reason, and so does this function. The wrapper has a code
+    object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one.
     """
     if type(module).__module__.startswith("torch.nn."):
         wrapped: Any = wrap_inline(module._call_impl)
@@ -83,12 +83,12 @@ def original_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def name_in_original(fqn: str) -> str:
-    """The name of a parameter without the parts that :func:`original_module` takes off."""
+    """The name of a parameter without the parts of wrappers that :func:`original_module` removes."""
     return fqn.replace("_orig_mod.", "")
 
 
 def undo_compile_in_place(module: torch.nn.Module) -> None:
-    """Let calls of the module (not of those in it) be as they were before ``module.compile()``."""
+    """Undo ``module.compile()`` for calls of the module itself (not of modules in it)."""
     module._compiled_call_impl = None
 
 
@@ -136,16 +136,16 @@ def fp8graph_backend(found: Any) -> Any:
 
 
 def calling_wrapper() -> Any:
-    """What ``torch.compile`` made of a backend by name, if it called the function that calls this one; else None.
+    """The callable that ``torch.compile`` made for a backend by name, if it called the caller's caller; else None.
 
-    Nothing else tells two ``torch.compile(backend="fp8graph")`` apart: the backend itself is called with options only.
+    Two calls of ``torch.compile(backend="fp8graph")`` differ in nothing else: the backend gets only the options.
     """
     caller = sys._getframe(2).f_locals.get("self")
     return caller if isinstance(caller, torch._TorchCompileWrapper) else None
 
 
 class _Held:
-    """A reference that a pickled or copied owner leaves behind."""
+    """A reference that is not pickled or copied with its owner."""
 
     def __init__(self, value: object = None) -> None:
         self.value = value
@@ -169,10 +169,10 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
     """Frames that Dynamo gave up on and runs in eager, silently; from its compilation metrics (the last 64).
 
     Args:
-        frame_ids: the frames that the caller compiled. Such a frame falls back to eager when it meets the
-            recompile limit: looked for here only while :func:`on_recompile_limit`, which is exact, sees nothing
+        frame_ids: the frames that the caller compiled. Such a frame falls back to eager when it reaches the
+            recompile limit. It is looked for here only if :func:`on_recompile_limit`, which is exact, cannot see it
             because Dynamo's warnings are off. A frame whose autocast region contains a graph break never reaches a
-            backend; it is recognised by Dynamo's message.
+            backend; it is recognized by Dynamo's message.
         since: time in microseconds; older failures belong to other models, whose frame ids may be the same.
     """
     found: list[str] = []
@@ -192,7 +192,7 @@ def failed_frames(frame_ids: set[str], since: int) -> list[str]:
 
 
 def skipped_frames(since: int) -> list[str]:
-    """Functions that Dynamo could not trace and runs in eager, with its reason; what they call, it compiles again.
+    """Functions that Dynamo could not trace and runs in eager, with its reason. The functions they call are compiled.
 
     From the last 64 compilations after ``since`` (time in microseconds), which may be another model's.
     """
@@ -206,13 +206,13 @@ def skipped_frames(since: int) -> list[str]:
 
 
 def on_recompile_limit(owner: object, callback: Callable[[Any, str], None]) -> None:
-    """Call ``callback(backend, text)`` when a frame meets Dynamo's recompile limit, for as long as ``owner`` lives.
+    """Call ``callback(backend, text)`` when a frame reaches Dynamo's recompile limit, as long as ``owner`` is alive.
 
-    From then on Dynamo runs that frame in eager for new shapes and values, and calls no backend. It says so nowhere
-    but in its log, so this is a filter of that log (with warnings switched off: :func:`failed_frames`, later). What
-    ``callback`` raises leaves Dynamo where the error of ``config.fail_on_recompile_limit_hit``, a switch for every
-    model, would, and reaches the user. Whose frame it is is a variable of the function that logs: ids of frames do
-    not tell, they start again after ``torch._dynamo.reset()``.
+    From then on Dynamo runs that frame in eager for new shapes and values, and calls no backend. It says so only in
+    its log, so this is a filter of that log (with warnings off, :func:`failed_frames` finds the frame later). An
+    exception from ``callback`` reaches the user in the same way as the error of
+    ``config.fail_on_recompile_limit_hit``, which is a switch for all models. The frame's backend is a variable of the
+    function that logs; frame ids cannot identify it, since they start again after ``torch._dynamo.reset()``.
     """
 
     def watch(record: logging.LogRecord) -> bool:
@@ -250,20 +250,20 @@ def current_frame_id() -> str:
 
 
 def register_backend(backend: Any, name: str) -> None:
-    """Let ``torch.compile`` find ``backend`` by name. An installation has an entry point; a bare checkout has none."""
+    """Let ``torch.compile`` find ``backend`` by name in a bare checkout, which lacks an installation's entry point."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(backend, name=name)
 
 
 def cuda_interface() -> Any:
-    """What torch's compilers ask of CUDA devices: a class, with a class ``Worker`` in it."""
+    """The interface through which torch's compilers query CUDA devices: a class, with a class ``Worker`` in it."""
     return device_interface.CudaInterface
 
 
 @contextlib.contextmanager
 def cuda_answered_by(interface: Any) -> Generator[None]:
-    """Let ``interface``, a kind of :func:`cuda_interface`, answer torch's compilers; undone on exit."""
-    device_interface.get_interface_for_device("cuda")  # the lazy registration comes first
+    """Let ``interface``, a kind of :func:`cuda_interface`, answer torch's compilers inside a ``with``."""
+    device_interface.get_interface_for_device("cuda")  # first, let torch do its lazy registration
     interfaces = {name: device_interface.device_interfaces.get(name) for name in ("cuda", "cuda:0")}
     try:
         for name in interfaces:

@@ -1,4 +1,4 @@
-"""Fake tensors, and the contexts in which they are traced."""
+"""Fake tensors, and the contexts for tracing them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch.overrides import TorchFunctionMode
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
     """``torch.empty(shape)`` in a fake mode, without its dispatch, which takes a hundred times as long."""
-    with torch._C._DisableTorchDispatch():  # the mode may be on
+    with torch._C._DisableTorchDispatch():  # the mode may be active already
         return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> Any:
-    """What stands for the graph input ``node`` when its graph is traced again later, in ``context``.
+    """The stand-in for the graph input ``node`` when its graph is traced again later, in ``context``.
 
     With ``dynamic=True`` Dynamo turns Python floats into tensors of one element, and the graph calls ``.item()`` on
-    them. A fake tensor knows that item as a symbol, but forgets it when it is taken into another fake mode.
+    them. A fake tensor knows that item as a symbol, but loses it when it is moved to another fake mode.
     """
     fake = node.meta.get("example_value", example)
     if context is None or not isinstance(fake, FakeTensor) or fake.item_memo is None:
@@ -44,9 +44,9 @@ def called_to_trace(args: Sequence[Any]) -> bool:
 
 
 def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
-    """Whether Dynamo made ``fake`` of ``tensor``: what DDPOptimizer hands a backend in place of parameters.
+    """Whether Dynamo made ``fake`` from ``tensor``: DDPOptimizer gives a backend such fakes in place of parameters.
 
-    The fake mode remembers, in both directions; only privately.
+    The fake mode remembers it, in both directions, but only privately.
     """
     return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
 

@@ -1,4 +1,4 @@
-"""Inductor: how it is called, the options that our graphs need, its defects; code generation alone."""
+"""Inductor: how it is called, the options that our graphs need, its defects, and code generation without a device."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from torch.utils._sympy.functions import FloorDiv
 
 
 def default_option(name: str) -> Any:
-    """What Inductor does where nobody gives the option ``name``, like "triton.cudagraphs"."""
+    """Inductor's value for the option ``name`` (like "triton.cudagraphs") if nobody sets it."""
     return functools.reduce(getattr, name.split("."), inductor_config)
 
 
 def with_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Inductor's options inside a ``with``."""
+    """Set Inductor's options inside a ``with``."""
     return cast(AbstractContextManager[None], inductor_config.patch(dict(options)))
 
 
@@ -46,14 +46,14 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
 
 
 def inductor_cache_folder() -> Path:
-    """Where Inductor keeps its compiled code."""
+    """The folder in which Inductor keeps its compiled code."""
     return Path(cache_dir())
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:
     """The Inductor options that rewritten graphs need on the target, or on the device of the inputs.
 
-    A graph for a GPU may run on a CPU, which is looked at there.
+    A graph for a GPU may run on a CPU, and then gets the options of both.
     """
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     on_gpu = "cuda" in devices if target is None else target.is_gpu
@@ -77,7 +77,7 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
 
 
 def gpu_codegen_patches() -> dict[str, Any]:
-    """Inductor options for GPU code: the fusions that are off by default.
+    """Inductor options for GPU code that turn on fusions which are off by default.
 
     ``nested_reduction`` (torch 2.13) makes a norm and the amax of its tiles one kernel. A cast with a scale per tile is
     more than the 30 operations after which Inductor writes a value to memory in FP32.
@@ -98,12 +98,12 @@ def gpu_codegen_patches() -> dict[str, Any]:
 
 
 def without_loading(load: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """Let Inductor generate its text and call ``load(lowering)``, a GraphLowering, where it would load the text."""
+    """Let Inductor generate its text and call ``load(lowering)``, with a GraphLowering, instead of loading the text."""
     return mock.patch.object(GraphLowering, "compile_to_module", load)
 
 
 def without_triton_driver() -> AbstractContextManager[Any]:
-    """Keep Inductor from giving triton the driver of the GPU, which need not be there."""
+    """Keep Inductor from giving triton the driver of the GPU, which need not be present."""
     from torch._inductor.runtime import triton_helpers
 
     def leave_it() -> None: ...
@@ -112,7 +112,7 @@ def without_triton_driver() -> AbstractContextManager[Any]:
 
 
 def forget_device_facts() -> None:
-    """Clear what torch remembers of the machine's GPU and triton."""
+    """Clear torch's caches of facts about the machine's GPU and triton."""
     for function in (
         DeviceProperties.create,
         _triton.has_triton,
@@ -151,7 +151,7 @@ def fix_cpu_loop_split() -> None:
 
 
 def option_names() -> set[str]:
-    """The names of Inductor's options."""
+    """The names of all options of Inductor."""
     return set(torch._inductor.list_options())
 
 

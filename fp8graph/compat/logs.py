@@ -6,5 +6,5 @@ from torch._logging import trace_structured
 
 
 def trace_artifact(name: str, text: str) -> None:
-    """Add a text to the compile that runs, if ``TORCH_TRACE`` is set."""
+    """Add a text to the trace of the current compile, if ``TORCH_TRACE`` is set."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)

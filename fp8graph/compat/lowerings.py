@@ -1,4 +1,4 @@
-"""Inductor's lowerings for ops of ours: how it stores, divides and reduces."""
+"""Inductor lowerings for our own ops: how they store, divide and reduce."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._inductor.virtualized import V, ops
 
 
 def lower_to_stored(op: Any) -> None:
-    """``op(x)`` is x, written to memory in the shape that it has there."""
+    """``op(x)`` is x, written to memory in the shape that x has at this point."""
 
     def stored(x: Any) -> Any:
         x.realize()

@@ -1,4 +1,4 @@
-"""torch's operators: those without a public name, their type and schemas, their arguments as trees."""
+"""torch's operators: those without a public name, the schemas of all, and their arguments by name."""
 
 from __future__ import annotations
 

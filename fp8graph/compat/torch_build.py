@@ -1,4 +1,4 @@
-"""What this build of torch has."""
+"""The abilities of this build of torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-# What torch._scaled_mm multiplies on a CPU: rows not up to torch 2.11 (2.12 not tried), blocks never.
+# The scalings of torch._scaled_mm on a CPU: rows from torch 2.13 on (2.12 was not tried), blocks never.
 CPU_SCALINGS: Final = frozenset({"tensor"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic: plain eager functions, the only statement of it. Public: what is named here."""
+"""All arithmetic, as plain eager functions and stated only here. The names in this file are public."""
 
 from fp8graph.numerics.api import QuantizedTensor, cast_to_representable, dequantize, quantize, sqnr_db
 

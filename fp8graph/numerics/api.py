@@ -20,7 +20,7 @@ class QuantizedTensor:
     """Quantized numbers and their scales.
 
     ``data``: FP8, the shape of the source (rowwise) or its transpose over the last two dims (columnwise),
-    contiguous; nvfp4: two E2M1 codes a byte. ``scale_inv``: FP32 scalar, or one scale per tile (see
+    contiguous; nvfp4: two E2M1 codes per byte. ``scale_inv``: FP32 scalar, or one scale per tile (see
     :func:`quantize_layouts`). ``dtype``, ``shape``: the source's.
     """
 
@@ -31,7 +31,7 @@ class QuantizedTensor:
     shape: torch.Size
     quantizer: Quantizer
     global_scale_inv: Tensor | None = None  # nvfp4: FP32 scalar
-    amax: Tensor | None = None  # delayed: what goes into the history
+    amax: Tensor | None = None  # delayed: the amax that goes into the history
 
 
 def quantize(
@@ -54,9 +54,9 @@ def quantize(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"cannot quantize {x.dtype}: bf16, fp16 and fp32 only")
+        raise ValueError(f"cannot quantize {x.dtype}: it must be bf16, fp16 or fp32")
     if x.ndim < 2 or x.numel() == 0:
-        raise ValueError(f"cannot quantize shape {tuple(x.shape)}: needs 2 dims and one element")
+        raise ValueError(f"cannot quantize shape {tuple(x.shape)}: it needs at least 2 dims and one element")
     quantizer = recipe.quantizer(operand)
     kind = SCALINGS[quantizer.scaling]
     if scale is not None and not kind.has_state:
@@ -82,7 +82,7 @@ def quantize(
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:
-    """The values that ``q`` stands for, in the source's shape and dtype (one rounding to that dtype)."""
+    """Decode ``q`` to the source's shape and dtype (with one rounding to that dtype)."""
     extra = quantizer_kwargs(q.quantizer)
     x = dequantize_data(q.data, q.scale_inv, q.dtype, **extra, global_scale_inv=q.global_scale_inv)
     columns = q.shape[-2 if q.layout == "columnwise" else -1]

@@ -1,4 +1,4 @@
-"""The arguments of ``fp8graph::quantize``: of the op, of its reference and of its nodes, stated once."""
+"""The arguments of ``fp8graph::quantize``, stated once for the op, its reference and its nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")  # a tensor, or the node that computes one
 
 @dataclass(frozen=True)
 class QuantizeArguments(Generic[T]):
-    """What a quantization is asked for.
+    """A request for a quantization.
 
     Args:
         x: [..., rows, columns], any strides, bf16, fp16 or fp32. rowwise keeps the shape; columnwise is the
@@ -24,17 +24,17 @@ class QuantizeArguments(Generic[T]):
             scales of its own unless the tensor has one: "row" FP32 [..., rows, 1]; kinds with tiles
             [..., ceil(rows / block[0]), ceil(columns / block[1])] in ``Scaling.scale_dtype``. nvfp4's data are bytes
             [..., rows, columns / 2] with the columns padded to a multiple of 16.
-        rowwise, columnwise: empty for "not needed", else two multiples that the sizes of the *result* are
-            padded to with zeros (GEMMs want 16).
+        rowwise, columnwise: empty for "not needed", else two multiples to which the sizes of the *result* are
+            padded with zeros (GEMMs need 16).
         carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
             for that, an infinite element becomes NaN.
         scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
-            ``scale_inv`` has shape [1], its amax comes back as one for each row. For "tensor" they take the place of
-            those of its amax.
+            ``scale_inv`` has shape [1], and one amax per row is returned. For "tensor", ``scales`` replace those from
+            its amax.
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
-        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); the sizes of each
-            are multiples of the tiles, and of what sizes are padded to.
-        offs, per_matrix: of an operand of a grouped matmul: the rows of ``x`` [t, c] fall into groups that end at
+        more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); the sizes of each are
+            multiples of the tiles and of the multiples for padding.
+            offs, per_matrix: for an operand of a grouped matmul: the rows of ``x`` [t, c] fall into groups that end at
             ``offs`` [experts], int32; or ``x`` is [experts, rows, columns]. Scales of tensors are then one per expert:
             ``scale_inv`` [experts]; columnwise scales of rows in groups are [experts, c], columnwise data of groups
             [c, padded t], each group padded to ``columnwise[1]``.
@@ -60,11 +60,11 @@ class QuantizeArguments(Generic[T]):
 
     @property
     def parts(self) -> list[T]:
-        """The tensors that are joined."""
+        """The tensors that are joined and quantized as one."""
         return [self.x, *(self.more or ())]
 
     @property
     def layouts(self) -> dict[Layout, Sequence[int]]:
-        """The layouts that are asked for, with what their sizes are padded to."""
+        """The requested layouts, with the multiples to which their sizes are padded."""
         both = dict(zip(LAYOUTS, (self.rowwise, self.columnwise), strict=True))
         return {layout: multiples for layout, multiples in both.items() if multiples}

@@ -1,4 +1,4 @@
-"""What quantized numbers stand for."""
+"""Decode quantized numbers."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
 """Numerics of grouped matmuls: the rows of one operand fall into groups, one per expert.
 
-``offs`` [experts], int32: where each group of rows ends; groups are contiguous, may be empty, and rows after the last
-one belong to none. Each group is quantized as if it were a tensor of its own, as Transformer Engine's GroupedLinear
-does, except under delayed scaling, where one scale and one history stand for all groups.
+``offs`` [experts], int32, is the end of each group of rows. Groups are contiguous and may be empty; rows after the last
+group belong to none. Each group is quantized as if it were a tensor of its own, as Transformer Engine's GroupedLinear
+does, except with delayed scaling, where all groups share one scale and one history.
 
 Two forms (fprop and dgrad; wgrad), operands contiguous along k as everywhere:
 
     a [t, k] in groups of rows,    b [experts, n, k]                ->  [t, n]
     a [m, t] in groups of columns, b [n, t] in groups of columns    ->  [experts, m, n]
 
-Where scales or a GEMM want groups that are multiples of something along t, the groups of the columnwise copies are
+If scales or a GEMM need groups whose sizes along t are multiples of a number, the groups of the columnwise copies are
 padded with zero columns: to t + experts * (multiple - 1) columns at most, which is static.
 """
 
@@ -26,13 +26,13 @@ from fp8graph.numerics.formats import amax_of
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
-    """How many rows ``groups`` groups of ``rows`` rows can be at most when each is padded to ``multiple``."""
+    """The largest number of rows of ``groups`` groups that have ``rows`` rows, when each is padded to ``multiple``."""
     most = rows + groups * (multiple - 1)
     return most + -most % multiple
 
 
 def padded_offsets(offs: Tensor, multiple: int) -> Tensor:
-    """Where each group ends after padding to ``multiple``."""
+    """The end of each group after padding to ``multiple``."""
     if multiple == 1:
         return offs
     counts = offs - torch.cat([offs.new_zeros(1), offs[:-1]])
@@ -59,7 +59,7 @@ def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
 
 
 def amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:
-    """[experts]: the largest of each group's ``row_amaxes`` [t]; 0 where it has no rows."""
+    """[experts]: the largest of each group's ``row_amaxes`` [t]; 0 for a group without rows."""
     mine = group.unsqueeze(0) == torch.arange(groups, device=group.device).unsqueeze(1)  # [experts, t]
     return torch.where(mine, row_amaxes.unsqueeze(0), 0.0).amax(1)
 
@@ -72,7 +72,7 @@ def amaxes_of_columns(rows: Tensor, group: Tensor, groups: int, multiple: int) -
 
 
 class Span(NamedTuple):
-    """Where one group is: its rows, and its columns where groups are padded."""
+    """The place of one group: its rows, and its columns if groups are padded."""
 
     group: int
     rows: slice

@@ -1,7 +1,7 @@
 """Number formats and scales: amax -> scale, FP32 -> FP8 or FP4, E8M0. Plain eager functions, traced by ``lower``.
 
-Written so that Inductor fuses them: integer arithmetic on the bits instead of casts to types that it hands to
-extern kernels (E8M0, E2M1).
+They are written so that Inductor fuses them, with integer arithmetic on the bits instead of casts to types that it
+leaves to extern kernels (E8M0, E2M1).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from fp8graph.recipes import FLT_MAX, FP8_MAX
 
 
 def amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
-    """``max |x|`` along ``dim`` (all of them), FP32; NaN where any element is NaN. Exact: every dtype taken widens.
+    """``max |x|`` along ``dim`` (or all dims) in FP32; NaN if any element is NaN. It is exact for all dtypes here.
 
-    Widened last: an amax that two loops read is stored in between, and generated code rounds it there as eager code
-    does. But for columns on a CPU, see :func:`widened_columns`.
+    It is widened last: an amax that two loops read is stored in between, and generated code rounds it there as eager
+    code does. Columns on a CPU are an exception, see :func:`widened_columns`.
     """
     return narrow_amax_of(x, dim, keepdim).to(torch.float32)
 
 
 def narrow_amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:
-    """:func:`amax_of` before it is widened: what several parts join with no work behind the loop that made them."""
+    """:func:`amax_of` before it is widened, so that several parts can be joined without work after their loops."""
     if isinstance(dim, int):
         x = widened_columns(x, dim)
     return x.abs().amax(dim, keepdim) if dim != () else hints.largest(x.abs())
 
 
 def widened_columns(x: Tensor, dim: int) -> Tensor:
-    """``x``, in FP32 if it is on a CPU and not contiguous along ``dim``, where its amax is to be taken.
+    """``x``, widened to FP32 if it is on a CPU and not contiguous along ``dim``, along which its amax is taken.
 
-    Code that is generated for a CPU declares a name twice where two amaxes of the columns of one tensor in half
-    precision are stored (torch 2.15 too; ``tests/compat/test_inductor.py`` watches it).
+    Code generated for a CPU declares a name twice if it stores two amaxes of the columns of one half-precision tensor
+    (also in torch 2.15; ``tests/compat/test_inductor.py`` watches it).
     """
     return x.to(torch.float32) if x.device.type == "cpu" and x.stride(dim) != 1 else x
 

@@ -1,6 +1,6 @@
-"""What the numerics tell Inductor beyond the arithmetic: what to store, how to divide, how to reduce.
+"""Ops that tell Inductor more than the arithmetic: what to store, how to divide, how to reduce.
 
-On a CPU, and run eagerly, none of it changes a number.
+On a CPU and in eager mode, none of them changes a number.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def stored(x: Tensor) -> Tensor:
     """``x``, written to memory in the shape that it has here.
 
     Inductor merges the dims of a view that follows before it looks for loops to fuse: a cast of [rows, tiles, 128]
-    that is flattened no longer looks like the amax over the last dim. Stored in its own shape it is one kernel with
-    the amax, and the view is free. It also stores once what several GEMMs read: Inductor does not know that
-    ``_scaled_mm`` reads from memory, and would store the tensor for each of them.
+    that is flattened no longer looks like the amax over the last dim. Stored in its own shape, it shares a kernel with
+    the amax, and the view is free. A tensor that several GEMMs read is also stored only once: Inductor does not know
+    that ``_scaled_mm`` reads from memory, and would store the tensor for each of them.
     """
     return torch.ops.fp8graph_hints.stored(x)
 
@@ -42,8 +42,8 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     """``a / b`` in FP32, one IEEE division on every device.
 
     Triton's ``/`` is approximate (PTX ``div.full.f32``). Inductor's option ``eager_numerics.division_rounding``
-    makes every division of a graph exact, also those of a model's own functions: SwiGLU's sigmoid has one for each
-    element. Scales need few.
+    makes every division of a graph exact, also those of a model's own functions: SwiGLU's sigmoid has one per element,
+    while scales need few.
     """
     return torch.ops.fp8graph_hints.divide(a, b)
 

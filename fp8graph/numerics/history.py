@@ -1,9 +1,9 @@
-"""Delayed scaling: the arithmetic of scales and amax histories. Plain functions, traced by ``lower`` like all numerics.
+"""The arithmetic of delayed scaling: scales and amax histories, as plain functions that ``lower`` traces.
 
 A page holds the state of some tensors, FP32 [tensors, 2 + length]: the scale, its inverse (stored, so that no kernel
 computes it), the amax history. One tensor's state is contiguous: an update is one reduction over rows. Slot 0 of a
-history is the staging slot of the step that runs; slots 1 ... length - 1 go from the oldest to the newest earlier
-step. Transformer Engine's order.
+history is the staging slot of the current step; slots 1 ... length - 1 go from the oldest to the newest earlier step.
+This is Transformer Engine's order.
 
 One update of a page, at the end of forward or of backward::
 
@@ -11,14 +11,14 @@ One update of a page, at the end of forward or of backward::
     scale      = fp8_max * 2^-margin / amax(history)      "max" over all slots, "most_recent" = slot 0
     history    = [0, history[2], ..., history[length - 1], history[0]]
 
-* A tensor whose amax is 0 (the layer did not run, or saw zeros), inf or nan is left as it is: neither its history
-  nor its scale changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history. A tensor
-  that was not quantized again (a weight whose FP8 copy is kept) has no amax, and its row stays as it is.
-* Length 1: the one slot is staging and history: the scale follows the last amax, the slot is 0 between steps.
+* If a tensor's amax is 0 (the layer did not run, or its input was zero), inf or nan, neither its history nor its scale
+  changes. An overflow therefore cannot freeze a scale, and a skipped layer keeps its history. A tensor that was not
+  quantized again (a weight whose FP8 copy is kept) has no amax, and its row does not change.
+* With length 1 the only slot is staging and history: the scale follows the last amax, and the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
 * With several ranks a graph only stages its amaxes: slot 0 keeps the largest. They are reduced over the ranks and
-  recorded when the step is over (``runtime/amax_reduction.py``). What a rank did not see (its amax is 0) it records
-  as the others saw it: histories stay the same.
+  recorded when the step is over (``runtime/amax_reduction.py``). A rank on which a tensor did not occur (its amax is
+  0) records the amax of the others, so histories stay the same.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
 
 Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.
@@ -46,7 +46,7 @@ def page_shape(length: int, tensors: int) -> tuple[int, int]:
 
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
     """A page before the first step: scales 1, empty histories."""
-    with torch.inference_mode(False), torch.no_grad():  # evaluated first, a page is trained with later
+    with torch.inference_mode(False), torch.no_grad():  # a page used in evaluation may be trained with later
         page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
         page[:, :HEADER] = 1.0
     return page
@@ -54,7 +54,7 @@ def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> T
 
 def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
     """Give a tensor another state, scale [1] and history [length], in place."""
-    # an autograd graph may hold the page for a backward to come: it is to read the new scales
+    # an autograd graph may hold the page for a later backward, which must read the new scales
     with torch.no_grad(), autograd.unnoticed_writes(page):
         page[row, :1] = scale.to(page.device)
         page[row, 1:2] = scale.reciprocal().to(page.device)
@@ -64,8 +64,8 @@ def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
 def read_scales(page: Tensor, copy: bool) -> Tensor:
     """[tensors, 2]: scale and scale_inv; as a copy if they are needed after the update of the page.
 
-    Not ``clone``: Inductor removes it as having no effect and saves a view of the page for backward, which then
-    reads the updated scales. Scales are positive, so the clamp changes nothing.
+    The copy is not a ``clone``, which Inductor removes: it would save a view of the page for backward, which would
+    then read the updated scales. Scales are positive, so the clamp changes nothing.
     """
     return page[:, :HEADER].clamp_min(0.0) if copy else page[:, :HEADER]
 
@@ -77,7 +77,7 @@ def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float
 
 
 def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
-    """The page with ``amaxes`` in its staging slots, where they are larger; NaN wins. ``page`` is not changed."""
+    """A new page with ``amaxes`` in those staging slots where they are larger; NaN wins. ``page`` is not changed."""
     staged = torch.maximum(page[:, HEADER], _largest(amaxes)).unsqueeze(1)
     return torch.where(torch.arange(page.shape[1], device=page.device) == HEADER, staged, page)
 
@@ -106,7 +106,7 @@ def updated_page(
     *,
     packed: bool = False,
 ) -> Tensor:
-    """The page after a step that saw ``amaxes``. ``page`` is not changed.
+    """A new page, as it is after a step with ``amaxes``. ``page`` is not changed.
 
     ``amaxes``: for each tensor FP32 of any shape; or, if ``packed``, one tensor [tensors].
     """

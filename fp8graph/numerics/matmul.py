@@ -1,6 +1,6 @@
-"""The product of two quantized operands, decoded first: what every GEMM computes, on any device.
+"""The product of two quantized operands, decoded first: every GEMM on any device computes the same.
 
-How a device multiplies them without decoding is its vendor's business (``hardware``).
+The files of the vendors (``hardware``) know how a device multiplies them without decoding.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def scaled_grouped_mm(
     """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
     [experts, m, n]. Rows of no group are zero.
 
-    ``multiple``: what the groups of columns are padded to.
+    ``multiple``: groups of columns are padded to it.
     """
     kind, ragged_k = SCALINGS[scaling], b.ndim == 2
     sides = ((a, scale_inv_a, blocks[0], scalars[0]), (b, scale_inv_b, blocks[1], scalars[1]))

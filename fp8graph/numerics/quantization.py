@@ -4,14 +4,14 @@ The dialect ops run them, ``lower`` traces them into aten, ``fp8graph.numerics``
 All amax and scale arithmetic is FP32. Casts round to nearest even and saturate. NaN elements stay NaN,
 +-inf becomes +-fp8_max.
 
-What a reader should know:
+Read this first:
 
 * ``scale`` multiplies: ``x_fp8 = cast(x * scale)``. ``scale_inv = 1 / scale`` is what a GEMM needs.
 * A tile is (rows, elements along the contraction dim). Ragged edges are tiles of their own: they are quantized as if
   filled with zeros, which change no amax.
-* Gradients carry overflow (``carry_overflow``): where the amax is inf, ``scale_inv`` is inf instead of what the
-  recipe says. Saturation would otherwise hide an overflow from ``torch.amp.GradScaler``: dy = inf would give a finite
-  wgrad. MXFP8 does so by itself: 448 * 2^127 is inf.
+* Gradients carry overflow (``carry_overflow``): if the amax is inf, ``scale_inv`` is inf, whatever the recipe says.
+  Otherwise saturation would hide an overflow from ``torch.amp.GradScaler``: dy = inf would give a finite wgrad. MXFP8
+  needs no such rule: 448 * 2^127 is inf.
 * Compiled by Inductor, a quantize that is fused behind a pointwise producer (norm, SiLU * up, add) sees
   the producer's FP32 value, not its bf16 rounding: torch's fusion keeps registers in FP32. About 2 % of the
   bytes then differ, by one FP8 step (up to 8 % where bf16 would have rounded the largest element, and with it
@@ -37,7 +37,7 @@ from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 
 def reducible_amax(x: Tensor) -> Tensor:
-    """[1]: the amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which every reduction keeps."""
+    """[1]: the amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which survives any reduction."""
     amax = amax_of(x)
     return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
 
@@ -52,12 +52,12 @@ def scales_of_amax(
 
 
 def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool = False) -> list[str]:
-    """What ``quantize_layouts`` returns, in order."""
+    """The names of the results of ``quantize_layouts``, in order."""
     return SCALINGS[scaling].outputs(layouts, keep_scales)
 
 
 def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.dtype]]:
-    """The shapes and dtypes of what ``quantize_layouts`` returns; looks at shapes alone."""
+    """The shapes and dtypes of the results of ``quantize_layouts``, from shapes alone."""
     kind, block = SCALINGS[asked.scaling], asked.block
     *batch, rows, columns = asked.x.shape
     joined = sum(part.shape[asked.dim] for part in asked.parts)
@@ -82,7 +82,7 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
 
 
 def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
-    """What a ``fp8graph::quantize`` node computes, given its :class:`QuantizeArguments`.
+    """The computation of a ``fp8graph::quantize`` node, given its :class:`QuantizeArguments`.
 
     :func:`output_names` names the results.
     """
@@ -92,7 +92,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         return _quantize_groups(asked, asked.offs, kind)
     parts = asked.parts
     if any(part.shape != asked.x.shape for part in parts):
-        parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each where it is
+        parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
     shared = kind.shared(parts, asked)
     made: list[tuple[Tensor, Tensor | None]] = []
     for layout, multiples in asked.layouts.items():
@@ -103,7 +103,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
 
 
 def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scaling) -> list[Tensor]:
-    """:func:`quantize_layouts` of rows that fall into groups."""
+    """:func:`quantize_layouts` for rows that fall into groups."""
     x, groups = asked.x, offs.shape[0]
     group = group_of_rows(offs, x.shape[0])
     shared = kind.shared_of_groups(group, groups, asked)
@@ -126,7 +126,7 @@ def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
 
 
 def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
-    """The rest of a quantizer: keyword arguments of the dialect ops, only what differs from the defaults."""
+    """The rest of a quantizer as keyword arguments of the dialect ops, without those that equal their defaults."""
     values: dict[str, Any] = {"scaling": quantizer.scaling, "block": list(quantizer.block)}
     defaults = {"scaling": Quantizer.scaling, "block": list(Quantizer.block)}
     return {name: value for name, value in values.items() if value != defaults[name]}

@@ -1,6 +1,7 @@
 """Padding, tiling and joining: how one layout of a tensor is read and written.
 
-A tensor may come in parts that are joined: each part is read where it is and written where it belongs.
+A tensor may consist of parts that are joined: each part is read from its own place and written to its place in the
+result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def missing(size: int, multiple: int) -> int | None:
-    """How much ``size`` lacks to a multiple; None if it surely lacks nothing (a dynamic size may)."""
+    """How much is missing from ``size`` to a multiple; None if certainly nothing (a dynamic size may miss some)."""
     lacks = -size % multiple
     return None if isinstance(lacks, int) and lacks == 0 else lacks
 
@@ -43,14 +44,15 @@ def largest_of(amaxes: Sequence[Tensor]) -> Tensor:
 
 
 def join(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """The parts along ``axis``. Stored parts are written where they belong: no copy."""
+    """Join the parts along ``axis``. Stored parts are written to their place in the result: no copy."""
     return torch.cat(list(parts), axis) if len(parts) > 1 else parts[0]
 
 
 def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
     """``x`` with zeros at the end so that its last sizes are ``multiples``.
 
-    Written beside ``x``, not with it: the loop that makes ``x`` keeps its size and goes on to fuse with what feeds it.
+    The zeros are written by a loop of their own: the loop that makes ``x`` keeps its size, and still fuses with its
+    producer.
     """
     for axis, multiple in ((-1, multiples[1]), (-2, multiples[0])):
         if (lacks := missing(x.shape[axis], multiple)) is not None:
@@ -62,5 +64,5 @@ def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
 
 def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
     """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
-    # not .contiguous(): of one column it would return the column itself, and an op must not return its argument
+    # not .contiguous(): for a single column it would return its argument, which an op must not do
     return with_padding(data.t().clone(memory_format=torch.contiguous_format), multiples)

@@ -1,4 +1,4 @@
-"""What Inductor generates for a GPU that need not be there: kernels, their launches, their machine code."""
+"""Inductor's code for a GPU that need not be present: kernels, their launches, their machine code."""
 
 from fp8graph.offline.generate import OfflineInductor, available
 from fp8graph.offline.kernels import KernelRecord, compile_kernel

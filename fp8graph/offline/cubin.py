@@ -1,6 +1,6 @@
-"""What a compiled Triton kernel costs: its registers, instructions, and the width of its loads and stores.
+"""The cost of a compiled Triton kernel: its registers, instructions, and the width of its loads and stores.
 
-Read from the cubin with the tools that come with triton (cuobjdump), and from the PTX where it came from. No GPU.
+It is read from the cubin with the tools that come with triton (cuobjdump), and from the cubin's PTX. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Compiled:
     registers: int  # per thread
     spills: int  # bytes of stack per thread, which is where ptxas spills registers to
     shared: int  # bytes per block
-    # In the code, which each thread runs: the body of a loop counts once, padding does not count, and the slow paths
-    # of divisions do, though few threads take them.
+    # Counted in the code of one thread: the body of a loop counts once, padding does not count, and the slow paths
+    # of divisions count, though few threads take them.
     instructions: int
     loads: dict[int, int]  # bytes that one instruction loads from global memory -> how many such instructions
     stores: dict[int, int]
-    fp8_store: int | None  # bytes of the narrowest store to FP8 data; None where the kernel writes none
+    fp8_store: int | None  # bytes of the narrowest store to FP8 data; None if the kernel writes none
     ptx: str
 
 
@@ -45,7 +45,7 @@ def read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, confi
 
     Args:
         cubin: the code of one kernel.
-        ptx: what ptxas made it from.
+        ptx: the text that ptxas compiled to it.
         signature: Triton's types of the parameters that the kernel has at run time, like "*fp8e4nv" and "i32".
         shared: bytes of shared memory per block, which depend on the launch.
         configuration: for the record.
@@ -57,7 +57,7 @@ def read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, confi
     usage = re.search(r"REG:(\d+) STACK:(\d+)", resources)
     instructions = [name for name in _INSTRUCTION.findall(code) if name != "NOP"]
     if usage is None or not instructions:
-        raise Fp8GraphError(f"cuobjdump does not say what a kernel uses: {resources}{code[:500]}")
+        raise Fp8GraphError(f"cuobjdump does not list the resources of a kernel: {resources}{code[:500]}")
     return Compiled(
         configuration=configuration,
         registers=int(usage[1]),
@@ -92,7 +92,7 @@ def _widths(instructions: Sequence[str], names: Sequence[str]) -> dict[int, int]
     return dict(sorted(counted.items()))
 
 
-# a register that is computed, and from what: parameters and other registers, nothing that lies in memory
+# a register and the values that it is computed from: parameters and other registers, none read from memory
 _COMPUTED: Final = re.compile(
     r"^\s*(?:@!?%\w+ )?(?:ld\.param|(?!ld|st|atom|red)[a-z])[\w.:]*\s+(%rd?\d+), (.*);", re.MULTILINE
 )

@@ -1,8 +1,8 @@
-"""Inductor's GPU code on a machine without that GPU: what ``explain(target="sm_90").kernels`` reads.
+"""Generate Inductor's GPU code on a machine without that GPU, for ``explain(target="sm_90").kernels``.
 
 AOTAutograd and the passes run on fake CPU tensors; each graph is then moved to a fake CUDA device and given to
-Inductor, which generates its Triton text as for that GPU. Nothing is executed. A kernel is compiled to a cubin only
-when what it compiles to is asked for (``ptxas`` comes with triton).
+Inductor, which generates Triton text for that GPU. Nothing is executed. A kernel is compiled to a cubin only when its
+machine code is asked for (``ptxas`` comes with triton).
 
 Torch has no switch for code generation without a device. Two of its hooks are official (the device interface, and
 triton's active driver); two functions are replaced while a graph is generated, and put back after:
@@ -41,7 +41,7 @@ def available() -> bool:
 
 
 class OfflineInductor:
-    """``inner_compile`` of compile_fx: generates each graph for ``target`` and then runs it as it is."""
+    """An ``inner_compile`` for compile_fx: generates code of each graph for ``target``, but runs the graph itself."""
 
     def __init__(self, target: str, run: Callable[..., Any]) -> None:
         capability(target)  # or raises
@@ -74,7 +74,7 @@ class OfflineInductor:
 
 
 def _never(_arguments: Any) -> Any:
-    raise Fp8GraphError("generated for a GPU that is not here: nothing to run")
+    raise Fp8GraphError("this code was generated for a GPU that is not present: it cannot be run")
 
 
 def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any]]:

@@ -1,4 +1,4 @@
-"""One kernel launch of generated code, and what it compiles to."""
+"""One kernel launch of generated code, and its compiled kernel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class KernelRecord:
 
     @property
     def compiled(self) -> Compiled | None:
-        """What the first configuration that Inductor would try compiles to; None for a library call."""
+        """The kernel compiled in the first configuration that Inductor would try; None for a library call."""
         return _first(self.source, self.target) if self.source else None
 
     @property
@@ -68,7 +68,7 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
 
     Args:
         source: the module that Inductor generated.
-        target: like "sm_90".
+        target: a GPU like "sm_90".
         configuration: "all" that Inductor's autotuner would try on the GPU, the "first" of them, or one of them,
             as :attr:`Compiled.configuration` names it.
 

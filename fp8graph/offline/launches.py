@@ -1,7 +1,8 @@
-"""The launches of a generated graph: Inductor's text and its scheduler -> the name, ops and bytes of each.
+"""Find the launches of a generated graph, with name, ops and bytes, from Inductor's text and its scheduler.
 
-The scheduler knows bytes, the text knows launches. They meet in the buffers that a launch writes. A combo node of the
-scheduler (``ForeachKernelSchedulerNode``) may become several launches: each has the bytes of the parts that it runs.
+The scheduler knows bytes, and the text knows launches; they are matched by the buffers that a launch writes. A combo
+node of the scheduler (``ForeachKernelSchedulerNode``) may become several launches, each with the bytes of the parts
+that it runs.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What is in one kernel as a whole: a node of the scheduler, or one of the nodes that a combo node joins."""
+    """A part that is in one kernel as a whole: a node of the scheduler, or one of the nodes that a combo node joins."""
 
-    node: int  # where in the scheduler's list
+    node: int  # index in the scheduler's list
     makes: frozenset[str]  # new buffers
-    overwrites: frozenset[str]  # tensors that were there before
+    overwrites: frozenset[str]  # tensors that existed before
     reads: frozenset[str]
     moved: dict[str, int]  # buffer -> bytes
 
@@ -66,7 +67,7 @@ def launches(code: str, scheduler: Any) -> Iterator[Launch]:
 
 
 def _parts(scheduler: Any) -> Iterator[_Part]:
-    """In the order of their code. Bytes are those of the whole node: what two parts of one launch read counts once."""
+    """The parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once."""
     was: dict[str, str] = scheduler.mutation_real_name  # a buffer that overwrites a tensor -> that tensor
     for index, node in enumerate(scheduler.nodes):
         if type(node).__name__ in _LIBRARY:
@@ -77,7 +78,7 @@ def _parts(scheduler: Any) -> Iterator[_Part]:
             overwrites = frozenset(was[buffer] for buffer in buffers if buffer in was)
             reads: set[str] = set()
             for dependency in part.read_writes.reads:
-                # these two say what must run before, and Inductor counts them: no memory is read to overwrite it
+                # these two only order nodes, but Inductor counts them: no memory is read to overwrite it
                 is_order = isinstance(dependency, StarDep) and was.get(dependency.name, dependency.name) in overwrites
                 if not is_order and not isinstance(dependency, WeakDep):
                     reads.add(dependency.name)
@@ -103,7 +104,7 @@ def _read_call(call: str) -> tuple[str, list[str]]:
 
 
 def _written(name: str, source: str, arguments: Sequence[str]) -> set[str]:
-    """Those of the arguments that the kernel writes: Inductor calls their parameters out_ptr0, in_out_ptr0."""
+    """The arguments that the kernel writes: Inductor calls their parameters out_ptr0, in_out_ptr0."""
     definition = re.search(rf"^def {name}\(([^)]*)\)", source, re.MULTILINE)
     parameters = definition[1].split(", ") if definition else []
     return {a for a, parameter in zip(arguments, parameters, strict=False) if "out_ptr" in parameter}
@@ -112,7 +113,7 @@ def _written(name: str, source: str, arguments: Sequence[str]) -> set[str]:
 def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Part]) -> list[_Part]:
     """The parts, all of one node, that a launch with these arguments runs.
 
-    A new buffer is made once. A tensor may be overwritten by several launches, each from what it reads.
+    A new buffer is written by one launch. A tensor may be overwritten by several launches, which read different ones.
     """
     found = [
         part for part in waiting if part.makes & written or (part.overwrites & written and part.reads <= set(arguments))

@@ -15,7 +15,7 @@ import torch.cuda
 from fp8graph.compat import dynamo, inductor
 from fp8graph.errors import Fp8GraphError
 
-# What Inductor reads of torch.cuda.get_device_properties: H100/H200 SXM and B200.
+# The properties that Inductor reads from torch.cuda.get_device_properties, of H100/H200 SXM and B200.
 _MULTIPROCESSORS: Final = {8: 142, 9: 132, 10: 148}
 
 
@@ -28,15 +28,15 @@ def capability(target: str) -> tuple[int, int]:
     match = re.fullmatch(r"sm_(\d+)(\d)a?", target)
     if match is None:
         raise Fp8GraphError(
-            f"kernels for {target} cannot be generated without that GPU: only those for NVIDIA's can (target='sm_90'). "
-            "The decisions and the graphs of the report are for it."
+            f"kernels for {target} cannot be generated without that GPU, only those for NVIDIA's (target='sm_90'). "
+            f"The decisions and the graphs of the report are for {target}."
         )
     return int(match[1]), int(match[2])
 
 
 @contextlib.contextmanager
 def pretend(target: str) -> Generator[None]:
-    """Inductor and triton find a GPU of kind ``target``; undone on exit."""
+    """Let Inductor and triton find a GPU of kind ``target`` inside a ``with``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -80,7 +80,7 @@ def pretend(target: str) -> Generator[None]:
     functions = {name: answer(result) for name, result in members.items()}
     interface = type("OfflineCuda", (cuda,), {**functions, "Worker": Worker})
 
-    class Driver(CudaDriver):  # knows its target; cannot load or launch anything
+    class Driver(CudaDriver):  # it knows its target, but cannot load or launch anything
         def __init__(self) -> None: ...
 
         def get_current_target(self) -> Any:

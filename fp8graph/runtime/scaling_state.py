@@ -285,7 +285,7 @@ class State:
         if missing := sorted(existing.keys() - entries.keys()):
             places = {name.partition("|")[0]: name.partition("|")[2] for name in entries}
             place, _, recipe = missing[0].partition("|")
-            found = f"it has {place} under {places[place]}" if place in places else "nothing is known of it"
+            found = f"the dict has it under {places[place]}" if place in places else "the dict has nothing for it"
             raise StateError(
                 f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
                 f"{place} under {recipe}; {found}. Nothing was loaded."

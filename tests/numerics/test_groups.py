@@ -125,7 +125,7 @@ def test_rows_after_the_last_group_belong_to_none() -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", [*EACH_ITS_OWN, "delayed", "nvfp4"])
 def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int]) -> None:
-    """fprop and wgrad forms against one GEMM a group of what the numbers stand for."""
+    """fprop and wgrad forms against one GEMM per group, of the decoded numbers."""
     recipe = named(name)
     tokens, experts, n, k = sum(sizes), len(sizes), 20, 48
     offs = offsets(sizes)

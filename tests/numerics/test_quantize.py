@@ -335,11 +335,11 @@ def test_an_operand_that_does_not_exist(operand: Any) -> None:
     [
         (torch.zeros(2, 2), "diagonal", "layout must be one of rowwise, columnwise"),
         (torch.zeros(2, 2).int(), "rowwise", "cannot quantize torch.int32"),
-        (torch.zeros(2, 2).double(), "rowwise", "cannot quantize torch.float64: bf16, fp16 and fp32 only"),
+        (torch.zeros(2, 2).double(), "rowwise", "cannot quantize torch.float64: it must be bf16, fp16 or fp32"),
         (torch.zeros(2, 2).to(E4M3), "rowwise", "cannot quantize torch.float8_e4m3fn"),
         (torch.zeros(2, 2) * 1j, "rowwise", "cannot quantize torch.complex64"),
-        (torch.tensor(1.0), "rowwise", "needs 2 dims"),
-        (torch.zeros(2), "rowwise", "needs 2 dims"),
+        (torch.tensor(1.0), "rowwise", "needs at least 2 dims"),
+        (torch.zeros(2), "rowwise", "needs at least 2 dims"),
         (torch.zeros(0, 2), "rowwise", "one element"),
     ],
 )

@@ -1,4 +1,4 @@
-"""fuse_linears: one GEMM a direction where linears share their input, and every case where they stay apart."""
+"""fuse_linears: one GEMM per direction for linears that share their input, and every case in which they stay apart."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_rows_of_several_sequences_are_moved_as_before() -> None:
 
 @torch.no_grad()
 def test_scales_of_rows_travel_beside_the_data() -> None:
-    """Where only fprop reads them: 2 KiB of data and a scale a row, 4 KiB in bf16."""
+    """Where only fprop reads them: 2 KiB of data and one scale per row, 4 KiB in bf16."""
     sent = report_of(Rows(64).bfloat16(), torch.randn(32, 64).bfloat16(), "rowwise").collectives
     assert [(c.dtype, c.shape, c.bytes_sent) for c in sent] == [("uint8", (32, 64), 2048), ("float32", (32, 1), 128)]
 
@@ -160,7 +160,7 @@ def test_padded_columns_of_square_tiles_are_gathered_as_they_are(inner: int, rea
     assert reasons_of(report)[0].startswith(reason)
 
 
-TRAINING = "scales of columns span the ranks: both directions would have to travel"
+TRAINING = "a scale per column spans all ranks, so both layouts would have to be sent"
 BF16 = torch.bfloat16
 REFUSALS: list[Any] = [
     pytest.param(Rows(also=torch.exp), (16, 32), "tensorwise", "read in high precision too, by exp", id="reader"),

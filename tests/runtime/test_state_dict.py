@@ -100,7 +100,7 @@ def test_another_recipe_is_named() -> None:
     model, backend = trained(DelayedScaling(amax_history_len=8))
     _other, source = trained()
     other = source.state_dict()
-    with pytest.raises(StateError, match=r"len=8\); it has .* under delayed\(amax_history_len=4\)"):
+    with pytest.raises(StateError, match=r"len=8\); the dict has it under delayed\(amax_history_len=4\)"):
         backend.load_state_dict(other)
     del model
 
@@ -109,7 +109,7 @@ def test_another_model_is_named_when_it_is_there_already() -> None:
     model, backend = trained(module=nn.Linear(32, 16))
     _other, source = trained()
     other = source.state_dict()
-    with pytest.raises(StateError, match="3 of 3 tensors are missing.*nothing is known of it"):
+    with pytest.raises(StateError, match="3 of 3 tensors are missing.*the dict has nothing for it"):
         backend.load_state_dict(other)
     del model
 

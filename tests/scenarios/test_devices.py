@@ -177,7 +177,7 @@ class Loop(nn.Module):
 
 @on_devices("sizes", [10, 1, 70, 47], [32, 64, 16, 16], [0, 128, 0, 0])
 def test_experts(sizes: list[int], device: torch.device) -> None:
-    """One scale a row: ``torch._scaled_grouped_mm`` multiplies all three GEMMs where it exists (sm_90)."""
+    """One scale per row: ``torch._scaled_grouped_mm`` multiplies all three GEMMs where it exists (sm_90)."""
     module = Experts().to(device, torch.bfloat16)
     x = batch(0, device, 128, 128).requires_grad_()
     offs = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)

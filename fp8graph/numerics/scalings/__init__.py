@@ -1,4 +1,4 @@
-"""The kinds of scaling: one file each, and one list."""
+"""The kinds of scaling: each has one file and one entry in the list here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a kind of scaling is: what shares a scale, and all that follows from it.
+"""The base of all kinds of scaling: a kind says which elements share a scale, and all that follows from it.
 
-One file per kind; ``SCALINGS`` in ``__init__.py`` is the only list of them. Nothing outside of this folder and of
-``recipes`` asks a kind for its name: it asks for what it needs to know, or lets the kind do it.
+There is one file per kind, and ``SCALINGS`` in ``__init__.py`` is the only list of them. Code outside this folder and
+``recipes`` never compares a kind's name: it asks for the property that it needs, or lets the kind do the work.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Asked: TypeAlias = QuantizeArguments[Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """What both layouts of one tensor are quantized with. All FP32."""
+    """The scales with which both layouts of one tensor are quantized, all in FP32."""
 
-    scale: Tensor | None = None  # [], [groups], or what broadcasts with the tensor
+    scale: Tensor | None = None  # [], [groups], or a shape that broadcasts with the tensor
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     global_scale: Tensor | None = None  # []
@@ -43,11 +43,11 @@ class Scaling(ABC):
     scale_dtype: ClassVar[torch.dtype] = torch.float32
     packed: ClassVar[int] = 1  # numbers per element of the data
     tiled: ClassVar[bool] = False  # one scale per tile of ``QuantizeArguments.block``
-    one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are rowwise ones, transposed
+    one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are the rowwise data, transposed
     has_state: ClassVar[bool] = False  # the scale comes from earlier steps
     columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
-    not_sent: ClassVar[str | None] = None  # why no collective sends it quantized
-    columns_not_sent: ClassVar[str | None] = None  # why none sends it if the columnwise layout is needed
+    not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized
+    columns_not_sent: ClassVar[str | None] = None  # why none sends them if the columnwise layout is needed
 
     # What it costs (``hardware.roofline``): for a tensor that is needed rowwise, and for one that is needed columnwise
     # (too), how often it is read once more before it can be cast. Scales of the whole tensor, or of all of a column,
@@ -59,7 +59,7 @@ class Scaling(ABC):
     # and blockwise, 29 mxfp8: codegen/test_kernels.py).
     launches: ClassVar[tuple[float, float]]
     launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
-    gemm_launches: ClassVar[int] = 1  # 3: brings the scales of both operands in order
+    gemm_launches: ClassVar[int] = 1  # 3: puts the scales of both operands in order
     # The share of the per-tensor FP8 rate (FP4 if packed) that its GEMMs reach; TE and DeepGEMM name some.
     rate: ClassVar[float]
 
@@ -68,25 +68,25 @@ class Scaling(ABC):
         """Whether the one scale comes from the tensor's own amax."""
         return self.one_scale and not self.has_state
 
-    # What a quantize node returns: data of each layout, scales of each, and what belongs to both.
+    # The results of a quantize node: the data of each layout, the scales of each, and tensors that belong to both.
 
     def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
-        """The names of what is returned, in order."""
+        """The names of the results, in order."""
         return [*layouts, *(f"{layout}_scale_inv" for layout in layouts)]
 
     def data_shape(self, rows: int, columns: int, block: Sequence[int]) -> list[int]:
-        """The shape of the data of one layout [rows, columns], sizes padded."""
+        """The shape of the data of one layout [rows, columns] with padded sizes."""
         return [rows, columns]
 
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
-        """The shape of the scales of one layout [rows, columns], sizes padded; None if it has none of its own.
+        """The shape of the scales of one layout [rows, columns] with padded sizes; None if it has none of its own.
 
-        ``groups``: how many the columns fall into; 0: they do not.
+        ``groups``: the number of groups that the columns fall into; 0: there are no groups.
         """
         return [-(-rows // block[0]), -(-columns // block[1])]
 
     def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
-        """The shapes of what belongs to both layouts, FP32.
+        """The shapes of the FP32 tensors that belong to both layouts.
 
         ``rows``: all sizes of the tensor but the last. ``units``: how many groups or matrices have a scale each.
         ``given``: the scales are inputs.
@@ -96,7 +96,7 @@ class Scaling(ABC):
     # The arithmetic.
 
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
-        """What both layouts of the tensor that ``parts`` make, joined, are quantized with."""
+        """The scales of both layouts of the tensor that ``parts`` form when they are joined."""
         return Shared()
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
@@ -134,12 +134,12 @@ class Scaling(ABC):
         return self.layout([rows.t() if transposed else rows], -1, multiples, asked, shared)
 
     def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
-        """What is returned after the layouts."""
+        """The results after those of the layouts."""
         return []
 
     @abstractmethod
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
-        """``data * scale_inv`` in FP32: what quantized numbers stand for."""
+        """The decoded numbers, ``data * scale_inv``, in FP32."""
 
     # Operands of GEMMs.
 

@@ -1,7 +1,7 @@
 """One power of two in E8M0 per tile, of any size: Float8BlockScaling(scale_format="ue8m0").
 
-The scale is ``amax / fp8_max`` rounded up to a power of two, as DeepGEMM's ``per_token_cast_to_fp8`` and
-``per_block_cast_to_fp8`` (``use_ue8m0``) and DeepSeek-V3.1's checkpoints (``scale_fmt: "ue8m0"``) have it.
+The scale is ``amax / fp8_max`` rounded up to a power of two, as in DeepGEMM's ``per_token_cast_to_fp8`` and
+``per_block_cast_to_fp8`` (``use_ue8m0``) and in DeepSeek-V3.1's checkpoints (``scale_fmt: "ue8m0"``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One scale for the tensor, from the amaxes of earlier steps; this step's amax comes back as one per row."""
+"""One scale for the tensor, from the amaxes of earlier steps; this step's amaxes are returned, one per row."""
 
 from __future__ import annotations
 

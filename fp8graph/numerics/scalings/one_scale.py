@@ -1,4 +1,4 @@
-"""What tensors with one scale have in common: both layouts hold the same numbers."""
+"""The base of kinds with one scale per tensor: both layouts hold the same numbers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Rowwise(Scaling):
     gemm = "row"
     gemm_title = "FP8 GEMM with one scale per row"
     columns_again = True
-    columns_not_sent = "scales of columns span the ranks: both directions would have to travel"
+    columns_not_sent = "a scale per column spans all ranks, so both layouts would have to be sent"
     reads, launches, rate = (0, 1), (1.0, 2.1), 0.95
 
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:

@@ -14,7 +14,7 @@ from fp8graph.recipes import FLT_MAX, FP8_MAX
 def fp8_scales(
     amax: Tensor, asked: Asked, *, carry_overflow: bool = False, largest: float = FLT_MAX
 ) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` of whatever has these amaxes, FP32; see :func:`formats.scale_from_amax`."""
+    """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`."""
     scale = scale_from_amax(
         amax,
         FP8_MAX[asked.dtype],
@@ -22,7 +22,7 @@ def fp8_scales(
         amax_epsilon=asked.amax_epsilon,
         largest=largest,
     )
-    scale = stored(scale)  # else every thread that casts with it divides for itself
+    scale = stored(scale)  # else every thread that casts with it would divide
     return scale, with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
 
 

@@ -1,4 +1,4 @@
-"""What tensors with one scale per tile have in common. A tile is (rows, elements along the contraction dim)."""
+"""The base of kinds with one scale per tile. A tile is (rows, elements along the contraction dim)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Tiled(Scaling):
         """``(scale, scale_inv)`` of tiles with these amaxes."""
 
     def more_tiles(self, multiple: int, block: Sequence[int]) -> int:
-        """Of how many whole tiles the contraction dim is a multiple; what lacks are tiles of zeros, made apart."""
+        """The number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made separately."""
         return 1
 
     def layout(
@@ -59,7 +59,7 @@ class Tiled(Scaling):
     ) -> Tensor:
         """The data of scaled tiles [..., R / rows, rows, C / columns, columns], of the sizes of ``parts``, joined.
 
-        ``lacks``: how many tiles there are too few along the contraction dim for a multiple of ``whole``.
+        ``lacks``: how many tiles are missing along the contraction dim to a multiple of ``whole``.
         """
         *batch, rows, columns = parts[0].shape
         block = asked.block
