@@ -31,7 +31,7 @@ console: Final = Console(soft_wrap=True)
 
 
 class OutOfTime(RuntimeError):
-    """The budget ended inside of a measurement."""
+    """The budget ended during a measurement."""
 
 
 def version_of(package: str) -> str:
@@ -132,7 +132,7 @@ class Run:
 
     @contextlib.contextmanager
     def limited(self) -> Generator[None]:
-        """Raise :class:`OutOfTime` inside of whatever still runs when the budget is over.
+        """Raise :class:`OutOfTime` inside the code that still runs when the budget is over.
 
         By the alarm signal, which reaches Python code only: a library call that hangs is beyond it.
         """

@@ -90,7 +90,7 @@ def gpu_page(lines: list[Line], pictures: Sequence[Path] = ()) -> str:
 
 
 def _shown(pictures: Iterable[Path]) -> list[str]:
-    """Lines of docs/performance.md; nothing for pictures outside of the repository."""
+    """Lines of docs/performance.md; nothing for pictures outside the repository."""
     inside = [path.relative_to(ROOT) for path in pictures if path.is_relative_to(ROOT)]
     return ["", *(f"![{path.stem}](../{path})" for path in inside)] if inside else []
 

@@ -57,7 +57,7 @@ for block in model.layers:
     parallelize_module(block, mesh, {"norm": SequenceParallel(), "up": up, "down": down})
 
 backend = fp8graph.Backend(recipe="tensorwise", compiler="inductor" if on_gpu else "eager")  # eager: starts at once
-model.compile(backend=backend)  # the collectives are inside of the compiled code
+model.compile(backend=backend)  # the collectives are inside the compiled code
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 ids = torch.arange(16, device=device).repeat(4, 1)  # the same on every rank

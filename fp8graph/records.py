@@ -46,7 +46,7 @@ class GemmRecord:
     execution: str  # "native", "emulated", "high precision"
     required: bool  # a user's rule or region asks for FP8
     by_profitability: bool  # left in high precision because FP8 would not be faster
-    speedup: float | None  # predicted, over high precision; None where there is none to win or to know
+    speedup: float | None  # predicted, over high precision; None if it is not known or there is nothing to gain
     rule: int | None  # index of the policy rule that matched the site
 
     @property

@@ -176,7 +176,7 @@ def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
 
 
 def _belongs(node: fx.Node, tag: str | None) -> None:
-    """Put an inserted node into forward or backward, outside of any activation checkpointing region."""
+    """Put an inserted node into forward or backward, outside any activation checkpointing region."""
     for key in ("recompute", "ac_graph_id", "partitioner_tag"):
         node.meta.pop(key, None)
     if tag is not None:

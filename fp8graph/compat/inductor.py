@@ -65,7 +65,7 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
 
     GCC 12 at -O3 miscompiles Inductor's AVX-512 ``transpose_mxn`` for 16-bit types as soon as one kernel
     transposes two tensors (a relative of pytorch#182016, which fixes the AArch64 version): plain
-    ``(x.t().contiguous(), w.t().contiguous())`` in bf16 comes back wrong on torch 2.11 to 2.15. A
+    ``(x.t().contiguous(), w.t().contiguous())`` in bf16 gives wrong results on torch 2.11 to 2.15. A
     columnwise copy is such a transpose, so rewritten CPU graphs use 256-bit vectors, which are not affected.
     """
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))

@@ -108,7 +108,7 @@ class Network:
         """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
         if ranks == 1:
             return 0.0
-        together = min(ranks, max(1, self.gpus_per_node // stride))  # GPUs of the group in one node
+        together = min(ranks, max(1, self.gpus_per_node // stride))  # how many GPUs of the group are in one node
         nodes = -(-ranks // together)
         bandwidth = self.node_bandwidth if nodes == 1 else min(self.node_bandwidth, together * self.network_bandwidth)
         latency = (ranks - nodes) * self.node_latency + (nodes - 1) * self.network_latency

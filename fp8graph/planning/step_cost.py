@@ -41,8 +41,8 @@ class Step:
     """The step of one recipe: its seconds, and its collectives."""
 
     recipe: str
-    gemms: float  # with what quantizes their operands
-    others: float  # attention, what moves memory, the optimizer
+    gemms: float  # with the quantization of their operands
+    others: float  # attention, memory traffic, the optimizer
     exposed: float  # communication that nothing hides
     communication: float  # all of it
     collectives: Mapping[Collective, int]  # how many of each
@@ -62,7 +62,7 @@ class Plan:
     tokens: int  # of one replica
     steps: tuple[Step, ...]
     state_bytes: int  # parameters, gradients and moments of AdamW on one GPU
-    copy_bytes: int  # FP8 copies of weights on one GPU; none is kept of what FSDP2 gathers
+    copy_bytes: int  # FP8 copies of weights on one GPU; FSDP2's gathered weights have none
     gather_saving: int  # bytes that each GPU would not send if FSDP gathered weights in FP8
 
     @property

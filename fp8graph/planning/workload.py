@@ -170,7 +170,7 @@ def _of_parameters(work: Workload, mesh: Mesh) -> Iterator[Collective]:
     one = functools.partial(Collective, purpose="gradients", direction="backward", dtype=dtype)
     for name in work.parameters:
         sharded = mesh.tp > 1 and work.shape(name, mesh.tp) != work.shape(name)
-        # each rank saw its own rows (sp) or its own heads: its gradient is a part
+        # each rank has its own rows (sp) or its own heads: its gradient is a part
         if not sharded and (mesh.sp or work.style(name.rpartition(".")[0]) == "replicated_with_grad_allreduce"):
             yield one(kind="all_reduce", axis="tp", payload=size * math.prod(work.shape(name)))
     if mesh.fsdp == 1:

@@ -1,8 +1,8 @@
 """``fp8graph bench``: measures what FP8 gains on this machine, and the rates that the speed model decides with.
 
 ``calibrate`` measures the fields of ``speed.Speed``: the rates that large GEMMs reach, the bandwidth of a copy and the
-cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures what a
-user gets, forward and backward of one compiled linear in bf16 and FP8 in turns, and gives the model's prediction.
+cost of one more kernel. A scaling whose GEMM fails is left out and keeps the model's rate. ``linears`` measures
+forward and backward of one compiled linear, in bf16 and FP8 in turns, and compares them with the model's prediction.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ class Calibration:
 
     speed: Speed
     measured: tuple[Scaling, ...] = ()
-    failed: str = ""  # why the scaling that was tried last has no rate; it keeps that of ``RATES``
+    failed: str = ""  # why the last scaling has no measured rate; it keeps the one of ``RATES``
 
 
 def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: int = COPY) -> Iterator[Calibration]:
-    """Measure ``device``: first what every prediction needs, then one scaling after another. Each yield is complete.
+    """Measure ``device``: first the rates that every prediction needs, then each scaling. Each yield is complete.
 
     Args:
-        size: of the square GEMMs; large ones reach their full rate.
-        copy: bytes of the copy, many times the size of the caches.
+        size: the size of the square GEMMs; large ones reach their full rate.
+        copy: the bytes of the copy, many times the size of the caches.
     """
     flops = 2.0 * size**3
 
@@ -114,7 +114,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
             continue
         try:
             flops_reached = fp8_rate(scaling)
-        except (RuntimeError, ValueError) as error:  # what torch and cuBLAS raise for a GEMM that they do not have
+        except (RuntimeError, ValueError) as error:  # raised by torch and cuBLAS for a GEMM that they do not have
             yield dataclasses.replace(done, failed=f"{_RECIPES[scaling]}: {str(error).strip().splitlines()[0]}")
             continue
         if SCALINGS[scaling].packed > 1:
@@ -125,7 +125,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
 
 
 def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """fprop of a square linear, from operands as ``found`` has them."""
+    """The fprop of a square linear, with operands as ``found`` has them."""
     operands: tuple[OperandName, OperandName] = ("input", "weight")
     a, b = (found.quantizer(recipe, operand) for operand in operands)
     m, n, k = found.alignment(a, b)
@@ -143,7 +143,7 @@ def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device)
         scales.append(named["scale_inv" if "scale_inv" in named else "rowwise_scale_inv"])
         settings |= {f"block_{side}": list(quantizer.block), f"global_scale_inv_{side}": named.get("global_scale_inv")}
     args: list[Any] = [*data, *scales, None, torch.bfloat16, recipe.fast_accum("fprop")]
-    return lambda: hardware.scaled_mm(*args, **settings)  # brings scales in order, where the device wants that
+    return lambda: hardware.scaled_mm(*args, **settings)  # puts scales in order, if the device needs that
 
 
 def describe(done: Calibration, found: Hardware) -> str:

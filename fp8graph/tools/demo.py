@@ -203,7 +203,7 @@ def run_demo(
             highlight=False,
         )
     console.print(f"difference {difference:+.2%} (at most {TOLERANCE:.0%} is fine)", highlight=False)
-    # The mean over all tokens is most of a trained model's logits, and survives any rounding.
+    # Most of a trained model's logits is their mean over all tokens, which survives any rounding.
     common = reference.float().mean((0, 1))
     varying = sqnr_db(reference - common, quantized.logits - common)
     console.print(

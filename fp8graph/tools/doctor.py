@@ -1,4 +1,4 @@
-"""``fp8graph doctor``: shows what this machine has, and what each architecture multiplies natively."""
+"""``fp8graph doctor``: shows this machine's hardware and software, and the native GEMMs of each architecture."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def architectures() -> list[tuple[str, ...]]:
 
 
 def machine() -> list[tuple[str, str]]:
-    """What this machine has, and what it lacks."""
+    """The relevant hardware and software of this machine, and what is missing."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     supported = (2, 11) <= (major, minor) <= (2, 15)
     rows = [
@@ -54,7 +54,7 @@ def machine() -> list[tuple[str, str]]:
         fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
         rows.append((str(device), f"{torch.cuda.get_device_name(device)}, {found.name}{fast}"))
     if not torch.cuda.is_available():
-        rows.append(("cuda", "no GPU: torch's reference GEMM gives the right numbers, without the speed"))
+        rows.append(("cuda", "no GPU: torch's reference GEMM gives the right numbers, but is not fast"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]

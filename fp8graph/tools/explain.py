@@ -60,7 +60,7 @@ def explain(
             )
         arguments = backend.arguments()
     else:
-        Settings(**arguments)  # raises for one that cannot be used, also of those that are not taken here
+        Settings(**arguments)  # raises for a setting that cannot be used, including those that explain ignores
         arguments |= {"policy": policy, "recipe": recipe}
     arguments |= {"compiler": "eager", "strict": False}
     tracing = Backend(**arguments)
@@ -98,9 +98,9 @@ class Generating(Backend):
 
 @torch.inference_mode(False)  # whatever runs around explain(), or around what its report loads later
 def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
-    """What is compiled goes with the model on fake tensors; the report keeps what it shows."""
+    """Compiled code is freed with the model on fake tensors; the report keeps the rows and texts that it shows."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}  # deepcopy takes these in place of the real tensors: no weight is copied
+    memo: dict[int, Any] = {}  # deepcopy uses these in place of the real tensors: no weight is copied
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _fake(tensor, mode)
     fake_model = copy.deepcopy(model, memo)
