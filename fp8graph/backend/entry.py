@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fp8graph.backend import copies
 from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
@@ -72,6 +73,9 @@ def compile(  # noqa: A001  (the public name is torch's)
         options["mode"] = mode
     backend = NamedBackend().backend_for({"options": options})
     backend.bind(model)
-    for module in [model] if regions is None else regions_of(model, regions):
-        dynamo.compile_in_place(module, backend=backend, **kwargs)
+    compiled = [model] if regions is None else regions_of(model, regions)
+    for module in compiled:
+        copies.compile_in_place(module, backend, kwargs, named=module is model)
+    if model not in compiled:  # bound in its copies, too
+        copies.compile_in_place(model, backend, None)
     return model

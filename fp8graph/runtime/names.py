@@ -27,10 +27,14 @@ class Names:
         return bool(self._names or self._models)
 
     def bind(self, model: torch.nn.Module) -> None:
+        self.bind_later(model)
+        self._learn(model)
+
+    def bind_later(self, model: torch.nn.Module) -> None:
+        """Bind a model that has no parameters yet: its names are learned when one is asked for."""
         models = self._models
         if all(reference() is not model for reference in models):
             models.append(weakref.ref(model, models.remove))
-        self._learn(model)
         self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module) -> None:

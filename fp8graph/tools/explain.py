@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.backend.copies import marks
 from fp8graph.compat import aot, dynamo
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
@@ -103,6 +104,7 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
     memo: dict[int, Any] = {}  # deepcopy uses these in place of the real tensors: no weight is copied
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = _fake(tensor, mode)
+    memo.update(dict.fromkeys(map(id, marks(model))))  # nor is the copy compiled
     fake_model = copy.deepcopy(model, memo)
     for module in fake_model.modules():
         dynamo.undo_compile_in_place(module)

@@ -1,0 +1,98 @@
+"""What ``fp8graph.compile`` leaves on the modules that it compiles, so that their copies are compiled, too.
+
+torch drops the compiled code of a module that is copied or pickled (``Module.__getstate__``), and says nothing: a copy
+for an average of weights, a model that ``torch.save`` wrote, ran in bf16.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import weakref
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import nn
+
+from fp8graph.backend.backend import Backend
+from fp8graph.compat import dynamo
+
+_ATTRIBUTE: Final = "_fp8graph_compiled"
+_log = logging.getLogger("fp8graph")
+
+
+def compile_in_place(
+    module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, *, named: bool = True
+) -> None:
+    """Compile ``module`` so that its copies are compiled, too.
+
+    Args:
+        arguments: of ``torch.compile``; None if only modules inside ``module`` are compiled.
+        named: names of parameters are relative to ``module``, not to a model that it is a part of.
+    """
+    module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
+
+
+def marks(model: nn.Module) -> list[Compiled]:
+    """The marks of all modules of ``model``."""
+    return [mark for module in model.modules() if (mark := module.__dict__.get(_ATTRIBUTE)) is not None]
+
+
+class Compiled:
+    """A mark in the ``__dict__`` of a module, which is copied with it.
+
+    A copy gets a backend of its own, with the settings and the scaling state of the original, once for all modules
+    that are copied together; so does what is loaded from a pickle.
+    """
+
+    def __init__(self, module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, named: bool) -> None:
+        self._module = weakref.ref(module)
+        self._backend = backend
+        self._arguments = arguments
+        self._named = named
+
+    @staticmethod
+    def now(module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, named: bool) -> Compiled:
+        """Compile ``module`` (which may be an empty one, being copied) and return its mark."""
+        if named:
+            backend.names.bind_later(module)
+        if arguments is not None:
+            dynamo.compile_in_place(module, backend=backend, **arguments)
+        return Compiled(module, backend, arguments, named)
+
+    def _holds(self) -> bool:
+        """Whether the module is compiled as it was: it may have got another backend, or none."""
+        found = dynamo.orig_backend(self._module())
+        return self._arguments is None or dynamo.fp8graph_backend(found) is self._backend
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
+        copy = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied
+        if copy is None or not self._holds():
+            return None
+        key = Compiled, id(self._backend)
+        if key not in memo:
+            memo[key] = Backend(**self._backend.arguments())
+            memo[key].load_state_dict(self._backend.state_dict())
+        return Compiled.now(copy, memo[key], self._arguments, self._named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        if not self._holds():
+            return type(None), ()
+        try:
+            pickle.dumps((self._backend, self._arguments))
+        except Exception as error:  # of functions in a policy: any
+            _log.warning(
+                "%s is pickled without its compilation: %s. Call fp8graph.compile where it is loaded.",
+                *(type(module).__name__, error),
+            )
+            return type(None), ()
+        # A module's state is read after the module itself, so that the state may hold the module.
+        return _unpickled, (), (module, self._backend, self._arguments, self._named)
+
+    def __setstate__(self, state: tuple[nn.Module, Backend, Mapping[str, Any] | None, bool]) -> None:
+        self.__dict__.update(vars(Compiled.now(*state)))
+
+
+def _unpickled() -> Compiled:
+    return object.__new__(Compiled)

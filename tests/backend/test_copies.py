@@ -1,0 +1,106 @@
+"""Copies of a model that fp8graph.compile compiled: deep copies, averages, pickles; each is compiled, by its own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8graph
+from fp8graph import Policy
+from helpers import ALL, MLP
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "within another": lambda model: copy.deepcopy(nn.ModuleDict({"student": model}))["student"],
+    "EMA": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+}
+
+
+def trained(model: nn.Module, steps: int = 3) -> None:
+    torch.manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(16, 32)).square().sum().backward()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_is_compiled_and_computes_the_same(how: str, recipe: str) -> None:
+    model = nn.Sequential(MLP(), MLP())
+    fp8graph.compile(model, Policy(default=recipe, min_speedup=0), compiler="eager", save="memory", fullgraph=True)
+    backend = fp8graph.backend_of(model)
+    trained(model)
+    copied = COPIES[how](model)
+    found = fp8graph.backend_of(copied)
+    assert found is not backend
+    assert found.policy == backend.policy
+    assert found.settings == backend.settings
+    backend.refresh_weights()  # delayed: to the scales of now, as the copy does
+    x = torch.randn(16, 32)
+    with torch.no_grad():
+        assert torch.equal(copied(x), model(x))
+        copied[0].down.weight.mul_(2)
+        assert not torch.equal(copied(x), model(x))
+    assert {gemm.fqn for gemm in found.report.gemms} == {f"{i}.{name}" for i in "01" for name in ("gate", "up", "down")}
+    assert found.state_dict().keys() == backend.state_dict().keys()
+    trained(copied)
+    trained(copied := COPIES[how](copied))  # a copy of a copy
+    assert fp8graph.backend_of(copied).report.gemms
+
+
+def test_blocks_compiled_one_by_one_share_the_backend_of_the_copy() -> None:
+    model = nn.Sequential(nn.Sequential(MLP(), MLP()), nn.Linear(32, 8))
+    fp8graph.compile(model, ALL, regions=["MLP"], compiler="eager")
+    trained(model, 1)
+    copied: Any = copy.deepcopy(model)
+    trained(copied, 1)
+    backends = {fp8graph.backend_of(block) for block in (copied[0][0], copied[0][1], copied[1])}
+    assert len(backends) == 1
+    assert backends.isdisjoint({fp8graph.backend_of(model)})
+    names = {gemm.name for gemm in backends.pop().report.gemms}
+    assert names == {gemm.name for gemm in fp8graph.backend_of(model).report.gemms}
+
+
+def test_a_model_that_is_compiled_no_more_has_plain_copies() -> None:
+    for undo in (lambda m: setattr(m, "_compiled_call_impl", None), lambda m: m.compile(backend="eager")):
+        model = MLP()
+        fp8graph.compile(model, ALL, compiler="eager")
+        undo(model)
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with pytest.raises(fp8graph.ConfigError, match="was not compiled"):
+                fp8graph.backend_of(copied)
+
+
+def test_explain_traces_a_compiled_model_and_leaves_it() -> None:
+    model = MLP()
+    fp8graph.compile(model, ALL, compiler="eager")
+    assert fp8graph.explain(model, torch.randn(16, 32), policy=Policy(default=None)).gemms[0].recipe is None
+    assert not fp8graph.backend_of(model).report.graphs
+
+
+def test_what_cannot_be_pickled_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    fp8graph.compile(model, ALL, compiler="eager", inductor_options={"joint_custom_pre_pass": lambda graph: None})
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        copied = pickle.loads(pickle.dumps(model))
+    assert "MLP is pickled without its compilation" in caplog.text
+    copied(torch.randn(16, 32))
+    with pytest.raises(fp8graph.ConfigError, match="was not compiled"):
+        fp8graph.backend_of(copied)
