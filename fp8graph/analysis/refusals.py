@@ -18,7 +18,7 @@ _SHARDED = "a copy of all of it would take the memory that sharding saves"
 
 
 def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
-    """The site that reads a quantize node; None if its GEMM is emulated."""
+    """The site whose GEMM (or, if that is emulated, what decodes for it) reads a quantize node; None if none does."""
     for output in quantized.users:
         for reader in output.users:
             if GEMM_KEY in reader.meta:

@@ -47,7 +47,7 @@ def fits_in_group(size: int, blocks: Iterable[Sequence[int]]) -> bool:
 
 
 def _multiple(blocks: Iterable[Sequence[int]]) -> int:
-    return max(16, *(max(block or (1,)) for block in blocks))
+    return max([16, *(max(block or (1,)) for block in blocks)])
 
 
 def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
