@@ -77,13 +77,14 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
 def _check(quantized: QuantizeNode) -> str | None:
     """Why the columnwise copy is kept for backward, "" if there is none; None if backward can make it again."""
     node, copy = quantized.node, quantized.outputs.get("columnwise")
-    if CACHED_KEY in node.meta or copy is None or not quantized.asked.rowwise or not any(map(is_backward, copy.users)):
+    for_backward = copy is not None and bool(copy.users) and all(map(is_backward, copy.users))
+    if CACHED_KEY in node.meta or not quantized.asked.rowwise or not for_backward:
         return ""
     if "recompute" in node.meta:
         return "torch.utils.checkpoint runs its forward again anyway"
     if quantized.asked.offs is not None or quantized.asked.per_matrix:
         return "the operands of grouped GEMMs are kept as they are"
-    return None if all(map(is_backward, copy.users)) else "forward reads the columnwise copy, too"
+    return None
 
 
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:

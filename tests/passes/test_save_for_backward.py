@@ -60,6 +60,33 @@ def test_checkpointed_regions_are_recomputed_as_they_are() -> None:
     assert view.stages["save_for_backward"] == view.stages["connect_scales"]
 
 
+def refused(module: Any, *args: Tensor, policy: Any = ALL) -> list[tuple[str, str]]:
+    """Which copies are kept all the same with save="memory", and why."""
+    refusals = view_of(module, *args, policy=policy, save="memory").refusals
+    return [(refusal.fqn, refusal.reason) for refusal in refusals if refusal.what == "quantized again"]
+
+
+def test_what_checkpoint_recomputes_is_not_quantized_again() -> None:
+    model = MLP()
+    found = refused(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(16, 32, requires_grad=True))
+    assert set(found) == {
+        (f"{name}", "torch.utils.checkpoint runs its forward again anyway") for name in ("gate", "down")
+    }
+
+
+def test_operands_of_experts_are_not_quantized_again() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 48, 32, dtype=torch.bfloat16))
+
+        def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.w.transpose(-2, -1), offs=ends)
+
+    args = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True), torch.tensor([8, 16], dtype=torch.int32)
+    assert refused(Experts(), *args) == [("w", "the operands of grouped GEMMs are kept as they are")]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_number_changes(recipe: str) -> None:
     results: list[list[Tensor]] = []
