@@ -169,12 +169,10 @@ def test_tests_have_rooms_too() -> None:
 TESTED_ELSEWHERE = set(
     """
     __main__ cli records version
-    analysis.activations analysis.choices analysis.gather_legality analysis.gather_path analysis.legality
-    analysis.linears analysis.profit analysis.refusals analysis.siblings
     backend.compiling backend.dynamo_graph backend.entry backend.inductor_passes backend.named backend.policies
     backend.program backend.programs backend.renaming backend.situation
     compat.aot compat.dynamo compat.fakes compat.logs compat.lowerings compat.ops compat.torch_build
-    hardware.device hardware.devices hardware.speed hardware.support
+    hardware.device hardware.devices hardware.support
     ir.compilation ir.keys ir.operands ir.places ir.quantize_node ir.sites ir.trace
     recipes.base
     report.build report.collectives

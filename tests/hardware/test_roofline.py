@@ -3,54 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 import fp8graph
-from fp8graph import hardware
-from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
+from fp8graph.analysis.profit import Uses, judge
 from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.roofline import Operand, gemm_seconds, launches_are_replayed
-from fp8graph.hardware.speed import RATES, Speed
+from fp8graph.hardware.speed import Speed
 from fp8graph.recipes import Layout
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
+from predicted import BF16, H200, REPLAYED, linear, speedups
 
-BF16 = torch.bfloat16
-H100, H200 = BOARDS["H100"], BOARDS["H200"]
-REPLAYED = H200.replayed()
+H100 = BOARDS["H100"]
 BOTH: frozenset[Layout] = frozenset({"rowwise", "columnwise"})
-
-
-def linear(
-    m: int, k: int, n: int, scaling: Any, speed: Speed, *, training: bool = True, kept: bool = True
-) -> dict[str, Choice]:
-    """The GEMMs of a linear [m, k] -> [m, n], each a choice of its own."""
-    x, dy = Quantized(key="x", elements=m * k), Quantized(key="dy", elements=m * n)
-    w = Quantized(key="w", elements=n * k, fused=False, kept=kept)
-    products = {
-        "fprop": Product(m=m, n=n, k=k, reads=((x, "rowwise"), (w, "rowwise"))),
-        "dgrad": Product(m=m, n=k, k=n, reads=((dy, "rowwise"), (w, "columnwise"))),
-        "wgrad": Product(m=n, n=k, k=m, reads=((dy, "columnwise"), (x, "columnwise"))),
-    }
-    return {
-        name: Choice(
-            gemms=(name,), before=((p.m, p.n, p.k),), products=(p,), dtype=BF16, scaling=scaling, speed=speed
-        )
-        for name, p in products.items()
-        if training or name == "fprop"
-    }  # fmt: skip
-
-
-def speedups(m: int, k: int, n: int, scaling: Any = "tensor", speed: Speed = H200, **more: Any) -> dict[str, float]:
-    return {c.gemms[0]: s for c, s in judge(list(linear(m, k, n, scaling, speed, **more).values()), 1.05).items()}
 
 
 def together(m: int, k: int, n: int, speed: Speed) -> float:
@@ -116,37 +87,6 @@ def test_delayed_scaling_has_launches_too() -> None:
     free = gemm_seconds(REPLAYED, 1, 4096, 4096, BF16, "delayed", ())
     assert seconds(REPLAYED, 1, "delayed") - free > 0.4 * REPLAYED.launch
     assert seconds(REPLAYED, 1, "delayed", layouts=BOTH) - free > 1.2 * REPLAYED.launch  # and its history's update
-
-
-# ---- several that share
-
-
-def test_a_refused_gemm_pays_nothing() -> None:
-    """fprop and dgrad would pass at first sight, with half of x and of dy paid by a wgrad that is refused."""
-    choices = linear(1024, 2048, 1024, "tensor", REPLAYED)
-    first = {name: c.seconds() / c.fp8_seconds(Uses(list(choices.values()))) for name, c in choices.items()}
-    bar = 0.9 * first["dgrad"]
-    assert first["wgrad"] < bar < first["dgrad"]
-    alone = judge([choices["dgrad"]], bar)[choices["dgrad"]]
-    assert alone < bar
-    found = judge(list(choices.values()), bar)
-    assert found[choices["dgrad"]] == alone
-    assert found[choices["wgrad"]] == first["wgrad"]
-
-
-def test_what_is_accepted_passes_together() -> None:
-    for m in (256, 512, 1024, 2048):
-        choices = linear(m, 2048, 2048, "tensor", REPLAYED)
-        found = judge(list(choices.values()), 1.05)
-        accepted = [choice for choice in choices.values() if found[choice] >= 1.05]
-        uses = Uses(accepted)
-        assert sum(c.seconds() for c in accepted) >= 1.05 * sum(c.fp8_seconds(uses) for c in accepted)
-
-
-def test_a_bar_of_zero_refuses_nothing() -> None:
-    choices = list(linear(1, 32, 32, "tensor", H200).values())
-    uses = Uses(choices)
-    assert judge(choices, 0) == {c: c.seconds() / c.fp8_seconds(uses) for c in choices}
 
 
 # Rows from which on each GEMM runs in FP8 on an H200: fprop/dgrad/wgrad in training, and in inference. In a CUDA graph.
@@ -269,167 +209,8 @@ def test_where_there_is_no_speed_to_win_everything_legal_is_rewritten(target: st
     assert {g.execution for g in report.gemms} == expected
 
 
-def test_a_dynamic_size_counts_as_it_was_traced() -> None:
-    model = nn.Linear(4096, 4096, bias=False).to(BF16)
-    policy = Policy([Rule("*", "tensorwise")])
-    backend = fp8graph.Backend(policy, compiler="eager", target="sm_90")
-    with torch.no_grad():
-        torch.compile(model, backend=backend, dynamic=True)(torch.randn(32, 4096, dtype=BF16))
-    (gemm,) = backend.report.gemms
-    assert isinstance(gemm.m, str)
-    assert gemm.speedup is not None
-
-
 def test_which_modes_replay_launches() -> None:
     modes = {name: launches_are_replayed(options) for name, options in torch._inductor.list_mode_options().items()}
     assert {name for name, replayed in modes.items() if replayed} == {"reduce-overhead", "max-autotune"}
     assert "max-autotune-no-cudagraphs" in modes
     assert not launches_are_replayed({})
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_the_mode_decides(mode: str) -> None:
-    """64 rows: launches from the host take longer than FP8 saves; replayed ones do not."""
-    options: dict[str, Any] = {"recipe": "rowwise", "compiler": "eager", "target": "sm_90", "mode": mode}
-    model = torch.compile(nn.Linear(2048, 8192, bias=False, dtype=BF16), backend="fp8graph", options=options)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model(torch.empty(64, 2048, dtype=BF16))
-    (gemm,) = fp8graph.backend_of(model).report.gemms
-    assert (gemm.recipe is not None) == (mode == "reduce-overhead")
-
-
-class Attention(nn.Module):
-    """q, k and v of a Llama-3-8B layer, or something that keeps them apart."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        sizes = {"q": 4096, "k": 1024, "v": 1000 if how == "uneven" else 1024}
-        factory: dict[str, Any] = {"device": "meta", "dtype": BF16}
-        self.q, self.k, self.v = (nn.Linear(4096, size, bias=False, **factory) for size in sizes.values())
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        other = x.sin() if self.how == "two inputs" else x
-        q, k, v = self.q(x), self.k(other), self.v(x)
-        return torch.cat([q.tanh(), k.tanh(), v.tanh()], -1)
-
-
-HOW = {
-    "one input": {("q", "k", "v")},
-    "two inputs": {("q", "v"), ("k",)},
-    "uneven": {("q", "k"), ("v",)},
-}
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_what_is_judged_as_one_is_multiplied_as_one(how: str) -> None:
-    x = torch.empty(8192, 4096, device="meta", dtype=BF16, requires_grad=True)
-    report = fp8graph.explain(Attention(how), x, policy=Policy(default="tensorwise", min_speedup=0), target="sm_90")
-    judged: dict[tuple[str, float | None], list[str]] = {}
-    for g in report.gemms:
-        judged.setdefault((g.gemm, g.speedup), []).append(g.fqn)
-    assert {tuple(names) for names in judged.values()} == HOW[how]
-    for g in report.gemms:
-        (others,) = [set(names) - {g.fqn} for names in HOW[how] if g.fqn in names]
-        *_, last = g.reason.split("; ")
-        multiplied_with = set(last.removeprefix("one GEMM with ").split(", ")) if "one GEMM" in last else set[str]()
-        assert multiplied_with == others, (g.name, g.gemm)
-
-
-@pytest.mark.parametrize(("how", "pays"), [("one input", True), ("two inputs", False)])
-def test_siblings_share_a_decision(how: str, pays: bool) -> None:
-    """128 rows: three launches become one, beside those that quantize. By itself none of them pays."""
-    x = torch.empty(128, 4096, device="meta", dtype=BF16)
-    policy = Policy(default="tensorwise")
-    report = fp8graph.explain(Attention(how), x, policy=policy, target="sm_90", training=False)
-    assert [g.recipe is not None for g in report.gemms] == [pays] * 3
-    assert len({g.speedup for g in report.gemms}) == len(HOW[how])
-
-
-# ---- measured, and by name
-
-
-SPEED = {
-    "name": "measured", "bf16_flops": 7e14, "fp32_flops": 5e13, "fp8_flops": 7.1e14, "fp4_flops": 1e15,
-    "bandwidth": 4e12, "launch": 2e-6,
-}  # fmt: skip
-
-
-def written(path: Path, **speed: Any) -> str:
-    path.write_text(json.dumps({"target": "sm_90", "speed": SPEED | speed}))
-    return str(path)
-
-
-def test_a_measured_table_takes_the_place_of_the_constants(tmp_path: Path) -> None:
-    path = written(tmp_path / "slow.json")
-    assert hardware.from_target(path).speed == Speed(**SPEED)  # pyright: ignore[reportArgumentType]
-    assert not any(g.recipe for g in explain(8192, 1.0, path).gemms)
-
-
-def test_a_rate_that_was_not_measured_is_the_constant(tmp_path: Path) -> None:
-    _, speed = Speed.load(written(tmp_path / "some.json", rates={"tensor": 1.0, "row": 0.7}))
-    assert speed.rates == {**RATES, "row": 0.7}
-    _, speed = Speed.load(written(tmp_path / "graphs.json", host_launch=0))
-    assert speed.host_launch == 0
-    with pytest.raises(fp8graph.ConfigError, match="give one number for each of tensor"):
-        Speed.load(written(tmp_path / "unknown.json", rates={"rowise": 0.9}))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"target": "sm_90"}',
-        '{"target": "sm_90", "speed": {"name": "x"}}',
-        '{"target": "sm_90", "speed": {"name": "x", "rates": 1}}',
-        '{"target": "sm_90", "speed": 1}',
-        None,
-    ],
-)
-def test_a_bad_table(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "bad.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(fp8graph.ConfigError, match=r"bad\.json: not a calibration"):
-        fp8graph.Backend(target=str(path))
-
-
-@pytest.mark.parametrize(
-    ("target", "device_name", "board"),
-    [
-        ("sm_90", "", "H100"),
-        ("sm_90", "NVIDIA H100 80GB HBM3", "H100"),
-        ("sm_90", "NVIDIA H100 PCIe", "H100 PCIe"),
-        ("sm_90", "NVIDIA H100 NVL", "H100 NVL"),
-        ("sm_90", "NVIDIA H800", "H800"),
-        ("sm_90", "NVIDIA H20", "H20"),
-        ("sm_90", "NVIDIA H200", "H200"),
-        ("sm_90", "NVIDIA H200 NVL", "H200 NVL"),
-        ("sm_90", "NVIDIA GH200 480GB", "GH200"),
-        ("sm_90a", "NVIDIA of tomorrow", "H100"),
-        ("sm_89", "NVIDIA L4", "L4"),
-        ("sm_89", "NVIDIA L40", "L40"),
-        ("sm_89", "NVIDIA L40S", "L40S"),
-        ("sm_89", "NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("sm_89", "NVIDIA GeForce RTX 4090 Laptop GPU", "L40S"),
-        ("sm_89", "NVIDIA RTX 6000 Ada Generation", "L40S"),
-        ("sm_100", "NVIDIA B200", "B200"),
-        ("sm_100", "NVIDIA GB200", "GB200"),
-        ("sm_103", "NVIDIA B300 SXM6 AC", "B300"),
-        ("sm_103", "NVIDIA GB300", "GB300"),
-        ("sm_103", "", "B300"),
-        ("sm_120", "NVIDIA GeForce RTX 5090", "RTX 5090"),
-        ("sm_80", "NVIDIA A100-SXM4-80GB", None),
-        ("cpu", "", None),
-    ],
-)
-def test_which_gpu(target: str, device_name: str, board: str | None) -> None:
-    assert hardware.from_target(target, device_name).speed == (BOARDS[board] if board else None)
-
-
-def test_rates_of_an_h200() -> None:
-    """What was measured of one: 769 to 798 TFLOP/s in bf16, copies at 4.3 TB/s; in FP8 1.70 times as many."""
-    assert 769e12 < H200.bf16_flops < 798e12
-    assert H200.bandwidth == pytest.approx(4.3e12, rel=0.01)
-    assert H200.fp8_flops / H200.bf16_flops == pytest.approx(1.70, abs=0.005)

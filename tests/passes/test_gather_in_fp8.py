@@ -9,36 +9,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fp8graph
 import parallelism
-from fp8graph import DelayedScaling, Policy, Rule
-from gathers import Sequence, Sharded, gather
+from fp8graph import Policy
+from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of, two_ranks
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 else:
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 
 @pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """Two ranks, of which this process is one; nothing is sent."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
-
-
-def report_of(module: nn.Module, x: Tensor, policy: Any = "tensorwise", **kwargs: Any) -> fp8graph.Report:
-    policy = Policy(default=policy) if not isinstance(policy, Policy) else policy
-    backend = fp8graph.Backend(policy, compiler="eager", **kwargs)
-    y = torch.compile(module, backend=backend)(x)
-    if torch.is_grad_enabled():
-        y.sum().backward()
-    return backend.report
+    with two_ranks():
+        yield
 
 
 def lines_of(report: fp8graph.Report) -> list[str]:
@@ -46,24 +34,6 @@ def lines_of(report: fp8graph.Report) -> list[str]:
     wanted = ("_c10d_functional", "fp8graph.amax", "fp8graph.scales", "fp8graph.quantize", "fp8graph.columnwise")
     lines = (line for line in report.graphs[0].after.splitlines() if any(name in line for name in wanted))
     return [re.sub(r"_c10d_functional\.|fp8graph\.|, power_2_scale=False, amax_epsilon=0.0", "", x) for x in lines]
-
-
-def reasons_of(report: fp8graph.Report) -> list[str]:
-    return [c.reason for c in report.collectives if c.kind == "all_gather"]
-
-
-class Rows(nn.Module):
-    """One linear whose input is gathered; ``also``: what else is done with what was gathered."""
-
-    def __init__(self, hidden: int = 32, also: Any = None, dim: int = 0) -> None:
-        super().__init__()
-        self.proj = nn.Linear(hidden, 48, bias=False)
-        self.also, self.dim = also, dim
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = gather(x, self.dim)
-        y = self.proj(x)
-        return y if self.also is None else y.sum() + self.also(x).sum()
 
 
 def test_the_amax_is_reduced_and_fp8_is_sent() -> None:
@@ -148,63 +118,6 @@ def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
     assert len(backend.weights) == 0
 
 
-@pytest.mark.parametrize(
-    ("inner", "reason"),
-    [(512, "quantized before it is sent"), (256, "256 rows, contracted in backward, are padded")],
-)
-def test_padded_columns_of_square_tiles_are_gathered_as_they_are(inner: int, reason: str) -> None:
-    """On sm_90 dgrad contracts over a multiple of 512 rows of the weight; the shards' scales are not padded."""
-    module = Sharded(512, inner).bfloat16()
-    policy = Policy(default="blockwise", min_speedup=0)
-    report = report_of(module, torch.randn(32, 512).bfloat16().requires_grad_(), policy, target="sm_90")
-    assert reasons_of(report)[0].startswith(reason)
-
-
-TRAINING = "a scale per column spans all ranks, so both layouts would have to be sent"
-BF16 = torch.bfloat16
-REFUSALS: list[Any] = [
-    pytest.param(Rows(also=torch.exp), (16, 32), "tensorwise", "read in high precision too, by exp", id="reader"),
-    pytest.param(Rows(), (16, 32), "rowwise", TRAINING, id="scales of columns"),
-    pytest.param(Rows(40), (16, 40), "tensorwise", "shards of 16 x 40 are padded", id="padding"),
-    pytest.param(Rows(), (16, 32), "nvfp4", "NVFP4 tensors are never sent quantized", id="nvfp4"),
-    pytest.param(
-        Rows(128).to(BF16), (128, 128), "mxfp8", "no fewer bytes: 33792 in both directions, 32768 as it is", id="bytes"
-    ),
-    pytest.param(
-        Rows(128), (48, 128), "blockwise", "shards of 48 rows are not a multiple of the 128-row tile", id="tiles"
-    ),
-    pytest.param(
-        Sequence(dim=1),
-        (2, 128, 128),
-        "blockwise",
-        "shards of 256 rows are not a multiple of the 128-row tile, or",
-        id="batches",
-    ),
-    pytest.param(
-        Rows(), (16, 32), DelayedScaling(reduce_amax=False), "its amaxes are not reduced over the ranks", id="amaxes"
-    ),
-    pytest.param(
-        Rows(),
-        (16, 32),
-        Policy(rules=[Rule("proj", "tensorwise", wgrad="rowwise")]),
-        "quantized in another way too, by quantize_input",
-        id="two recipes",
-    ),
-    pytest.param(
-        Rows(), (16, 32), Policy(rules=[Rule("proj", "tensorwise", wgrad=None)]), "read in high precision", id="wgrad"
-    ),
-]
-
-
-@pytest.mark.parametrize(("module", "shape", "policy", "reason"), REFUSALS)
-def test_what_is_gathered_as_it_is(module: nn.Module, shape: Any, policy: Any, reason: str) -> None:
-    dtype = next(module.parameters()).dtype
-    report = report_of(module, torch.randn(shape, dtype=dtype), policy)
-    assert reasons_of(report)[0].startswith(reason)
-    assert "uint8" not in {c.dtype for c in report.collectives}
-    assert reason in str(report)
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
     """What one scale spans is quantized before the gather all the same."""
@@ -215,39 +128,6 @@ def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
     gathered = next(c for c in backend.report.collectives if c.kind == "all_gather")
     assert isinstance(gathered.shape[0], str)
     assert (gathered.dtype == "uint8") == (recipe in ("tensorwise", "delayed"))
-
-
-class Turned(nn.Module):
-    """What stands between the gather and the linear is no movement of rows."""
-
-    def __init__(self, turn: Any) -> None:
-        super().__init__()
-        self.proj, self.turn = nn.Linear(32, 32, bias=False), turn
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(self.turn(gather(x, 0)))
-
-
-@pytest.mark.parametrize(
-    "turn",
-    [
-        pytest.param(lambda x: x.t().contiguous(), id="transposed"),
-        pytest.param(lambda x: x.reshape(64, 16).repeat(1, 2), id="rows cut apart"),
-        pytest.param(lambda x: torch.cat(x.split(16, 1)[::-1], 1), id="columns joined"),
-        pytest.param(lambda x: torch.cat(x.split(16, 0)[::-1], 0), id="another order"),
-        pytest.param(lambda x: x + 1, id="another value"),
-    ],
-)
-def test_other_tensors_are_left_alone(turn: Any) -> None:
-    report = report_of(Turned(turn), torch.randn(16, 32))
-    assert reasons_of(report) == [""]
-
-
-def test_casts_are_done_before() -> None:
-    """A gather in FP32 of what torch.autocast multiplies in bf16."""
-    report = report_of(Turned(lambda x: x.bfloat16()).to(BF16), torch.randn(16, 32))
-    assert reasons_of(report)[0] == "quantized before it is sent, 2048 bytes otherwise"
-    assert "prims.convert_element_type(primals_1, bfloat16)" in report.graphs[0].after.replace("bf16", "bfloat16")
 
 
 def test_the_report_has_a_table_of_them(tmp_path: Any) -> None:
@@ -276,6 +156,13 @@ def test_what_fsdp2_gathers_is_quantized_in_each_direction(recipe: str) -> None:
         assert all(unwanted in f"{line.removesuffix(')')}," for line in made)
 
 
+def test_casts_are_done_before() -> None:
+    """A gather in FP32 of what torch.autocast multiplies in bf16."""
+    report = report_of(Turned(lambda x: x.bfloat16()).to(torch.bfloat16), torch.randn(16, 32))
+    assert reasons_of(report)[0] == "quantized before it is sent, 2048 bytes otherwise"
+    assert "prims.convert_element_type(primals_1, bfloat16)" in report.graphs[0].after.replace("bf16", "bfloat16")
+
+
 def test_without_fsdp2_a_weight_is_kept() -> None:
     backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager")
     block = nn.Linear(32, 48, bias=False)
@@ -289,8 +176,8 @@ def test_without_fsdp2_a_weight_is_kept() -> None:
 def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
     """sm_90, generated without one: an amax and a cast of the shard, and one columnwise copy after the gather."""
     report = fp8graph.explain(
-        Sequence(4096, 8192).to(BF16),
-        torch.randn(4096, 4096, dtype=BF16),
+        Sequence(4096, 8192).to(torch.bfloat16),
+        torch.randn(4096, 4096, dtype=torch.bfloat16),
         policy=Policy(default=recipe),
         target="sm_90",
     )
@@ -299,27 +186,3 @@ def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
     assert counts == {"forward": forward, "backward": backward}
     copies = [k.bytes for found in kernels.values() for k in found if k.bytes == 2 * 8192 * 4096]
     assert len(copies) == 2  # of 8192 x 4096 FP8 numbers, read and written once: up's and gate's input, down's gradient
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_square_tiles_of_several_sequences_are_gathered_as_they_are(dim: int) -> None:
-    """A tile would have rows of two sequences, and its scale is not one of a row."""
-    report = report_of(Rows(128, dim=dim), torch.randn(2, 128, 128), fp8graph.Float8BlockScaling(x_block=(128, 128)))
-    assert reasons_of(report) == [
-        "shards of 256 rows are not a multiple of the 128-row tile, or are reshaped after the gather"
-    ]
-
-
-class OneRow(nn.Module):
-    """A vector whose parts the ranks have is one row of a linear's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(64, 48, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(gather(x, 0).view(1, 64))
-
-
-def test_a_vector_is_gathered_as_it_is() -> None:
-    assert [c.dtype for c in report_of(OneRow(), torch.randn(32)).collectives] == ["float32"]

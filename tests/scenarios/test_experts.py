@@ -173,24 +173,3 @@ def test_code_for_a_gpu_calls_its_grouped_gemm(recipe: str) -> None:
     report = fp8graph.explain(module, x, offs, target="sm_90", policy=fp8graph.Policy(default=recipe, min_speedup=0))
     names = [kernel.name for kernel in report.kernels]
     assert names.count("extern_kernels._scaled_grouped_mm") == (3 if recipe == "rowwise" else 1)
-
-
-@pytest.mark.parametrize("form", ["weight on the left", "tiles of rows"])
-def test_forms_that_are_left_alone(form: str) -> None:
-    class WeightLeft(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(4, 48, 32, dtype=torch.bfloat16))
-
-        def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-            return torch._grouped_mm(self.w, x.t(), offs=offs)
-
-    left = form == "weight on the left"
-    module = WeightLeft() if left else Experts(torch.bfloat16)
-    recipe = "tensorwise" if left else fp8graph.Float8BlockScaling(x_block=(2, 48))
-    report = fp8graph.explain(
-        module, torch.randn(32, 32, dtype=torch.bfloat16), offsets(SIZES[0]), policy=policy(recipe)
-    )
-    reason = "grouped matmul of 3 x 2 dims" if left else "tiles of 2 rows do not fit groups of rows"
-    assert report.gemms[0].recipe is None
-    assert reason in report.gemms[0].reason

@@ -1,7 +1,9 @@
-"""Modules that gather what their linears take: what ranks run with and without pass `gather_in_fp8`."""
+"""Modules that gather what their linears take: what ranks run with and without pass `gather_in_fp8`, and reports."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import passes
+from fp8graph import Policy, passes
 from fp8graph.backend import inductor_passes
 
 _ops = torch.ops._c10d_functional
@@ -81,6 +83,57 @@ class Sharded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(torch.sin(x), gather(self.weight, 0))
+
+
+class Rows(nn.Module):
+    """One linear whose input is gathered; ``also``: what else is done with what was gathered."""
+
+    def __init__(self, hidden: int = 32, also: Any = None, dim: int = 0) -> None:
+        super().__init__()
+        self.proj = nn.Linear(hidden, 48, bias=False)
+        self.also, self.dim = also, dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = gather(x, self.dim)
+        y = self.proj(x)
+        return y if self.also is None else y.sum() + self.also(x).sum()
+
+
+class Turned(nn.Module):
+    """What stands between the gather and the linear is no movement of rows."""
+
+    def __init__(self, turn: Any) -> None:
+        super().__init__()
+        self.proj, self.turn = nn.Linear(32, 32, bias=False), turn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(self.turn(gather(x, 0)))
+
+
+@contextlib.contextmanager
+def two_ranks() -> Generator[None]:
+    """Two ranks, of which this process is one; nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def report_of(module: nn.Module, x: Tensor, policy: Any = "tensorwise", **kwargs: Any) -> fp8graph.Report:
+    policy = Policy(default=policy) if not isinstance(policy, Policy) else policy
+    backend = fp8graph.Backend(policy, compiler="eager", **kwargs)
+    y = torch.compile(module, backend=backend)(x)
+    if torch.is_grad_enabled():
+        y.sum().backward()
+    return backend.report
+
+
+def reasons_of(report: fp8graph.Report) -> list[str]:
+    """Why each all-gather travels as it does."""
+    return [c.reason for c in report.collectives if c.kind == "all_gather"]
 
 
 def run(rank: int, cases: list[tuple[str, Any, Any, tuple[int, ...]]]) -> list[dict[str, Any]]:

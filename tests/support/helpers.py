@@ -18,6 +18,9 @@ from fp8graph import Backend, numerics
 from fp8graph.backend import inductor_passes
 from fp8graph.backend.codegen import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
+from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.places import Parameter
+from fp8graph.ir.sources import graph_inputs
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -36,6 +39,17 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Two(nn.Module):
+    """Two linears that read one input."""
+
+    def __init__(self, up: int = 64, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(32, 64, bias=False), nn.Linear(32, up, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.gate(x), self.up(x)], dim=-1)
 
 
 class Weight(nn.Module):
@@ -98,6 +112,28 @@ def view_of(module: Any, *args: Any, policy: Any = ALL, **kwargs: Any) -> GraphV
 def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
     """The text of the graph after one pass."""
     return view_of(module, *args, **kwargs).stages[after]
+
+
+def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) -> tuple[fx.Graph, Compilation]:
+    """The joint graph of ``module(*args)`` after the passes up to ``last``, run by hand, and what they found in it.
+
+    ``known``: fields of :class:`Known`. There are no spare inputs, so passes that want some leave the graph as it is.
+    """
+    pipeline = inductor_passes.JOINT_PIPELINE
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor_passes, "JOINT_PIPELINE", pipeline[:3])  # up to `assign`, which only decides
+        view = view_of(module, *args, policy=NONE)
+        graph = view.module.graph
+    inputs = zip(graph_inputs(graph), view.inputs, strict=True)
+    sources = {index: source for (_, index), source in inputs if index is not None}
+    parameters = {i: Parameter(source=s, index=i) for i, s in sources.items() if "_parameters[" in s}
+    facts: dict[str, Any] = {"sources": tuple(sources[i] for i in sorted(sources)), "parameters": parameters, **known}
+    compilation = Compilation(known=Known(policy=policy, **facts))
+    for run in pipeline:
+        run(graph, compilation)
+        if run.__name__ == last:
+            return graph, compilation
+    raise ValueError(f"no pass is called {last!r}")
 
 
 def inputs_of(view: GraphView, module: nn.Module, x: Tensor) -> list[Tensor]:

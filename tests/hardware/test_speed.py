@@ -1,0 +1,145 @@
+"""speed: what a GPU does per second, from data sheets, by name or measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp8graph
+from fp8graph import Policy, hardware
+from fp8graph.hardware.nvidia import BOARDS
+from fp8graph.hardware.speed import RATES, Speed, of_data_sheet, of_device_name
+from fp8graph.numerics.scalings import SCALINGS
+from predicted import H200
+
+SPEED = {
+    "name": "measured", "bf16_flops": 7e14, "fp32_flops": 5e13, "fp8_flops": 7.1e14, "fp4_flops": 1e15,
+    "bandwidth": 4e12, "launch": 2e-6,
+}  # fmt: skip
+
+
+def written(path: Path, **speed: Any) -> str:
+    path.write_text(json.dumps({"target": "sm_90", "speed": SPEED | speed}))
+    return str(path)
+
+
+def test_a_measured_table_takes_the_place_of_the_constants(tmp_path: Path) -> None:
+    path = written(tmp_path / "slow.json")
+    assert hardware.from_target(path).speed == Speed(**SPEED)  # pyright: ignore[reportArgumentType]
+    model = nn.Linear(4096, 4096, bias=False, device="meta", dtype=torch.bfloat16)
+    x = torch.empty(8192, 4096, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    report = fp8graph.explain(model, x, policy=Policy(default="tensorwise", min_speedup=1.0), target=path)
+    assert not any(g.recipe for g in report.gemms)
+
+
+def test_a_rate_that_was_not_measured_is_the_constant(tmp_path: Path) -> None:
+    _, speed = Speed.load(written(tmp_path / "some.json", rates={"tensor": 1.0, "row": 0.7}))
+    assert speed.rates == {**RATES, "row": 0.7}
+    _, speed = Speed.load(written(tmp_path / "graphs.json", host_launch=0))
+    assert speed.host_launch == 0
+    with pytest.raises(fp8graph.ConfigError, match="give one number for each of tensor"):
+        Speed.load(written(tmp_path / "unknown.json", rates={"rowise": 0.9}))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"target": "sm_90"}',
+        '{"target": "sm_90", "speed": {"name": "x"}}',
+        '{"target": "sm_90", "speed": {"name": "x", "rates": 1}}',
+        '{"target": "sm_90", "speed": 1}',
+        None,
+    ],
+)
+def test_a_bad_table(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "bad.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(fp8graph.ConfigError, match=r"bad\.json: not a calibration"):
+        fp8graph.Backend(target=str(path))
+
+
+@pytest.mark.parametrize(
+    ("target", "device_name", "board"),
+    [
+        ("sm_90", "", "H100"),
+        ("sm_90", "NVIDIA H100 80GB HBM3", "H100"),
+        ("sm_90", "NVIDIA H100 PCIe", "H100 PCIe"),
+        ("sm_90", "NVIDIA H100 NVL", "H100 NVL"),
+        ("sm_90", "NVIDIA H800", "H800"),
+        ("sm_90", "NVIDIA H20", "H20"),
+        ("sm_90", "NVIDIA H200", "H200"),
+        ("sm_90", "NVIDIA H200 NVL", "H200 NVL"),
+        ("sm_90", "NVIDIA GH200 480GB", "GH200"),
+        ("sm_90a", "NVIDIA of tomorrow", "H100"),
+        ("sm_89", "NVIDIA L4", "L4"),
+        ("sm_89", "NVIDIA L40", "L40"),
+        ("sm_89", "NVIDIA L40S", "L40S"),
+        ("sm_89", "NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("sm_89", "NVIDIA GeForce RTX 4090 Laptop GPU", "L40S"),
+        ("sm_89", "NVIDIA RTX 6000 Ada Generation", "L40S"),
+        ("sm_100", "NVIDIA B200", "B200"),
+        ("sm_100", "NVIDIA GB200", "GB200"),
+        ("sm_103", "NVIDIA B300 SXM6 AC", "B300"),
+        ("sm_103", "NVIDIA GB300", "GB300"),
+        ("sm_103", "", "B300"),
+        ("sm_120", "NVIDIA GeForce RTX 5090", "RTX 5090"),
+        ("sm_80", "NVIDIA A100-SXM4-80GB", None),
+        ("cpu", "", None),
+    ],
+)
+def test_which_gpu(target: str, device_name: str, board: str | None) -> None:
+    assert hardware.from_target(target, device_name).speed == (BOARDS[board] if board else None)
+
+
+def test_rates_of_a_data_sheet() -> None:
+    speed = of_data_sheet("X", bf16=1000, fp8=2000, fp4=4000, fp32=50, bandwidth=3)
+    assert (speed.bf16_flops, speed.fp8_flops, speed.fp4_flops) == (8e14, 1.36e15, 2.72e15)
+    assert (speed.fp32_flops, speed.bandwidth) == (4e13, 2.7e12)
+
+
+def test_the_first_board_that_is_named_else_the_typical_one() -> None:
+    boards = {"L40S": BOARDS["L40S"], "L4": BOARDS["L4"]}
+    assert of_device_name("NVIDIA L4", boards, "L40S") is BOARDS["L4"]
+    assert of_device_name("NVIDIA L400", boards, "L40S") is BOARDS["L40S"]  # whole words
+    assert of_device_name("NVIDIA L4 Laptop GPU", boards, "L40S") is BOARDS["L40S"]
+    assert of_device_name("something", boards, None) is None
+
+
+def test_low_precision_rates_are_those_of_the_scaling() -> None:
+    speed = dataclasses.replace(H200, rates={**RATES, "row": 0.5}, fp4_flops=4e15)
+    assert speed.low_precision_flops(SCALINGS["row"]) == 0.5 * speed.fp8_flops
+    assert speed.low_precision_flops(SCALINGS["nvfp4"]) == RATES["nvfp4"] * 4e15
+    assert speed.replayed().host_launch == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"bandwidth": 0}, "bandwidth=0"),
+        ({"fp8_flops": "1e15"}, "fp8_flops='1e15'"),
+        ({"launch": True}, "launch=True"),
+        ({"host_launch": -1}, "host_launch=-1"),
+        ({"bf16_flops": float("nan")}, "bf16_flops=nan"),
+        ({"rates": {**RATES, "row": 0}}, "row=0"),
+        ({"rates": {"row": 1.0}}, "give one number for each of tensor"),
+    ],
+)
+def test_what_is_no_speed(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp8graph.ConfigError, match=message):
+        dataclasses.replace(H200, **wrong)
+
+
+def test_rates_of_an_h200() -> None:
+    """What was measured of one: 769 to 798 TFLOP/s in bf16, copies at 4.3 TB/s; in FP8 1.70 times as many."""
+    assert 769e12 < H200.bf16_flops < 798e12
+    assert H200.bandwidth == pytest.approx(4.3e12, rel=0.01)
+    assert H200.fp8_flops / H200.bf16_flops == pytest.approx(1.70, abs=0.005)
