@@ -173,10 +173,9 @@ TESTED_ELSEWHERE = set(
     backend.program backend.programs backend.renaming backend.situation
     compat.aot compat.dynamo compat.fakes compat.logs compat.lowerings compat.ops compat.torch_build
     hardware.device hardware.devices hardware.support
-    ir.compilation ir.keys ir.operands ir.places ir.quantize_node ir.sites ir.trace
+    ir.keys ir.places
     recipes.base
     report.build report.collectives
-    runtime.loaded runtime.recomputation
     """.split()
 )
 # Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute.

@@ -1,0 +1,88 @@
+"""quantize_node: what a node is asked for, by name, and its outputs."""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fp8graph.ir import ops
+from fp8graph.ir.edit import insert, update_value
+from fp8graph.ir.quantize_node import QuantizeNode, call
+from fp8graph.ir.text import graph_text
+from helpers import graph_inputs_for
+
+FP8 = torch.float8_e4m3fn
+
+
+def node_of(*more: Any, **settings: Any) -> QuantizeNode:
+    """A quantize node of [32, 48]."""
+    graph = fx.Graph()
+    (x,) = graph_inputs_for(graph, [torch.empty(32, 48)])
+    return QuantizeNode(
+        insert(graph, ops.quantize, (x, FP8, False, 0.0, *more), like=x, made_by="test", kwargs=settings)
+    )
+
+
+def test_what_is_asked_for_has_names_and_defaults() -> None:
+    quantized = node_of([1, 16], [])
+    asked = quantized.asked
+    assert (asked.x, asked.dtype, asked.rowwise, asked.columnwise) == (quantized.node.args[0], FP8, [1, 16], [])
+    assert (asked.scaling, asked.more, asked.carry_overflow) == ("tensor", None, False)
+    assert quantized.kind.one_scale
+
+
+@pytest.mark.parametrize(
+    ("layouts", "settings", "names"),
+    [
+        (([1, 16], []), {}, ["rowwise", "scale_inv"]),
+        (([1, 16], [1, 16]), {"keep_scales": True}, ["rowwise", "columnwise", "scale_inv", "scales"]),
+        (
+            ([1, 16], [1, 16]),
+            {"scaling": "row"},
+            ["rowwise", "columnwise", "rowwise_scale_inv", "columnwise_scale_inv"],
+        ),
+        (([], [1, 16]), {"scaling": "delayed"}, ["columnwise", "scale_inv", "amax"]),
+    ],
+)
+def test_outputs_have_names(layouts: Any, settings: Any, names: list[str]) -> None:
+    quantized = node_of(*layouts, **settings)
+    assert quantized.names == names
+    assert list(quantized.values) == names
+    for name, value in quantized.values.items():
+        if name in ("rowwise", "columnwise"):
+            assert value.shape == ((32, 48) if name == "rowwise" else (48, 32))
+            assert value.dtype == FP8
+
+
+def test_readers_of_outputs_by_name() -> None:
+    quantized = node_of([1, 16], [1, 16])
+    assert quantized.outputs == {}
+    made = insert(quantized.node.graph, getitem, (quantized.node, 1), like=quantized.node, made_by="test")
+    assert quantized.outputs == {"columnwise": made}
+
+
+def test_what_is_asked_for_can_be_changed() -> None:
+    """What is read afterwards is what the node says then; its value waits for ``update_value``."""
+    quantized = node_of([1, 16], [])
+    quantized.ask(rowwise=[], columnwise=[16, 16], keep_scales=True)
+    assert quantized.asked.columnwise == [16, 16]
+    assert quantized.names == ["columnwise", "scale_inv", "scales"]
+    assert len(quantized.node.meta["val"]) == 2
+    update_value(quantized.node)
+    assert list(quantized.values) == quantized.names
+    assert "columnwise=[16, 16], keep_scales=True" in graph_text(quantized.node.graph)
+
+
+def test_nothing_can_be_asked_for_that_does_not_exist() -> None:
+    with pytest.raises(TypeError, match="colwise"):
+        node_of([1, 16], []).ask(colwise=[1, 1])
+
+
+def test_defaults_are_left_out_of_a_call() -> None:
+    args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], carry_overflow=False).asked)
+    assert len(args) == 6
+    assert kwargs == {"scaling": "block", "block": [1, 128]}

@@ -1,0 +1,86 @@
+"""loaded: rows wait for their layer; each is taken once, for the type that the device has."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from fp8graph.runtime.loaded import LoadedRows
+from fp8graph.runtime.state_dict import SavedRow
+
+NAME, OTHER = "up.input|delayed(amax_history_len=2)", "up.input|delayed(amax_history_len=4)"
+
+
+def row(scale: float = 8.0, fp8_max: float = 448.0) -> SavedRow:
+    return SavedRow(torch.tensor([scale]), torch.tensor([3.0, 4.0]), fp8_max)
+
+
+def rows(**more: SavedRow) -> LoadedRows:
+    loaded = LoadedRows()
+    loaded.replace({NAME: row(), **more})
+    return loaded
+
+
+def test_a_row_is_taken_once() -> None:
+    loaded = rows()
+    assert list(loaded) == [NAME]
+    found = loaded.take(NAME, 448.0)
+    assert found is not None
+    assert [x.tolist() for x in found] == [[8.0], [3.0, 4.0]]
+    assert list(loaded) == []
+    assert loaded.take(NAME, 448.0) is None
+
+
+def test_what_was_not_loaded_is_not_there() -> None:
+    loaded = rows()
+    assert loaded.take(OTHER, 448.0) is None
+    assert list(loaded) == [NAME]
+
+
+def test_another_state_dict_takes_the_place_of_the_first() -> None:
+    loaded = rows()
+    loaded.replace({OTHER: row(2.0)})
+    assert list(loaded) == [OTHER]
+
+
+def test_what_waits_is_saved_again() -> None:
+    entries = dict(rows().entries())
+    assert set(entries) == {f"{NAME}|scale", f"{NAME}|amax_history"}
+    assert entries[f"{NAME}|scale"].tolist() == [8.0]
+
+
+def test_scales_for_another_maximum_are_converted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = rows(**{OTHER: row()})
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        first, second = (loaded.take(name, 240.0) for name in (NAME, OTHER))
+    assert first is not None
+    assert second is not None
+    assert first[0].item() == pytest.approx(8.0 * 240 / 448)
+    assert first[1].tolist() == [3.0, 4.0]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "other maxima (up.input: 448 there, 240 here): its scales are converted" in message
+
+
+def test_each_state_dict_may_warn(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = LoadedRows()
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        for _ in range(2):
+            loaded.replace({NAME: row()})
+            loaded.take(NAME, 240.0)
+    assert len(caplog.records) == 2
+
+
+def test_the_same_maximum_is_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        rows().take(NAME, 448.0)
+    assert caplog.records == []
+
+
+def test_a_tensor_that_was_loaded_under_another_recipe(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        rows().warn_of_other_recipes(OTHER)
+        rows().warn_of_other_recipes("down.input|delayed()")
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message == f"{OTHER}: the loaded state is of recipe delayed(amax_history_len=2); starting afresh."
