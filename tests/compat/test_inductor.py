@@ -80,11 +80,6 @@ def test_plain_torch_detaches_a_view_from_the_wrong_tensor() -> None:
     assert not torch.equal(detached, model(x)[0])
 
 
-def test_autocast_works_called_from_code_that_dynamo_compiles_piecewise() -> None:
-    """Without never_a_root_frame a TypeError; test_autocast.py has the whole story (a graph break in a region)."""
-    assert hasattr(torch.compile(fp8graph.autocast, backend="eager")(enabled=False), "__enter__")
-
-
 def test_the_joint_graph_has_what_match_needs() -> None:
     """Module stacks in forward, sequence numbers that tie backward to it, ordered inputs."""
     from fp8graph.ir.nodes import aten, is_backward, nodes

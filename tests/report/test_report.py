@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.ir.text import graph_text
@@ -154,109 +151,3 @@ def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
     model(torch.randn(8, 32))
     with pytest.raises(fp8graph.Fp8CoverageError, match="matched nothing"):
         model(torch.randn(8, 32))
-
-
-def at_the_recompile_limit(backend: Any, **kwargs: Any) -> Any:
-    """A compiled function that Dynamo compiled twice, which is as often as it may."""
-    linear = nn.Linear(16, 16)
-
-    def scaled(x: Tensor, factor: int) -> Tensor:
-        return linear(x) * factor
-
-    compiled: Any = torch.compile(scaled, backend=backend, dynamic=False, **kwargs)
-    for factor in range(2):
-        compiled(torch.ones(4, 16), factor)
-    return compiled
-
-
-two_compiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
-
-
-@two_compiles
-@pytest.mark.parametrize("by_name", [False, True])
-def test_strict_mode_raises_at_the_recompile_limit(by_name: bool) -> None:
-    """At the call that would have run in eager: there may be no later one that a compiled graph is called in."""
-    backend = "fp8graph" if by_name else eager_backend(strict=True)
-    kwargs: dict[str, Any] = {"options": {"compiler": "eager", "strict": True}} if by_name else {}
-    compiled = at_the_recompile_limit(backend, **kwargs)
-    for factor in (2, 3):
-        with pytest.raises(fp8graph.Fp8CoverageError, match="strict mode: frame 0: Dynamo's recompile limit"):
-            compiled(torch.ones(4, 16), factor)
-    compiled(torch.ones(4, 16), 0)  # what was compiled still runs
-
-
-@two_compiles
-def test_without_strict_mode_the_report_says_what_met_the_recompile_limit() -> None:
-    backend = eager_backend()
-    compiled = at_the_recompile_limit(backend)
-    for factor in (2, 3):
-        compiled(torch.ones(4, 16), factor)
-    (frame,) = backend.report.eager_frames
-    assert "recompile limit is exceeded; new shapes or values run in eager" in frame
-    for n in range(70):  # more than Dynamo's metrics remember
-        torch._dynamo.reset()
-        other: Any = torch.compile(lambda x, n: x * n, backend="eager")
-        other(torch.ones(2), n)
-    assert backend.report.eager_frames == [frame]
-
-
-@two_compiles
-def test_the_recompile_limit_with_dynamos_warnings_switched_off(caplog: pytest.LogCaptureFixture) -> None:
-    backend = eager_backend(ALL, strict=True)
-    compiled = at_the_recompile_limit(backend)
-    with caplog.at_level(logging.ERROR, logger="torch._dynamo.convert_frame"):
-        compiled(torch.ones(4, 16), 2)  # runs in eager, silently
-        with pytest.raises(fp8graph.Fp8CoverageError, match="recompile limit"):
-            compiled(torch.ones(4, 16), 0)
-        assert len(backend.report.eager_frames) == 1
-
-
-@two_compiles
-def test_the_recompile_limit_of_another_model() -> None:
-    strict = eager_backend(strict=True)
-    compiled = at_the_recompile_limit(strict)
-    torch._dynamo.reset()  # ids of frames start again
-    other = at_the_recompile_limit(eager_backend())
-    other(torch.ones(4, 16), 2)
-    assert strict.report.eager_frames == []
-    compiled(torch.ones(4, 16), 0)
-
-
-def test_failures_of_other_models_are_not_ours() -> None:
-    with torch._dynamo.config.patch(recompile_limit=1):
-        other: Any = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
-        for n in range(3):
-            other(torch.ones(2), n)
-    torch._dynamo.reset()  # frame ids start again
-    backend = eager_backend(ALL, strict=True)
-    model = torch.compile(MLP(), backend=backend)
-    for _ in range(2):
-        model(torch.randn(8, 32))
-    assert backend.report.eager_frames == []
-
-
-def test_a_function_that_dynamo_cannot_trace_is_said() -> None:
-    """Its own matmuls never reach a backend; the linear that it calls does."""
-
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(32, 32))
-            self.inner = MLP()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for _ in range(2):
-                if x.sum() > -1e9:  # a branch on data in a loop
-                    x = torch.nn.functional.linear(x, self.w)
-            return self.inner(x)
-
-    backend = eager_backend()
-    torch.compile(Loop(), backend=backend)(torch.randn(16, 32))
-    report = backend.report
-    (frame,) = report.skipped_frames
-    assert frame.startswith("forward (test_report.py:")
-    assert frame.endswith(": Data-dependent branching")
-    assert f"runs in eager, with its own matmuls in high precision: {frame}" in str(report)
-    assert report.to_dict()["skipped_frames"] == [frame]
-    assert {g.fqn for g in report.gemms} == {"gate", "up", "down"}
-    report.check()  # not an error by itself: a rule that names the matmul matches nothing

@@ -1,0 +1,269 @@
+"""dynamo: sources, wrappers, and what Dynamo gives up on, which it says nowhere but in logs and metrics."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import fp8graph
+from fp8graph.backend import named_backend
+from fp8graph.compat import dynamo
+from helpers import ALL, MLP, eager_backend
+
+
+class Source:
+    """As torch has it: ``name`` is a method up to 2.11."""
+
+    def __init__(self, name: Any) -> None:
+        self.name = name
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [(Source("L['x']"), "L['x']"), (Source(lambda: "L['x']"), "L['x']"), (None, "")]
+)
+def test_names_of_sources(source: Any, name: str) -> None:
+    graph = fx.Graph()
+    node, copied = graph.placeholder("x"), graph.placeholder("y")
+    assert dynamo.source_name(node) == ""
+    node._dynamo_source = source  # pyright: ignore[reportAttributeAccessIssue]
+    dynamo.copy_source(node, copied)
+    assert dynamo.source_name(copied) == name
+    dynamo.describe_own_input(node)
+    assert dynamo.source_name(node) == ""
+    assert node.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
+
+
+def test_what_dynamo_notes_on_a_module_goes_with_a_copy() -> None:
+    module, copied = (fx.GraphModule(nn.Module(), fx.Graph()) for _ in range(2))
+    dynamo.keep_parameter_sources(module, copied)
+    assert not hasattr(copied, "_param_name_to_source")
+    noted: Any = module
+    noted._param_name_to_source = {"w": "L['w']"}
+    dynamo.keep_parameter_sources(module, copied)
+    assert copied._param_name_to_source == {"w": "L['w']"}
+
+
+def test_the_module_behind_a_wrapper() -> None:
+    model = MLP()
+    assert dynamo.original_module(torch.compile(model, backend="eager")) is model  # pyright: ignore
+    assert dynamo.original_module(model) is model
+    assert dynamo.name_in_original("_orig_mod.layers.0._orig_mod.w") == "layers.0.w"
+
+
+@pytest.mark.parametrize("kind", ["module", "in place", "forward", "function", "of torch.nn"])
+def test_the_backend_behind_what_was_compiled(kind: str) -> None:
+    backend = eager_backend()
+    model: Any = nn.Linear(4, 4) if kind == "of torch.nn" else MLP()
+    if kind == "module":
+        model = torch.compile(model, backend=backend)
+    elif kind == "forward":
+        model.forward = torch.compile(model.forward, backend=backend)
+    elif kind == "function":
+        model = torch.compile(lambda x: x, backend=backend)
+    else:
+        dynamo.compile_in_place(model, backend=backend)
+    assert dynamo.fp8graph_backend(dynamo.orig_backend(model)) is backend
+
+
+@pytest.mark.parametrize("what", [MLP(), torch.sin, lambda x: x])
+def test_there_is_none_behind_anything_else(what: Any) -> None:
+    assert dynamo.orig_backend(what) is None
+    assert dynamo.fp8graph_backend(None) is None
+    assert dynamo.fp8graph_backend(what) is None
+
+
+def test_compiling_in_place_can_be_undone() -> None:
+    seen: list[int] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        seen.append(1)
+        return module.forward
+
+    linear = nn.Linear(4, 4)
+    dynamo.compile_in_place(linear, backend=backend)
+    linear(torch.ones(2, 4))
+    assert seen == [1]
+    dynamo.undo_compile_in_place(linear)
+    assert dynamo.orig_backend(linear) is None
+
+
+def test_what_is_held_lives_as_long_as_its_owner_and_is_not_copied() -> None:
+    class Owner:
+        pass
+
+    owner, value = Owner(), Owner()
+    dynamo.hold(owner, value)
+    dynamo.hold(owner, owner)  # nothing holds itself
+    reference = weakref.ref(value)
+    del value
+    gc.collect()
+    assert reference() is not None
+    assert copy.deepcopy(owner)._fp8graph_held.value is None  # pyright: ignore[reportAttributeAccessIssue]
+    held: Any = owner._fp8graph_held  # pyright: ignore[reportAttributeAccessIssue]
+    assert pickle.loads(pickle.dumps(held)).value is None
+    del owner, held
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_backend_is_registered_once() -> None:
+    dynamo.register_backend(named_backend, "fp8graph")
+    names = torch._dynamo.list_backends(exclude_tags=())
+    assert names.count("fp8graph") == 1
+
+
+def test_frames_have_ids_while_they_compile() -> None:
+    seen: list[str] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        seen.append(dynamo.current_frame_id())
+        return module.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert seen == ["0"]
+    assert dynamo.current_frame_id() == ""
+
+
+def test_static_shapes_compile_for_each_size() -> None:
+    sizes: list[Any] = []
+
+    def backend(module: fx.GraphModule, inputs: Any) -> Any:
+        sizes.extend(x.shape[0] for x in inputs if isinstance(x, Tensor))
+        return module.forward
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    with dynamo.static_shapes():
+        for rows in (4, 5):
+            compiled(torch.ones(rows))
+    assert [isinstance(size, int) for size in sizes] == [True, True]
+
+
+def test_who_answers_for_cuda_is_put_back() -> None:
+    from torch._dynamo.device_interface import get_interface_for_device
+
+    class Other(dynamo.cuda_interface()):
+        pass
+
+    before = get_interface_for_device("cuda")
+    with dynamo.cuda_answered_by(Other):
+        assert get_interface_for_device("cuda") is Other
+    assert get_interface_for_device("cuda") is before
+
+
+def test_autocast_works_called_from_code_that_dynamo_compiles_piecewise() -> None:
+    """Without never_a_root_frame a TypeError; test_autocast.py has the whole story (a graph break in a region)."""
+    assert hasattr(torch.compile(fp8graph.autocast, backend="eager")(enabled=False), "__enter__")
+
+
+def at_the_recompile_limit(backend: Any, **kwargs: Any) -> Any:
+    """A compiled function that Dynamo compiled twice, which is as often as it may."""
+    linear = nn.Linear(16, 16)
+
+    def scaled(x: Tensor, factor: int) -> Tensor:
+        return linear(x) * factor
+
+    compiled: Any = torch.compile(scaled, backend=backend, dynamic=False, **kwargs)
+    for factor in range(2):
+        compiled(torch.ones(4, 16), factor)
+    return compiled
+
+
+two_compiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
+
+
+@two_compiles
+@pytest.mark.parametrize("by_name", [False, True])
+def test_strict_mode_raises_at_the_recompile_limit(by_name: bool) -> None:
+    """At the call that would have run in eager: there may be no later one that a compiled graph is called in."""
+    backend = "fp8graph" if by_name else eager_backend(strict=True)
+    kwargs: dict[str, Any] = {"options": {"compiler": "eager", "strict": True}} if by_name else {}
+    compiled = at_the_recompile_limit(backend, **kwargs)
+    for factor in (2, 3):
+        with pytest.raises(fp8graph.Fp8CoverageError, match="strict mode: frame 0: Dynamo's recompile limit"):
+            compiled(torch.ones(4, 16), factor)
+    compiled(torch.ones(4, 16), 0)  # what was compiled still runs
+
+
+@two_compiles
+def test_without_strict_mode_the_report_says_what_met_the_recompile_limit() -> None:
+    backend = eager_backend()
+    compiled = at_the_recompile_limit(backend)
+    for factor in (2, 3):
+        compiled(torch.ones(4, 16), factor)
+    (frame,) = backend.report.eager_frames
+    assert "recompile limit is exceeded; new shapes or values run in eager" in frame
+    for n in range(70):  # more than Dynamo's metrics remember
+        torch._dynamo.reset()
+        other: Any = torch.compile(lambda x, n: x * n, backend="eager")
+        other(torch.ones(2), n)
+    assert backend.report.eager_frames == [frame]
+
+
+@two_compiles
+def test_the_recompile_limit_with_dynamos_warnings_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+    backend = eager_backend(ALL, strict=True)
+    compiled = at_the_recompile_limit(backend)
+    with caplog.at_level(logging.ERROR, logger="torch._dynamo.convert_frame"):
+        compiled(torch.ones(4, 16), 2)  # runs in eager, silently
+        with pytest.raises(fp8graph.Fp8CoverageError, match="recompile limit"):
+            compiled(torch.ones(4, 16), 0)
+        assert len(backend.report.eager_frames) == 1
+
+
+@two_compiles
+def test_the_recompile_limit_of_another_model() -> None:
+    strict = eager_backend(strict=True)
+    compiled = at_the_recompile_limit(strict)
+    torch._dynamo.reset()  # ids of frames start again
+    other = at_the_recompile_limit(eager_backend())
+    other(torch.ones(4, 16), 2)
+    assert strict.report.eager_frames == []
+    compiled(torch.ones(4, 16), 0)
+
+
+def test_failures_of_other_models_are_not_ours() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        other: Any = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
+        for n in range(3):
+            other(torch.ones(2), n)
+    torch._dynamo.reset()  # frame ids start again
+    backend = eager_backend(ALL, strict=True)
+    model = torch.compile(MLP(), backend=backend)
+    for _ in range(2):
+        model(torch.randn(8, 32))
+    assert backend.report.eager_frames == []
+
+
+def test_a_function_that_dynamo_cannot_trace_is_said() -> None:
+    """Its own matmuls never reach a backend; the linear that it calls does."""
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(32, 32))
+            self.inner = MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2):
+                if x.sum() > -1e9:  # a branch on data in a loop
+                    x = torch.nn.functional.linear(x, self.w)
+            return self.inner(x)
+
+    backend = eager_backend()
+    torch.compile(Loop(), backend=backend)(torch.randn(16, 32))
+    report = backend.report
+    (frame,) = report.skipped_frames
+    assert frame.startswith("forward (test_dynamo.py:")
+    assert frame.endswith(": Data-dependent branching")
+    assert f"runs in eager, with its own matmuls in high precision: {frame}" in str(report)
+    assert report.to_dict()["skipped_frames"] == [frame]
+    assert {g.fqn for g in report.gemms} == {"gate", "up", "down"}
+    report.check()  # not an error by itself: a rule that names the matmul matches nothing

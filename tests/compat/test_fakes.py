@@ -1,0 +1,69 @@
+"""fakes: fake tensors without dispatch, and what stands for an input that is traced again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fp8graph.compat import fakes
+from fp8graph.compat.fakes import TracingContext, tracing
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_fake_without_dispatch_is_that_of_the_op(inside: bool) -> None:
+    mode, device = FakeTensorMode(), torch.device("cpu")
+    with mode:
+        expected = torch.empty(3, 4, dtype=torch.float8_e4m3fn)
+        made = fakes.contiguous_fake(mode, device, [3, 4], torch.float8_e4m3fn) if inside else None
+    made = made if made is not None else fakes.contiguous_fake(mode, device, [3, 4], torch.float8_e4m3fn)
+    facts = [(type(x), x.shape, x.stride(), x.dtype, x.device) for x in (made, expected)]
+    assert facts[0] == facts[1]
+    assert made.fake_mode is mode
+
+
+def test_what_stands_for_an_input() -> None:
+    """What Dynamo has for it, if it has something."""
+    node, example = fx.Graph().placeholder("x"), torch.ones(2)
+    assert fakes.fake_input(node, example, None) is example
+    fake = node.meta["example_value"] = FakeTensorMode().from_tensor(example)
+    assert fakes.fake_input(node, example, None) is fake
+    assert fakes.fake_input(node, example, TracingContext(FakeTensorMode())) is fake
+
+
+def test_a_float_keeps_its_symbol_in_another_mode() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    node, fake = fx.Graph().placeholder("x"), mode.from_tensor(torch.tensor(2.0))
+    fake.item_memo = symbol = 2.5  # pyright: ignore
+    node.meta["example_value"] = fake
+    again: Any = fakes.fake_input(node, None, TracingContext(mode))
+    assert again.item_memo is symbol
+
+
+def test_fake_tensors_are_told_from_each_other() -> None:
+    mode, a, b = FakeTensorMode(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    fake = mode.from_tensor(a)
+    assert fakes.is_fake_of(fake, a)
+    assert not fakes.is_fake_of(fake, b)
+
+
+def test_calls_that_trace() -> None:
+    """Only while Dynamo compiles, and only with fake tensors."""
+    mode = FakeTensorMode()
+    fake, real = mode.from_tensor(torch.ones(2)), torch.ones(2)
+    assert not fakes.called_to_trace([fake])
+    with tracing(TracingContext(mode)):
+        assert fakes.called_to_trace([3, fake])
+        assert not fakes.called_to_trace([3, real])
+
+
+def test_without_modes_tensors_are_real() -> None:
+    with FakeTensorMode():
+        with fakes.without_modes():
+            real = torch.ones(2)
+        fake = torch.ones(2)
+    assert (type(real) is torch.Tensor, isinstance(fake, fakes.FakeTensor)) == (True, True)

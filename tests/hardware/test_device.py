@@ -1,0 +1,88 @@
+"""device: what all devices have in common; by itself, one that multiplies nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, hardware, numerics
+from fp8graph.hardware.device import Hardware, Rule
+from fp8graph.recipes import Quantizer, Recipe
+
+E4M3, OTHER = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Hardware):
+    """Has a type of its own, and wants even results."""
+
+    def own_type(self, dtype: torch.dtype) -> torch.dtype:
+        return OTHER if dtype == E4M3 else dtype
+
+    @property
+    def rules(self) -> Mapping[str, Rule]:
+        return {"tensor": lambda a, b, out: None if out == torch.float32 else f"it has no {out}"}
+
+
+def quantizers(device: Hardware, recipe: Recipe) -> tuple[Quantizer, Quantizer]:
+    return device.quantizer(recipe, "input"), device.quantizer(recipe, "weight")
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8RowwiseScaling()])
+def test_a_device_without_a_vendor_multiplies_nothing_and_decodes(recipe: Recipe) -> None:
+    unknown = hardware.of_device(torch.device("xpu"))
+    a, b = (unknown.quantizer(recipe, operand) for operand in ("input", "weight"))
+    assert str(unknown.obstacle(a, b, torch.bfloat16)).startswith("device 'xpu' has no FP8 GEMM")
+    assert (unknown.alignment(a, b), unknown.default_recipe, unknown.speed) == ((1, 1, 1), "tensorwise", None)
+    left, right = (
+        numerics.quantize(torch.randn(16, 48), recipe, operand, "rowwise") for operand in ("input", "weight")
+    )
+    args = left.data, right.data, left.scale_inv, right.scale_inv, None, torch.float32, False
+    got = Hardware.scaled_mm(*args, scaling=a.scaling)
+    assert torch.equal(got, numerics.dequantize(left) @ numerics.dequantize(right).t())
+
+
+def test_its_own_type_is_used_where_it_multiplies() -> None:
+    """What it does not multiply is decoded, and is what the recipe says."""
+    device = Odd(name="odd", scalings=frozenset({"tensor"}))
+    assert [q.dtype for q in quantizers(device, Float8CurrentScaling())] == [OTHER, OTHER]
+    assert [q.dtype for q in quantizers(device, Float8RowwiseScaling())] == [E4M3, E4M3]
+
+
+def test_delayed_scaling_is_multiplied_by_the_gemm_of_tensors() -> None:
+    device = Odd(name="odd", scalings=frozenset({"tensor"}))
+    assert device.multiplies("delayed")
+    assert not device.multiplies("row")
+
+
+@pytest.mark.parametrize(
+    ("scalings", "dtype", "reason"),
+    [
+        (frozenset({"tensor"}), torch.float32, None),
+        (frozenset({"tensor"}), torch.bfloat16, "it has no torch.bfloat16"),
+        (frozenset({"row"}), torch.float32, "odd has no FP8 GEMM"),
+        (frozenset(), torch.float32, "odd has no FP8 GEMM"),
+    ],
+)
+def test_obstacles(scalings: frozenset[str], dtype: torch.dtype, reason: str | None) -> None:
+    device = Odd(name="odd", scalings=scalings)
+    found = device.obstacle(*quantizers(device, Float8CurrentScaling()), dtype)
+    assert found == reason or (reason is not None and str(found).startswith(reason))
+
+
+def test_grouped_gemms_have_rules_of_their_own() -> None:
+    device = Odd(name="odd", scalings=frozenset({"tensor"}), grouped=frozenset({"tensor"}))
+    a, b = quantizers(device, Float8CurrentScaling())
+    assert device.obstacle(a, b, torch.bfloat16, grouped=True) is None
+    plain = Odd(name="odd", scalings=frozenset({"tensor"}))
+    assert str(plain.obstacle(a, b, torch.float32, grouped=True)).startswith("odd has no grouped FP8 GEMM")
+
+
+@pytest.mark.parametrize("question", [lambda: Hardware.from_target("x"), lambda: Hardware.runs(torch.device("cpu"))])
+def test_which_device_it_is_a_vendor_says(question: object) -> None:
+    assert callable(question)
+    with pytest.raises(NotImplementedError):
+        question()

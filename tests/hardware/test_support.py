@@ -1,0 +1,60 @@
+"""support: whether a device multiplies what a recipe quantizes, and why not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8graph import ConfigError, Float8RowwiseScaling, supports
+from fp8graph.hardware import from_target
+from fp8graph.hardware.support import Support, support_of
+from fp8graph.recipes import resolve_recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "native"),
+    [
+        ("tensorwise", "sm_89", True),
+        ("rowwise", "sm_89", False),
+        ("blockwise", "sm_90", True),
+        ("mxfp8", "sm_90", False),
+        (Float8RowwiseScaling(), "sm_90", True),
+        ("high_precision", "sm_80", True),
+    ],
+)
+def test_supports(recipe: Any, target: str, native: bool) -> None:
+    found = supports(recipe, target)
+    assert bool(found) == native
+    assert str(found).startswith(f"{target} multiplies") if native else "fprop is emulated: " in str(found)
+
+
+def test_supports_says_which_gemms() -> None:
+    found = supports("blockwise", "sm_100")
+    assert not found.native
+    assert str(found).count("is emulated") == 3
+    assert supports("tensorwise")  # this machine's CPU has a reference kernel
+    with pytest.raises(ConfigError, match="target must be"):
+        supports("tensorwise", "h100")
+    with pytest.raises(ConfigError, match="unknown recipe"):
+        supports("tensorwize")
+
+
+def test_gemms_that_a_recipe_leaves_are_no_obstacle() -> None:
+    found = supports("rowwise_with_gw_hp", "sm_90")
+    assert found
+    assert found.native == ("fprop", "dgrad")
+
+
+def test_experts_are_asked_for_apart() -> None:
+    recipe = resolve_recipe("tensorwise")
+    assert recipe is not None
+    device = from_target("sm_89")
+    assert support_of(device, recipe)
+    assert str(support_of(device, recipe, grouped=True)).startswith("fprop is emulated: sm_89 has no grouped")
+
+
+def test_each_obstacle_is_said() -> None:
+    found = Support(recipe="x", device="d", native=("fprop",), obstacles={"dgrad": "this", "wgrad": "that"})
+    assert str(found) == "dgrad is emulated: this; wgrad is emulated: that"
+    assert not found
