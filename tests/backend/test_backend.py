@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -138,17 +137,6 @@ def test_layers_compiled_one_by_one_share_a_graph_and_keep_their_names() -> None
     assert same_bits(step(whole, x, parameters=model.parameters()), got)
 
 
-def test_two_models_of_one_class_compiled_by_name() -> None:
-    a, b = MLP(), MLP()
-    options: dict[str, Any] = {"compiler": "eager", "policy": ALL}
-    x = torch.randn(4, 32, requires_grad=True)
-    for model in (a, b):
-        expected = step(model, x, parameters=model.parameters())
-        compiled = torch.compile(model, backend="fp8graph", options=options)
-        got = step(compiled, x, parameters=model.parameters())
-        assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True))
-
-
 def test_two_models_in_one_step_function_are_told_apart() -> None:
     student, teacher = MLP(), MLP()
 
@@ -277,68 +265,6 @@ def test_a_subgraph_of_a_higher_order_op_is_in_the_report() -> None:
     records = {(g.op, g.recipe) for view in backend.report.graphs for g in view.gemms}
     assert ("linear", "tensorwise") in records
     assert backend.report.graphs[0].after.count("return ") == backend.report.graphs[0].before.count("return ")
-
-
-def test_fp8graph_compile_binds_names_and_covers_direct_calls() -> None:
-    model = nn.Sequential(MLP(), MLP())
-    policy = fp8graph.Policy([fp8graph.Rule("0.up", None)])
-    returned = fp8graph.compile(model, policy, options={"compiler": "eager"}, fullgraph=True)
-    assert returned is model
-    model(torch.randn(4, 32))
-    report = fp8graph.backend_of(model).report
-    assert {g.fqn for g in report.gemms if g.recipe is None} == {"0.up"}
-
-
-def test_users_inductor_passes_run_first() -> None:
-    seen: list[int] = []
-    backend = fp8graph.Backend(
-        ALL,
-        compiler="eager",
-        inductor_options={"joint_custom_pre_pass": lambda graph: seen.append(len(graph.nodes))},
-    )
-    torch.compile(MLP(), backend=backend)(torch.randn(4, 32))
-    assert len(seen) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"recipe": "nosuch"}, "unknown recipe 'nosuch'"),
-        ({"recipe": "delay"}, "unknown recipe 'delay'"),
-        ({"typo": 1}, "no option 'typo'"),
-        ({"policy": "nosuch.toml"}, "nosuch.toml: cannot be read"),
-        ({"policy": {"rule": []}}, "unknown key 'rule'"),
-        ({"inductor": {"typo": 1}}, "Inductor has no option 'typo'"),
-        ({"mode": "nosuch"}, "mode must be one of"),
-        ({"compiler": "nosuch"}, "compiler must be one of"),
-        ({"strict": "yes"}, "strict must be True or False"),
-        ({"target": "h100"}, "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration"),
-    ],
-)
-def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], message: str) -> None:
-    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
-    with pytest.raises(fp8graph.Fp8GraphError, match=re.escape(message)):
-        compiled(torch.randn(4, 32))
-
-
-def test_backend_of_something_else() -> None:
-    with pytest.raises(fp8graph.ConfigError, match="was not compiled with the fp8graph backend"):
-        fp8graph.backend_of(torch.compile(MLP(), backend="eager"))
-
-
-def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
-    options: dict[str, Any] = {
-        "compiler": "eager",
-        "save": "memory",
-        "cache_weights": False,
-        "fuse_linears": False,
-        "recipe": "rowwise",
-    }
-    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
-    compiled(torch.randn(16, 32))
-    backend = fp8graph.backend_of(compiled)
-    settings = backend.settings
-    assert (settings.save, settings.cache_weights, settings.fuse_linears) == ("memory", False, False)
 
 
 def test_many_modules_of_torch_are_compiled_each() -> None:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import fp8graph
 from fp8graph import Backend, Policy
-from fp8graph.backend import named_backend, programs
+from fp8graph.backend import named_backend
 from fp8graph.backend.program import Program
 from fp8graph.runtime.pages import Page
 from helpers import ALL, MLP, same_bits
@@ -177,36 +177,6 @@ def test_a_backend_by_name_lives_as_long_as_what_was_compiled_with_it() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert reference() is None
-
-
-def test_the_report_outlives_models() -> None:
-    backend = Backend(ALL, compiler="eager")
-
-    def compiled(inner: int) -> None:
-        torch.compile(MLP(32, inner), backend=backend)(torch.randn(16, 32))
-
-    compiled(64)
-    (live,) = backend.report.graphs
-    torch._dynamo.reset()
-    (gone,) = backend.report.graphs
-    assert gone == live
-    assert len(list(live.module.graph.nodes)) > 10  # who holds the view holds the graph
-    with pytest.raises(ValueError, match="has text but no module: its model is gone"):
-        _ = gone.module
-    for inner in (64, 80, 64):
-        compiled(inner)
-        torch._dynamo.reset()
-    assert [view.gemms[0].n for view in backend.report.graphs] == [80, 64]
-
-
-def test_a_long_history_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "KEPT", 2)
-    backend = Backend(ALL, compiler="eager")
-    for inner in (16, 32, 48, 64):
-        torch.compile(MLP(32, inner), backend=backend)(torch.randn(16, 32))
-        torch._dynamo.reset()
-    assert [view.gemms[0].n for view in backend.report.graphs] == [48, 64]
-    assert "2 older graphs, whose models are gone, are no longer listed" in str(backend.report)
 
 
 def test_a_frame_that_fell_back_is_reported_after_reset() -> None:

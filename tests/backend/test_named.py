@@ -1,0 +1,93 @@
+"""named: a backend by name and options, one for each set of them, as long as somebody uses it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import fp8graph
+from fp8graph.backend.named import NamedBackend
+from fp8graph.numerics import sqnr_db
+from helpers import ALL, MLP, step
+
+
+def test_equal_options_are_one_backend() -> None:
+    named = NamedBackend()
+    first = named.backend_for({"options": {"recipe": "rowwise"}})
+    assert named.backend_for({"options": {"recipe": "rowwise"}}) is first
+    others = [{"options": {"recipe": "tensorwise"}}, {"options": {"recipe": "rowwise"}, "mode": "default"}, {}]
+    backends = [named.backend_for(kwargs) for kwargs in others]
+    assert len({*map(id, backends), id(first)}) == 4
+
+
+def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
+    named = NamedBackend()
+    options: dict[str, Any] = {"inductor": {"triton.cudagraphs": False}}
+    plain = named.backend_for({"mode": "reduce-overhead"})
+    own = named.backend_for({"mode": "reduce-overhead", "options": options})
+    inside = named.backend_for({"options": {"mode": "reduce-overhead"}})
+    assert [b.settings.inductor["triton.cudagraphs"] for b in (plain, own, inside)] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inductor": [1]}, "option 'inductor' must be a dict of Inductor options, not [1]"),
+        ({"inductor_options": {}}, "fp8graph has no option 'inductor_options'"),
+        ({"group": True, "fuse_linears": True}, "group is the former name of fuse_linears: give fuse_linears alone"),
+        ({"max_autotune": True}, 'Inductor\'s own options go into a dict: options={"inductor": {...}}'),
+    ],
+)
+def test_what_is_no_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
+        NamedBackend().backend_for({"options": options})
+
+
+def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
+    options: dict[str, Any] = {
+        "compiler": "eager",
+        "save": "memory",
+        "cache_weights": False,
+        "fuse_linears": False,
+        "recipe": "rowwise",
+    }
+    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
+    compiled(torch.randn(16, 32))
+    backend = fp8graph.backend_of(compiled)
+    settings = backend.settings
+    assert (settings.save, settings.cache_weights, settings.fuse_linears) == ("memory", False, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "nosuch"}, "unknown recipe 'nosuch'"),
+        ({"recipe": "delay"}, "unknown recipe 'delay'"),
+        ({"typo": 1}, "no option 'typo'"),
+        ({"policy": "nosuch.toml"}, "nosuch.toml: cannot be read"),
+        ({"policy": {"rule": []}}, "unknown key 'rule'"),
+        ({"inductor": {"typo": 1}}, "Inductor has no option 'typo'"),
+        ({"mode": "nosuch"}, "mode must be one of"),
+        ({"compiler": "nosuch"}, "compiler must be one of"),
+        ({"strict": "yes"}, "strict must be True or False"),
+        ({"target": "h100"}, "target must be 'cpu', like 'sm_90' or 'gfx942', or a calibration"),
+    ],
+)
+def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], message: str) -> None:
+    compiled = torch.compile(MLP(), backend="fp8graph", options=options)
+    with pytest.raises(fp8graph.Fp8GraphError, match=re.escape(message)):
+        compiled(torch.randn(4, 32))
+
+
+def test_two_models_of_one_class_compiled_by_name() -> None:
+    a, b = MLP(), MLP()
+    options: dict[str, Any] = {"compiler": "eager", "policy": ALL}
+    x = torch.randn(4, 32, requires_grad=True)
+    for model in (a, b):
+        expected = step(model, x, parameters=model.parameters())
+        compiled = torch.compile(model, backend="fp8graph", options=options)
+        got = step(compiled, x, parameters=model.parameters())
+        assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True))

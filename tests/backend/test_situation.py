@@ -1,0 +1,45 @@
+"""situation: what a call depends on beside its arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
+from fp8graph.backend.situation import Situation, region_text
+from fp8graph.recipes.autocast import POLICY
+
+
+def test_situations_are_keys() -> None:
+    one: dict[str, Any] = {"policy": "p", "region": DelayedScaling(), "amax_group": None}
+    assert Situation(**one) == Situation(**one)
+    others: list[dict[str, Any]] = [
+        {"policy": "q"},
+        {"region": None},
+        {"region": "rowwise"},
+        {"amax_group": "0"},
+    ]
+    assert len({Situation(**{**one, **other}) for other in [{}, *others]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        (None, "policy"),
+        (POLICY, "policy"),
+        ("tensorwise", repr(Float8CurrentScaling())),
+        (DelayedScaling(margin=1), repr(DelayedScaling(margin=1))),
+        ("nosuch", "unknown"),
+    ],
+)
+def test_what_a_region_stands_for(region: Any, text: str) -> None:
+    assert region_text(region) == text
+
+
+def test_a_name_stands_for_what_it_was_registered_as_last() -> None:
+    texts: list[str] = []
+    for margin in (1, 2):
+        register_recipe("of_test_situation", DelayedScaling(margin=margin))
+        texts.append(region_text("of_test_situation"))
+    assert texts == [repr(DelayedScaling(margin=margin)) for margin in (1, 2)]
