@@ -40,9 +40,11 @@ def test_what_has_no_speed_runs_in_fp8_and_shares_the_cost() -> None:
     """A GEMM of a device whose speed is not known is never refused; it pays its part of a quantization."""
     fprop = linear(64, 1024, 1024, "tensor", REPLAYED)["fprop"]
     of_unknown = dataclasses.replace(fprop, speed=None)
-    found = judge([fprop, of_unknown], 1e9)
-    assert set(found) == {fprop}
-    assert found[fprop] > judge([fprop], 1e9)[fprop]
+    alone, shared = (judge(choices, 0)[fprop] for choices in ([fprop], [fprop, of_unknown]))
+    assert alone < shared
+    assert judge([fprop, of_unknown], shared) == {fprop: shared}
+    refused = linear(1, 32, 32, "tensor", H200)["dgrad"]  # the others are asked again without it
+    assert judge([fprop, of_unknown, refused], shared)[fprop] == shared
 
 
 def test_readers_of_a_quantization_are_counted_with_their_layouts() -> None:

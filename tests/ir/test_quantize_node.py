@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from operator import getitem
 from typing import Any
 
@@ -86,3 +87,4 @@ def test_defaults_are_left_out_of_a_call() -> None:
     args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], carry_overflow=False).asked)
     assert len(args) == 6
     assert kwargs == {"scaling": "block", "block": [1, 128]}
+    assert call(dataclasses.replace(node_of([1, 16], []).asked, block=[]))[1] == {}  # as an op's schema gives it
