@@ -61,9 +61,7 @@ def test_calls_that_trace() -> None:
         assert not fakes.called_to_trace([3, real])
 
 
-def test_without_modes_tensors_are_real() -> None:
-    with FakeTensorMode():
-        with fakes.without_modes():
-            real = torch.ones(2)
-        fake = torch.ones(2)
-    assert (type(real) is torch.Tensor, isinstance(fake, fakes.FakeTensor)) == (True, True)
+def test_fake_tensors_of_a_gpu_are_copied_without_one() -> None:
+    with FakeTensorMode(), fakes.without_device_guards():
+        x, y = (torch.empty(4, 6, device="cuda") for _ in range(2))
+        assert x.copy_(y) is x
