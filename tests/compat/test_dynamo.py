@@ -132,20 +132,6 @@ def test_frames_have_ids_while_they_compile() -> None:
     assert dynamo.current_frame_id() == ""
 
 
-def test_static_shapes_compile_for_each_size() -> None:
-    sizes: list[Any] = []
-
-    def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        sizes.extend(x.shape[0] for x in inputs if isinstance(x, Tensor))
-        return module.forward
-
-    compiled = torch.compile(lambda x: x + 1, backend=backend)
-    with dynamo.static_shapes():
-        for rows in (4, 5):
-            compiled(torch.ones(rows))
-    assert [isinstance(size, int) for size in sizes] == [True, True]
-
-
 def test_who_answers_for_cuda_is_put_back() -> None:
     from torch._dynamo.device_interface import get_interface_for_device
 
