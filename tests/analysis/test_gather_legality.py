@@ -34,7 +34,7 @@ def test_padded_columns_of_square_tiles_are_gathered_as_they_are(inner: int, rea
     assert reasons_of(report)[0].startswith(reason)
 
 
-TRAINING = "scales of columns span the ranks: both directions would have to travel"
+TRAINING = "a scale per column spans all ranks, so both layouts would have to be sent"
 BF16 = torch.bfloat16
 REFUSALS: list[Any] = [
     pytest.param(Rows(also=torch.exp), (16, 32), "tensorwise", "read in high precision too, by exp", id="reader"),

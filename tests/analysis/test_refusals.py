@@ -85,12 +85,12 @@ def test_what_no_gemm_reads_has_no_site() -> None:
 PARTS = [
     pytest.param(
         lambda w, a: a @ nn.functional.dropout(w, 0.5).t(),
-        "computed with random numbers, others in each call",
+        "computed with random numbers, which change with each call",
         id="random",
     ),
     pytest.param(
         lambda w, a: a @ (w + a[0]).t(),
-        r"computed from .*, too, which is no parameter and may change with each call: make it one",
+        r"also computed from .*, which is not a parameter and may change with each call; .* make it a parameter",
         id="an input",
     ),
 ]

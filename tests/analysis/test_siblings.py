@@ -79,7 +79,9 @@ SIZES: list[Any] = [
         "its weight is on the left: write x @ w.T in place of w @ x",
         id="left",
     ),
-    pytest.param(Weight(lambda w, x: w.sum() * (x @ x.t()), 48, 32), [], "it multiplies no weight", id="no weight"),
+    pytest.param(
+        Weight(lambda w, x: w.sum() * (x @ x.t()), 48, 32), [], "it does not multiply by a weight", id="no weight"
+    ),
 ]
 
 

@@ -37,7 +37,7 @@ def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
     [
         ({"inductor": [1]}, "option 'inductor' must be a dict of Inductor options, not [1]"),
         ({"inductor_options": {}}, "fp8graph has no option 'inductor_options'"),
-        ({"group": True, "fuse_linears": True}, "group is the former name of fuse_linears: give fuse_linears alone"),
+        ({"group": True, "fuse_linears": True}, "group is the former name of fuse_linears: pass fuse_linears alone"),
         ({"max_autotune": True}, 'Inductor\'s own options go into a dict: options={"inductor": {...}}'),
     ],
 )
@@ -73,7 +73,7 @@ def test_every_argument_of_the_backend_is_an_option_by_name() -> None:
         ({"mode": "nosuch"}, "mode must be one of"),
         ({"compiler": "nosuch"}, "compiler must be one of"),
         ({"strict": "yes"}, "strict must be True or False"),
-        ({"target": "h100"}, "target must be 'cpu', like 'sm_90' or 'gfx942', or a calibration"),
+        ({"target": "h100"}, "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration"),
     ],
 )
 def test_bad_options_reach_the_user_as_themselves(options: dict[str, Any], message: str) -> None:

@@ -83,4 +83,4 @@ def test_a_tensor_that_was_loaded_under_another_recipe(caplog: pytest.LogCapture
         rows().warn_of_other_recipes(OTHER)
         rows().warn_of_other_recipes("down.input|delayed()")
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message == f"{OTHER}: the loaded state is of recipe delayed(amax_history_len=2); starting afresh."
+    assert message == f"{OTHER}: the loaded state is for recipe delayed(amax_history_len=2); starting afresh."
