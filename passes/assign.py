@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.choices import choices
+from fp8graph.analysis.fused_ops import refuse_fused_ops
 from fp8graph.analysis.legality import is_batched, why_not_in_fp8
 from fp8graph.analysis.profit import judge
 from fp8graph.errors import Fp8GraphError
@@ -45,6 +46,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
                 if site.gemms[0].gemm == "fprop"
                 else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
+    refuse_fused_ops(graph, compilation)
     bar = compilation.known.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:

@@ -91,5 +91,7 @@ def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:
 
 
 def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:
+    if (refusal.fqn, refusal.index) not in renamed:
+        return refusal  # of an op that is no site
     site, *_ = renamed[refusal.fqn, refusal.index]
     return dataclasses.replace(refusal, fqn=site.fqn, index=site.index)
