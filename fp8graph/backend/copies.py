@@ -16,6 +16,7 @@ from torch import nn
 
 from fp8graph.backend.backend import Backend
 from fp8graph.compat import dynamo
+from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
 _log = logging.getLogger("fp8graph")
@@ -31,6 +32,24 @@ def compile_in_place(
         named: names of parameters are relative to ``module``, not to a model that it is a part of.
     """
     module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
+
+
+def check_compiled(backend: Backend, model: str) -> None:
+    """After the first call of ``model`` (a class): warn if no GEMM of it was compiled.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    report = backend.report
+    if report.gemms:
+        return
+    graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
+    because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
+    lines = [f"{model} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
+    text = "\n  ".join(lines)
+    if backend.settings.strict:
+        raise Fp8CoverageError(f"strict mode: {text}")
+    _log.warning("%s", text)
 
 
 def marks(model: nn.Module) -> list[Compiled]:
@@ -57,7 +76,8 @@ class Compiled:
         if named:
             backend.names.bind_later(module)
         if arguments is not None:
-            dynamo.compile_in_place(module, backend=backend, **arguments)
+            name = type(module).__name__
+            dynamo.compile_in_place(module, lambda: check_compiled(backend, name), backend=backend, **arguments)
         return Compiled(module, backend, arguments, named)
 
     def _holds(self) -> bool:

@@ -61,20 +61,31 @@ def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None
         copy._param_name_to_source = sources  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compile_in_place(module: torch.nn.Module, **kwargs: Any) -> None:
+def compile_in_place(module: torch.nn.Module, after_first_call: Callable[[], None], **kwargs: Any) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
     Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` silently runs in
     eager. ``torch.compile(module)`` wraps the call for that reason, and so does this function. The wrapper has a code
     object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one.
+
+    Args:
+        after_first_call: called once, when the module has been called.
     """
+    function: Any = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
-        wrapped: Any = wrap_inline(module._call_impl)
-        wrapped.__code__ = wrapped.__code__.replace()  # a copy
-        call = torch.compile(wrapped, **kwargs)
-        module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        module.compile(**kwargs)
+        function = wrap_inline(function)
+        function.__code__ = function.__code__.replace()  # a copy
+    call = torch.compile(function, **kwargs)
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        result = call(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # else this is a part of a larger graph
+            module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+            after_first_call()
+        return result
+
+    first_call._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
+    module._compiled_call_impl = first_call  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -107,6 +118,7 @@ def orig_backend(compiled: Any) -> Any:
     if isinstance(compiled, torch.nn.Module):
         context = getattr(compiled, "dynamo_ctx", None)  # torch.compile(module)
         implementation = getattr(compiled, "_compiled_call_impl", None)  # module.compile()
+        implementation = getattr(implementation, "_fp8graph_call", implementation)
         if context is None and implementation is None:
             implementation = compiled.forward  # module.forward = torch.compile(module.forward)
         candidates: list[Any] = [getattr(context, "callback", None), *_closure(implementation)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -275,3 +277,49 @@ def test_many_modules_of_torch_are_compiled_each() -> None:
         fp8graph.compile(model, ALL, compiler="eager")
         model(x)
         assert [gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms] == ["tensorwise"] * 2
+
+
+class Disabled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run: Any = torch.compiler.disable(lambda: self.inner(x))
+        return run()
+
+
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, batch_first=True), 1).eval()
+COMPILES_NOTHING = {
+    "disabled": (Disabled(), "Dynamo made no graph."),
+    "no matmul": (nn.LayerNorm(32), r"1 graph\(s\) without a matmul."),
+    "fused op": (ENCODER, r"layers.0: aten._transformer_encoder_layer_fwd multiplies by weights inside"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILES_NOTHING)
+def test_nothing_compiled_is_said_once_and_strict_raises(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model, text = COMPILES_NOTHING[name]
+    fp8graph.compile(model, ALL, compiler="eager")
+    x = torch.randn(1, 16, 32)
+    with torch.no_grad(), caplog.at_level(logging.WARNING, "fp8graph"):
+        for _ in range(3):
+            model(x)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "fp8graph"]
+    assert re.match(f"{type(model).__name__} was called, and no GEMM of it was compiled", said)
+    assert re.search(text, said)
+    torch._dynamo.reset()
+    fp8graph.compile(model, ALL, compiler="eager", strict=True)
+    with torch.no_grad(), pytest.raises(fp8graph.Fp8CoverageError, match=text):
+        model(x)
+
+
+def test_a_call_inside_other_compiled_code_is_not_asked_what_it_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP()
+    fp8graph.compile(model, ALL, compiler="eager")
+    step = torch.compile(lambda x: model(x).sum(), backend=eager_backend(), fullgraph=True)
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        step(torch.randn(16, 32))
+    assert not [record for record in caplog.records if record.name == "fp8graph"]
+    assert fp8graph.backend_of(model) is not fp8graph.backend_of(step)
