@@ -19,6 +19,7 @@ from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
+_EXPORTED: Final = "%s is exported as it was written, in high precision: torch.export leaves compiled code out."
 _log = logging.getLogger("fp8graph")
 
 
@@ -77,7 +78,8 @@ class Compiled:
             backend.names.bind_later(module)
         if arguments is not None:
             name = type(module).__name__
-            dynamo.compile_in_place(module, lambda: check_compiled(backend, name), backend=backend, **arguments)
+            first, export = lambda: check_compiled(backend, name), lambda: _log.warning(_EXPORTED, name)
+            dynamo.compile_in_place(module, first, export, backend=backend, **arguments)
         return Compiled(module, backend, arguments, named)
 
     def _holds(self) -> bool:

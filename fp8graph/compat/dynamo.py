@@ -61,7 +61,9 @@ def keep_parameter_sources(module: fx.GraphModule, copy: fx.GraphModule) -> None
         copy._param_name_to_source = sources  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def compile_in_place(module: torch.nn.Module, after_first_call: Callable[[], None], **kwargs: Any) -> None:
+def compile_in_place(
+    module: torch.nn.Module, after_first_call: Callable[[], None], at_export: Callable[[], None], **kwargs: Any
+) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
     Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` silently runs in
@@ -70,22 +72,28 @@ def compile_in_place(module: torch.nn.Module, after_first_call: Callable[[], Non
 
     Args:
         after_first_call: called once, when the module has been called.
+        at_export: called when ``torch.export`` traces the module, which leaves compiled code out.
     """
     function: Any = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
         function = wrap_inline(function)
         function.__code__ = function.__code__.replace()  # a copy
     call = torch.compile(function, **kwargs)
+    first = True
 
-    def first_call(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
         result = call(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # else this is a part of a larger graph
-            module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+        if torch.compiler.is_compiling():  # this is a part of a larger graph
+            if torch.compiler.is_exporting():
+                at_export()
+        elif first:
+            first = False
             after_first_call()
         return result
 
-    first_call._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
-    module._compiled_call_impl = first_call  # pyright: ignore[reportAttributeAccessIssue]
+    watched._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
+    module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module:

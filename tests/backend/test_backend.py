@@ -323,3 +323,13 @@ def test_a_call_inside_other_compiled_code_is_not_asked_what_it_compiled(caplog:
         step(torch.randn(16, 32))
     assert not [record for record in caplog.records if record.name == "fp8graph"]
     assert fp8graph.backend_of(model) is not fp8graph.backend_of(step)
+
+
+def test_an_export_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    fp8graph.compile(model, ALL, compiler="eager")
+    model(x)
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        exported = torch.export.export(model, (x,))
+    assert "MLP is exported as it was written, in high precision" in caplog.text
+    assert "scaled_mm" not in str(exported.graph)

@@ -69,7 +69,7 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     elif kind == "function":
         model = torch.compile(lambda x: x, backend=backend)
     else:
-        dynamo.compile_in_place(model, lambda: None, backend=backend)
+        dynamo.compile_in_place(model, lambda: None, lambda: None, backend=backend)
     assert dynamo.fp8graph_backend(dynamo.orig_backend(model)) is backend
 
 
@@ -88,10 +88,12 @@ def test_compiling_in_place_can_be_undone() -> None:
         return module.forward
 
     linear = nn.Linear(4, 4)
-    dynamo.compile_in_place(linear, lambda: seen.append(2), backend=backend)
+    dynamo.compile_in_place(linear, lambda: seen.append(2), lambda: seen.append(3), backend=backend)
     for _ in range(3):
         linear(torch.ones(2, 4))
     assert seen == [1, 2]
+    torch.export.export(linear, (torch.ones(2, 4),))
+    assert seen == [1, 2, 3]
     dynamo.undo_compile_in_place(linear)
     assert dynamo.orig_backend(linear) is None
 
