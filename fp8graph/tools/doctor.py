@@ -39,6 +39,16 @@ def architectures() -> list[tuple[str, ...]]:
     return rows
 
 
+def trainer() -> list[str]:
+    """What users of Hugging Face Trainer meet: its option takes accelerate's list of names."""
+    if importlib.util.find_spec("accelerate") is None:
+        return []
+    return [
+        'torch_compile_backend="fp8graph" is refused ("not a valid DynamoBackend"): accelerate has a list of names. '
+        "Call fp8graph.compile(model) before Trainer or prepare()"
+    ]
+
+
 def machine() -> list[tuple[str, str]]:
     """The relevant hardware and software of this machine, and what is missing."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
@@ -59,6 +69,7 @@ def machine() -> list[tuple[str, str]]:
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
     rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all installed"))
+    rows += [("Trainer", line) for line in trainer()]
     here = hardware.of_machine()
     rows.append(("default recipe", f"{here.default_recipe}, for {here.name}"))
     return rows
