@@ -23,7 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("analysis",),
     ("passes", "runtime", "report"),
     ("backend",),
-    ("tools", "planning"),
+    ("tools", "planning", "integrations"),
     ("cli",),
     ("__main__", ""),  # "": fp8graph/__init__.py, the face
 )

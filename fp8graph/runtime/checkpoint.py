@@ -29,6 +29,11 @@ class ScalingState:
     def __init__(self, entries: Mapping[str, Tensor], not_shared: str = "") -> None:
         self._entries, self._not_shared = dict(entries), not_shared
 
+    @property
+    def not_shared(self) -> str:
+        """Why other ranks may have other tensors; "" if they have not."""
+        return self._not_shared
+
     def __getitem__(self, name: str) -> Tensor:
         return self._entries[name]
 

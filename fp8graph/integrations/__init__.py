@@ -1,0 +1,76 @@
+"""The scaling state in the checkpoints of other libraries. Each library has a file here, and only that imports it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+import pickle
+import zlib
+
+import torch
+from torch import nn
+
+from fp8graph.backend import Backend, backend_of
+from fp8graph.errors import StateError
+from fp8graph.runtime.checkpoint import ScalingState
+
+__all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
+
+_log = logging.getLogger("fp8graph")
+
+
+def state_to_save(model: nn.Module, checkpoint: str) -> ScalingState:
+    """The state of the backend behind ``model``.
+
+    Args:
+        checkpoint: what it goes into, for the message.
+
+    Raises:
+        StateError: the ranks' states differ, and ``checkpoint`` holds that of one rank.
+    """
+    state = backend_of(model).state_dict()
+    if state.not_shared:
+        raise StateError(
+            f"{checkpoint} holds the scaling state of one rank, but {state.not_shared}. Let each rank save its own, "
+            "torch.save(backend.state_dict(), path_of_this_rank), or reduce amaxes over all ranks."
+        )
+    return state
+
+
+def missing(backend: Backend, checkpoint: str) -> None:
+    """Say that ``checkpoint`` has no scaling state.
+
+    Raises:
+        StateError: in strict mode.
+    """
+    text = (
+        f"{checkpoint} has no scaling state of fp8graph: it was saved without ScalingStateCallback. Delayed scales "
+        "start anew, and so does a schedule of the policy: the run will differ from one that was not interrupted."
+    )
+    if backend.settings.strict:
+        raise StateError(f"strict mode: {text} Resume without strict to accept that.")
+    _log.warning(text)
+
+
+def to_text(state: ScalingState) -> str:
+    """The state for a JSON file, with a checksum (zlib's)."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return base64.b64encode(zlib.compress(file.getvalue())).decode("ascii")
+
+
+def from_text(text: object, checkpoint: str) -> dict[str, torch.Tensor]:
+    """The inverse of :func:`to_text`.
+
+    Raises:
+        StateError: ``text`` is damaged.
+    """
+    try:
+        data = zlib.decompress(base64.b64decode(text, validate=True))  # pyright: ignore[reportArgumentType]
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except (TypeError, ValueError, zlib.error, RuntimeError, pickle.UnpicklingError) as error:
+        raise StateError(
+            f"the scaling state of fp8graph in {checkpoint} is damaged ({type(error).__name__}: {error}). Resume from "
+            "another checkpoint, or train without ScalingStateCallback to let delayed scales start anew."
+        ) from error
