@@ -17,6 +17,7 @@ from fp8graph.backend.inductor_passes import source_hash
 from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
 from fp8graph.backend.programs import Programs
+from fp8graph.backend.schedule import Schedule
 from fp8graph.backend.shared import Shared
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
@@ -31,6 +32,7 @@ from fp8graph.runtime.checkpoint import ScalingState
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_agreement import agree
 from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.state_dict import saved_step, step_entry
 from fp8graph.runtime.weight_cache import Weights
 
 
@@ -62,15 +64,17 @@ class Backend:
             known = ("policy", "recipe", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
-        epoch = Epoch()
+        epoch, policies = Epoch(), Policies(self.settings.hardware)
+        weights = Weights(epoch, strict=self.settings.strict)
         self._shared: Final = Shared(
             settings=self.settings,
-            policies=Policies(self.settings.hardware),
+            policies=policies,
+            schedule=Schedule(policies, epoch, weights.steps),
             generator=self,
             epoch=epoch,
             names=Names(epoch),
             state=State(epoch),
-            weights=Weights(epoch),
+            weights=weights,
         )
         self._programs = Programs()
         self._created = time.time_ns() // 1000  # microseconds
@@ -116,6 +120,8 @@ class Backend:
         if frame:
             self._frames.add(frame)
         self._agree()
+        for model, compiled in dynamo.modules_of_frame():
+            self.weights.steps.adapters.watch(model, compiled=compiled)
         program = Program(self._shared, module, example_inputs)
         self._programs.add(program)
         return program
@@ -130,6 +136,8 @@ class Backend:
             return
         self._agreed.add(kind)
         lines = [*self._shared.policies.lines()]
+        if self._shared.schedule.runs and kind == "training":
+            lines.append(f"step {self._shared.schedule.step()}")
         lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
         lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
         text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank
@@ -139,7 +147,8 @@ class Backend:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
 
         It is cheap if the new policy makes the same decisions as the last one, so a training loop can call
-        ``backend.set_policy(policy.at_step(step))`` at every step. A policy with a schedule is used as of step 0.
+        ``backend.set_policy(policy.at_step(step))`` at every step. A policy with a schedule advances by itself, with
+        the steps of optimizers.
         """
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
@@ -152,6 +161,7 @@ class Backend:
         reports see the modules' full names.
         """
         self.names.bind(model)
+        self.weights.steps.adapters.watch(model)
 
     def state_dict(self) -> ScalingState:
         """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
@@ -165,7 +175,9 @@ class Backend:
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
         """
-        return self.state.state_dict()
+        state, schedule = self.state.state_dict(), self._shared.schedule
+        step = step_entry(schedule.step()) if schedule.runs else {}
+        return ScalingState({**dict(state), **step}, state.not_shared)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.
@@ -177,7 +189,9 @@ class Backend:
             StateError: the state has another version or is truncated, a scale is not finite and positive, or a layer
                 that is already compiled is missing. The message says which; the old state is then intact.
         """
+        step = saved_step(state_dict)
         self.state.load_state_dict(state_dict)
+        self._shared.schedule.load(step)
         self.weights.refresh()  # their scales have changed
 
     @property
@@ -239,14 +253,15 @@ class Backend:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
         if self._shared.policies.chosen:
-            return {"policy": self.policy, **settings}
+            return {"policy": self._shared.policies.scheduled or self.policy, **settings}
         return {"recipe": self.policy.default, **settings}  # no policy: GPU and family decide again where it is loaded
 
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use. Call it after writing to weights through ``.data``.
 
         Such writes change neither a tensor's version nor its address, and no optimizer step announces them. Updates
-        by torch's optimizers and in-place writes are detected without this call.
+        by torch's optimizers, in-place writes and PEFT's merges are detected without this call; strict mode raises
+        for others.
         """
         self._shared.weights.refresh()
 

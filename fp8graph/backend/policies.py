@@ -25,6 +25,7 @@ class Policies:
 
     def __init__(self, target: Hardware | None) -> None:
         self._target = target
+        self._step = 0  # of training
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
@@ -37,9 +38,18 @@ class Policies:
         if recipe is not None:
             resolve_recipe(recipe)
             self.current = Policy(self.current.rules, default=recipe, min_speedup=self.current.min_speedup)
-        if self.current.scheduled:
-            self.current = self.current.at_step(0)
+        self.scheduled = self.current if self.current.scheduled else None  # all of it
+        if self.scheduled is not None:
+            self.current = self.scheduled.at_step(self._step)
         self._families: dict[tuple[str, ...], tuple[Policy, str]] = {(): (self.current, self.current.identity())}
+
+    def advance(self, step: int) -> bool:
+        """Take a policy with a schedule as it is at ``step``; whether that is another policy than before."""
+        before, self._step = self._step, step
+        if self.scheduled is None or self.scheduled.phase(before) == self.scheduled.phase(step):
+            return False
+        self.set(self.scheduled)
+        return True
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
         """The policy for models of ``families`` (their default, unless the user chose one), and its identity."""
@@ -63,5 +73,6 @@ class Policies:
 
     def lines(self) -> list[str]:
         """The policy in words, for a comparison with other ranks."""
-        rules = [f"rule {index} {rule!r}" for index, rule in enumerate(self.current.rules)]
-        return [*rules, f"default {self.current.default!r}", f"min_speedup {self.current.min_speedup}"]
+        policy = self.scheduled or self.current  # ranks may compile for inference at different steps
+        rules = [f"rule {index} {rule!r}" for index, rule in enumerate(policy.rules)]
+        return [*rules, f"default {policy.default!r}", f"min_speedup {policy.min_speedup}"]

@@ -62,6 +62,8 @@ class Program:
             self._calls += 1
             if self._calls > 1:  # every graph of the first step is known now
                 self._shared.generator.check_strictly(everything=self._calls == 2)
+        if self._shared.schedule.due:
+            self._shared.schedule.advance()
         call = self._prepared.get(args, (current_region(), amax_group())) or self._prepare(args)
         if call.pages is None:
             return call.run(*args, *call.more)
@@ -69,6 +71,7 @@ class Program:
 
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
+        self._shared.schedule.meets(args[index] for index in self._graph.positions)
         situation, names = self._situation(), self._names(args)
         variant = self._variants.get((situation, names))
         if variant is None:

@@ -10,6 +10,7 @@ from torch import fx
 
 from fp8graph.backend.inductor_passes import Stopwatch
 from fp8graph.backend.policies import Policies
+from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
 from fp8graph.records import GemmRecord
 from fp8graph.runtime.call import Epoch
@@ -45,6 +46,7 @@ class Shared:
 
     settings: Settings
     policies: Policies
+    schedule: Schedule
     generator: Generator
     epoch: Epoch
     names: Names

@@ -17,6 +17,7 @@ from torch import fx
 from torch._dynamo import device_interface
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.external_utils import wrap_inline
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 
@@ -267,6 +268,19 @@ def current_frame_id() -> str:
     """The id of the frame that Dynamo is compiling, "" outside a compile."""
     compile_id = CompileContext.current_compile_id()
     return str(compile_id).split("/")[0] if compile_id is not None else ""
+
+
+def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
+    """The modules among the variables of the frame that Dynamo is compiling, each with whether it is the module whose
+    call is compiled: "self" up to torch 2.13; from 2.15 on a method of it, "fn"."""
+    try:
+        variables = dict(InstructionTranslator.current_tx().output.local_scope)
+    except AttributeError:  # outside a compile
+        return
+    for name, value in variables.items():
+        owner = getattr(value, "__self__", None) if name == "fn" else value
+        if isinstance(owner, torch.nn.Module):
+            yield owner, name in ("self", "fn")
 
 
 def register_backend(backend: Any, name: str) -> None:

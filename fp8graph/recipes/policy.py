@@ -92,12 +92,17 @@ class Policy:
         """Whether some rule applies to certain steps only."""
         return any(rule.steps is not None for rule in self.rules)
 
+    def phase(self, step: int) -> int:
+        """A number that is equal for steps at which the same rules apply."""
+        return sum(bound is not None and bound <= step for rule in self.rules for bound in rule.steps or ())
+
     def at_step(self, step: int) -> Policy:
         """The policy of one training step: the rules that apply at that step, without their schedule.
 
-        ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. Call
-        ``backend.set_policy(policy.at_step(step))`` before each step: switching to a new policy triggers a recompile,
-        switching back to one used before does not.
+        ``Rule("*", None, steps=(0, 100))`` as the first rule keeps 100 steps in high precision. A backend counts the
+        steps of optimizers and moves on by itself; ``backend.set_policy(policy.at_step(step))`` before each step is
+        for loops that count otherwise. Switching to a new policy triggers a recompile, switching back to one used
+        before does not.
 
         Raises:
             PolicyError: (a ``ValueError``) for a step that is not a whole number >= 0.

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
+from fp8graph.runtime.adapters import Adapters
 from fp8graph.runtime.call import picker
 
 
@@ -20,8 +22,10 @@ class Steps:
 
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
-        self.refreshes = 0  # how often the user said that weights have changed
-        self._held: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id: the last step of its optimizer
+        self.adapters: Final = Adapters()
+        self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it
+        # by id: the last step of its optimizer, and how many steps its optimizers took since the last restart
+        self._held: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._full = 1024  # length at which freed parameters are dropped
         reference = weakref.ref(self)
 
@@ -31,20 +35,42 @@ class Steps:
 
         autograd.after_optimizer_steps(self, after_step)
 
+    @property
+    def refreshes(self) -> int:
+        """How often all weights were taken for changed."""
+        self._refreshes += self.adapters.changed()
+        return self._refreshes
+
+    def refresh(self) -> None:
+        """Take all weights for changed."""
+        self._refreshes += 1
+
     def _count(self, optimizer: Optimizer) -> None:
         self.count += 1
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._held[id(parameter)] = weakref.ref(parameter), self.count
+                reference, _, taken = self._held.get(id(parameter), (None, 0, 0))
+                taken = taken if reference is not None and reference() is parameter else 0
+                self._held[id(parameter)] = weakref.ref(parameter), self.count, taken + 1
         if len(self._held) > self._full:
             self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
             self._full = 2 * len(self._held) + 1024
 
     def of(self, parameter: Tensor) -> int:
-        reference, step = self._held.get(id(parameter), (None, 0))
+        reference, step, _ = self._held.get(id(parameter), (None, 0, 0))
         if reference is not None and reference() is parameter:
             return step
         return self.count if parameter.requires_grad else 0
+
+    def taken(self, parameters: Sequence[Tensor]) -> int:
+        """Steps of the optimizers that hold some of ``parameters``, since the last restart; of all, if none does."""
+        held = [self._held.get(id(parameter)) for parameter in parameters]
+        own = [h[2] for h, p in zip(held, parameters, strict=True) if h is not None and h[0]() is p]
+        return max(own or [taken for _, _, taken in self._held.values()], default=0)
+
+    def restart(self) -> None:
+        """Let :meth:`taken` count anew."""
+        self._held = {key: (reference, step, 0) for key, (reference, step, _) in self._held.items()}
 
 
 class Unchanged:
@@ -82,3 +108,10 @@ class Unchanged:
 def storage_of(tensor: Tensor) -> StorageWeakRef:
     """A key equal for tensors of one storage. It keeps no data alive, yet no other storage becomes equal to it."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def samples(tensor: Tensor) -> Tensor:
+    """A few elements of a tensor, as bytes: a grid of at most 8 per dim (4, of more than two dims)."""
+    most = 8 if tensor.ndim <= 2 else 4
+    grid = tensor.detach()[tuple(slice(None, None, max(1, -(-size // most))) for size in tensor.shape)]
+    return grid.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

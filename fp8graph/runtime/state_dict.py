@@ -21,6 +21,7 @@ from fp8graph.runtime.checkpoint import ScalingState
 
 VERSION: Final = 1
 VERSION_KEY: Final = "fp8graph.state_version"
+STEP_KEY: Final = "fp8graph.step"  # of training, under a policy with a schedule
 _FIELDS: Final = ("scale", "amax_history")
 _MAXIMUM: Final = "fp8_max"
 
@@ -84,7 +85,7 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
         raise refuse(f"it has version {int(version.item())}, but this fp8graph reads version {VERSION}")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in state_dict.items():
-        if key == VERSION_KEY:
+        if key in (VERSION_KEY, STEP_KEY):
             continue
         name, _, field = str(key).rpartition("|")
         if field not in (*_FIELDS, _MAXIMUM) or "|" not in name:
@@ -112,6 +113,23 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
                 raise refuse(f"{name} has a scale for the maximum {maximum:g}, which no FP8 type has")
         rows[name] = SavedRow(fields["scale"], fields["amax_history"], maximum)
     return rows
+
+
+def step_entry(step: int) -> dict[str, Tensor]:
+    """What a state dict has of the step of training."""
+    return {STEP_KEY: torch.tensor([step])}
+
+
+def saved_step(state_dict: Mapping[str, Any] | ScalingState) -> int | None:
+    """The step of training in a state dict; None in those without a schedule, and in all of earlier versions."""
+    if not isinstance(state_dict, Mapping | ScalingState) or STEP_KEY not in state_dict:
+        return None
+    step: Any = state_dict[STEP_KEY]
+    if not isinstance(step, Tensor) or step.dtype != torch.int64 or step.numel() != 1 or step.item() < 0:
+        raise StateError(
+            f"not a valid fp8graph state dict: {STEP_KEY!r} is not a whole number >= 0. Nothing was loaded."
+        )
+    return int(step.item())
 
 
 def _recipes_maximum(name: str) -> float:

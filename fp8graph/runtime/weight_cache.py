@@ -10,8 +10,9 @@ shows that a parameter has changed, so three are combined:
 * steps of optimizers (torch's hook fires for fused ones too): a step makes stale what the optimizer holds, and
   every trainable parameter that no optimizer was seen to hold (an optimizer may hold slices of it).
 
-Writes through ``.data`` change none of the three: call ``fp8graph.refresh_weights(backend)`` after them, or use
-``cache_weights=False``.
+Writes through ``.data`` change none of the three. Those of PEFT's merges are noticed by what else they change
+(``runtime/adapters.py``); after others, ``fp8graph.refresh_weights(backend)``, or ``cache_weights=False``. Strict mode
+compares a few elements of each weight with those of the time of its copy, and raises.
 
 Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
 that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax; a
@@ -31,10 +32,11 @@ from torch import Tensor, fx
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.errors import StateError
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import aten
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.staleness import Steps, Unchanged, storage_of
+from fp8graph.runtime.staleness import Steps, Unchanged, samples, storage_of
 
 BATCH: Final = 8
 Pages = Callable[[Sequence[PageLayout]], list[Tensor]]
@@ -50,6 +52,7 @@ class _Copy:
     tensors: dict[str, Tensor]  # by output name
     made_of: Any = None  # the state of the owners when it was made
     recorded: bool = False  # its amax is recorded in the scaling state
+    samples: list[Tensor] = field(default_factory=list[Tensor])  # of the owners when it was made, in strict mode
 
     def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
         return all(owner() is p for owner, p in zip(self.owners, parameters, strict=True))
@@ -71,18 +74,19 @@ class Weights:
 
     Args:
         epoch: it is advanced when graphs have to look for their copies again.
+        strict: raise where a weight was written to and nothing told of it.
     """
 
-    def __init__(self, epoch: Epoch) -> None:
-        self._epoch = epoch
-        self._steps = Steps()
+    def __init__(self, epoch: Epoch, *, strict: bool = False) -> None:
+        self._epoch, self._strict = epoch, strict
+        self.steps: Final = Steps()
         self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
 
     def refresh(self) -> None:
         """Mark every copy as stale."""
-        self._steps.refreshes += 1
+        self.steps.refresh()
 
     def forget(self, weights: Sequence[QuantizedWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph uses them.
@@ -135,12 +139,14 @@ class Weights:
         found = self._find(weights, args)
         stale: list[tuple[QuantizedWeight, _Copy]] = []
         for weight, copy in zip(weights, found.copies, strict=True):
-            seen = self._steps.refreshes, *(self._state_of(args[index]) for index in weight.parameters)
+            seen = self.steps.refreshes, *(self._state_of(args[index]) for index in weight.parameters)
             if copy.made_of != seen:
                 copy.made_of, copy.recorded = seen, False
+                copy.samples = self._samples(weight, args)
                 stale.append((weight, copy))
             elif weight.records and not copy.recorded:
                 stale.append((weight, copy))
+        self._verify(weights, found.copies, args)
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
@@ -155,10 +161,34 @@ class Weights:
             return None
         if any(isinstance(local(args[index]), FakeTensor) for index in positions):
             return lambda _: False  # changes of a fake tensor cannot be detected
-        return Unchanged(self._steps, positions, args)
+        unchanged = Unchanged(self.steps, positions, args)
+        if not self._strict:
+            return unchanged
+        copies = self._find(weights, args).copies
+        return lambda args: unchanged(args) and self._verify(weights, copies, args)
+
+    def _samples(self, weight: QuantizedWeight, args: Sequence[Any]) -> list[Tensor]:
+        tensors = [local(args[index]) for index in weight.parameters] if self._strict else []
+        return [] if any(isinstance(tensor, FakeTensor) for tensor in tensors) else [*map(samples, tensors)]
+
+    def _verify(self, weights: Sequence[QuantizedWeight], copies: Sequence[_Copy], args: Sequence[Any]) -> bool:
+        """Strict mode: raise for a weight that is another than the one that its copy was made of."""
+        if not any(made := [copy.samples for copy in copies]):
+            return True
+        now = [self._samples(weight, args) for weight in weights]
+        flat = [torch.cat([sample for several in found for sample in several]) for found in (made, now)]
+        if not torch.equal(*flat):  # one comparison: on a GPU it waits
+            pairs = zip(weights, made, now, strict=True)
+            first = next(w for w, a, b in pairs if not all(map(torch.equal, a, b)))
+            fused = f" or of one of the {first.linears} linears fused with it" if first.linears > 1 else ""
+            raise StateError(
+                f"strict mode: the weight of {first.name}{fused} was written to, and nothing told of it "
+                "(.data?). Call backend.refresh_weights() after such writes, or compile with cache_weights=False."
+            )
+        return True
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
-        tensor, steps = local(parameter), self._steps.of(parameter)
+        tensor, steps = local(parameter), self.steps.of(parameter)
         version = 0 if tensor.is_inference() else autograd.version(tensor)
         if isinstance(tensor, FakeTensor):
             return version, steps
