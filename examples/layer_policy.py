@@ -22,13 +22,14 @@ on_gpu = torch.cuda.is_available()
 model = model.to("cuda" if on_gpu else "cpu")
 policy = fp8graph.Policy(
     [  # the first rule that matches wins
-        fp8graph.Rule("lm_head", None),  # None: high precision
-        fp8graph.Rule(re.compile(r"model\.layers\.0\..*"), None),  # the first layer too
+        fp8graph.Rule(re.compile(r"model\.layers\.0\..*"), None),  # None: high precision
         fp8graph.Rule("*.mlp.down_proj", "tensorwise", wgrad=None),  # two of its three GEMMs
         fp8graph.Rule("*.self_attn.*", "delayed"),
     ],
     default="tensorwise",
+    extends="default",  # lm_head and whatever else the default policy keeps in high precision
 )
+print(policy)
 ids = torch.arange(16, device=model.device).repeat(4, 1)
 print(fp8graph.explain(model, input_ids=ids, labels=ids, policy=policy))  # before anything is computed
 

@@ -5,6 +5,6 @@ if __name__ != "fp8graph.models":
 
 from fp8graph.models.families import FAMILIES
 from fp8graph.models.family import Family
-from fp8graph.models.general import general_policy, policy_for, policy_of
+from fp8graph.models.general import extended, general_policy, policy_for, policy_of
 
-__all__ = ["FAMILIES", "Family", "general_policy", "policy_for", "policy_of"]
+__all__ = ["FAMILIES", "Family", "extended", "general_policy", "policy_for", "policy_of"]

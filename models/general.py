@@ -42,6 +42,11 @@ def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Pol
     return Policy([*rules, *(rule for rule in general.rules if rule.pattern not in kept)], default=recipe)
 
 
+def extended(policy: Policy, families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
+    """``policy`` as it decides for models of ``families``: with ``extends="default"``, :func:`policy_of` behind it."""
+    return policy if policy.extends is None else policy.over(policy_of(families, recipe))
+
+
 def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
     """The default policy of ``model``: that of the families that its modules' classes come from."""
     return policy_of(families_of(type(module) for module in model.modules()), recipe)

@@ -1,6 +1,6 @@
 """Decide for every GEMM between a recipe and high precision, native and emulated, and give the reason.
 
-    site "lm_head" fprop                 ->   None, 'rule 0 "lm_head": high precision'
+    site "lm_head" fprop                 ->   None, 'rule "lm_head" -> high precision'
     site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
 
 The first of these that says something decides: an autocast region in the compiled code, the region around the call,
@@ -105,7 +105,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
 
     if recipe is None:
         says_so = not resolution.source.startswith("rule") and resolution.source != "default"
-        return left_alone(resolution.source if says_so else f"{resolution.source}: high precision")
+        return left_alone(resolution.source if says_so else f"{resolution.source} -> high precision")
     if not recipe.covers(gemm.gemm):
         return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
     asked = f" ({resolution.source} asked for {recipe.name})"
@@ -118,7 +118,8 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
-    notes = [resolution.source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
+    source = f"{resolution.source} -> {recipe.name}" if resolution.source.startswith("rule") else resolution.source
+    notes = [source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),

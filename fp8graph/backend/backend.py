@@ -206,6 +206,7 @@ class Backend:
             graphs=self._programs.views(),
             forgotten=self._programs.forgotten,
             policy=self.policy,
+            identities=self._shared.policies.identities(),
             eager_frames=self._fallen_back(),
             skipped_frames=dynamo.skipped_frames(self._created),
             reductions=self.state.reductions(),
@@ -252,9 +253,9 @@ class Backend:
     def arguments(self) -> dict[str, Any]:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""
         settings: dict[str, Any] = {name: getattr(self.settings, name) for name in Settings.names()}
-        if self._shared.policies.chosen:
-            return {"policy": self._shared.policies.scheduled or self.policy, **settings}
-        return {"recipe": self.policy.default, **settings}  # no policy: GPU and family decide again where it is loaded
+        policies = self._shared.policies
+        asked = policies.scheduled or policies.asked  # GPU and family decide again where it is loaded
+        return {"policy": asked, **settings}
 
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use. Call it after writing to weights through ``.data``.

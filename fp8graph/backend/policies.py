@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from fp8graph import hardware
 from fp8graph.hardware import Hardware
-from fp8graph.models import general_policy, policy_of
-from fp8graph.recipes import GEMMS, RecipeLike, resolve_recipe
+from fp8graph.models import extended
+from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.autocast import DISABLED, POLICY
 from fp8graph.recipes.policy import Policy
 
@@ -26,22 +27,19 @@ class Policies:
     def __init__(self, target: Hardware | None) -> None:
         self._target = target
         self._step = 0  # of training
+        self._families: set[tuple[str, ...]] = set()  # of all graphs so far
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
         """Use another policy; see :meth:`Backend.set_policy`."""
-        self.chosen = policy is not None  # whether the user chose the policy
-        if policy is None:
-            self.current = general_policy((self._target or hardware.of_machine()).default_recipe)
-        else:
-            self.current = Policy.coerce(policy)
+        asked = Policy(extends="default") if policy is None else Policy.coerce(policy)
         if recipe is not None:
             resolve_recipe(recipe)
-            self.current = Policy(self.current.rules, default=recipe, min_speedup=self.current.min_speedup)
-        self.scheduled = self.current if self.current.scheduled else None  # all of it
-        if self.scheduled is not None:
-            self.current = self.scheduled.at_step(self._step)
-        self._families: dict[tuple[str, ...], tuple[Policy, str]] = {(): (self.current, self.current.identity())}
+            asked = dataclasses.replace(asked, default=recipe)
+        self.scheduled = asked if asked.scheduled else None  # all of it
+        self.asked = asked.at_step(self._step) if asked.scheduled else asked
+        self._resolved: dict[tuple[str, ...], tuple[Policy, str]] = {}
+        self.current, _ = self.of(())
 
     def advance(self, step: int) -> bool:
         """Take a policy with a schedule as it is at ``step``; whether that is another policy than before."""
@@ -52,13 +50,19 @@ class Policies:
         return True
 
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy for models of ``families`` (their default, unless the user chose one), and its identity."""
-        if self.chosen:
+        """The policy for a graph of models of ``families`` (which add to the default policy), and its identity."""
+        if self.asked.extends is None:
             families = ()
-        if families not in self._families:
-            policy = policy_of(families, self.current.default)
-            self._families[families] = policy, policy.identity()
-        return self._families[families]
+        self._families.add(families)
+        if families not in self._resolved:
+            recipe = (self._target or hardware.of_machine()).default_recipe
+            policy = extended(self.asked, families, recipe)
+            self._resolved[families] = policy, policy.identity()
+        return self._resolved[families]
+
+    def identities(self) -> frozenset[str]:
+        """The policies that decide now, one for each choice of families that was met."""
+        return frozenset(self.of(families)[1] for families in [*self._families])
 
     def may_rewrite(self, regions: Collection[Any]) -> bool:
         """Whether any GEMM could get a recipe. If none could, Inductor's options stay exactly the user's.
@@ -66,10 +70,8 @@ class Policies:
         Args:
             regions: the autocast regions around the call and in the graph.
         """
-        recipes = [resolve_recipe(self.current.default)]
-        recipes += [rule.recipe_for(gemm) for rule in self.current.rules for gemm in GEMMS]
         quiet = (None, DISABLED, POLICY)
-        return any(recipe is not None for recipe in recipes) or any(region not in quiet for region in regions)
+        return bool(self.current.recipes()) or any(region not in quiet for region in regions)
 
     def lines(self) -> list[str]:
         """The policy in words, for a comparison with other ranks."""

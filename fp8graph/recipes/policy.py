@@ -19,14 +19,17 @@ from typing import Any, Final, cast
 from fp8graph.errors import Fp8GraphError, PolicyError
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import GEMMS
-from fp8graph.recipes.registry import RecipeLike, resolve_recipe
+from fp8graph.recipes.registry import resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
+    INHERIT,
+    GemmRecipe,
     Resolution,
     Rule,
     check_keys,
     normalized,
     pattern_flags,
+    recipe_text,
     recipe_to_plain,
     rule_from_dict,
 )
@@ -43,6 +46,8 @@ class Policy:
         rules: :class:`Rule` objects.
         default: the recipe of linears and grouped matmuls that no rule matches. Activation x activation
             matmuls (``op="matmul"``) are left alone unless a rule asks for them.
+        extends: "default" puts the default policy's rules (heads, MoE routers, adapters, and what the model's family
+            keeps in high precision) behind these ones; ``default`` is then its recipe unless it is given.
         min_speedup: a GEMM is rewritten only if the target's speed model predicts at least this speedup over
             bf16 (the default excludes gains within the model's own error); 0 rewrites whatever is legal.
             CPUs and emulated GEMMs have no speed model.
@@ -53,8 +58,9 @@ class Policy:
 
     rules: Sequence[Rule] = ()
     _: KW_ONLY
-    default: RecipeLike = "tensorwise"
+    default: GemmRecipe = INHERIT  # "tensorwise", or what the policy that is extended says
     min_speedup: float = MIN_SPEEDUP
+    extends: str | None = None
 
     def __post_init__(self) -> None:
         rules: object = self.rules
@@ -64,19 +70,27 @@ class Policy:
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise PolicyError(f"Policy(rules=...): {rule!r} is not a Rule. Write Rule(pattern, recipe).")
+        if self.extends not in (None, "default"):
+            raise PolicyError(f'Policy(extends={self.extends!r}): extends must be "default" or left out.')
+        if self.default is INHERIT and self.extends is None:
+            object.__setattr__(self, "default", "tensorwise")
         object.__setattr__(self, "default", normalized(self.default))
-        resolve_recipe(self.default)
+        self._default_recipe()
         speedup: object = self.min_speedup
         if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
             raise PolicyError(f"Policy(min_speedup={speedup!r}): min_speedup must be a finite number >= 0.")
 
     def resolve(self, fqn: str, op: str) -> Resolution:
         """The recipes of the three GEMMs of site ``fqn``."""
+        if self.extends is not None:
+            raise PolicyError(
+                'Policy(extends="default") depends on the model: resolve it with models.extended(policy, families).'
+            )
         for index, rule in enumerate(self.rules):
             if rule.matches(fqn, op):
                 return Resolution(
                     {gemm: rule.recipe_for(gemm) for gemm in GEMMS},
-                    source=f'rule {index} "{rule.text}"',
+                    source=f"rule {rule.where}",
                     rule=index,
                     by_user=not rule.optional,
                 )
@@ -85,7 +99,21 @@ class Policy:
                 dict.fromkeys(GEMMS),
                 source=f'no rule: op="{op}" is left alone unless a rule asks for it',
             )
-        return Resolution(dict.fromkeys(GEMMS, resolve_recipe(self.default)), source="default")
+        return Resolution(dict.fromkeys(GEMMS, self._default_recipe()), source="default")
+
+    def over(self, base: Policy) -> Policy:
+        """This policy's rules before those of ``base``, and ``base``'s default where this one names none."""
+        default = base.default if self.default is INHERIT else self.default
+        return dataclasses.replace(self, rules=[*self.rules, *base.rules], default=default, extends=None)
+
+    def __str__(self) -> str:
+        """One line per rule, in order."""
+        lines = ["Policy (the first match wins):", *(f"  {rule}" for rule in self.rules)]
+        if self.extends is not None:
+            lines.append("  then the rules of the default policy: heads, MoE routers, what the model's family keeps")
+        default = "the default policy's recipe" if self.default is INHERIT else recipe_text(self.default)
+        lines.append(f"  every other linear -> {default}")
+        return "\n".join([*lines, f"  min_speedup {self.min_speedup:g}"])
 
     @property
     def scheduled(self) -> bool:
@@ -114,7 +142,7 @@ class Policy:
 
     def recipes(self) -> set[Recipe]:
         """Every recipe that a rule or the default may give."""
-        named = [resolve_recipe(self.default), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
+        named = [self._default_recipe(), *(rule.recipe_for(gemm) for rule in self.rules for gemm in GEMMS)]
         return {recipe for recipe in named if recipe is not None}
 
     def identity(self) -> str:
@@ -122,20 +150,23 @@ class Policy:
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
         patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
-        return repr((patterns, recipes, resolve_recipe(self.default), self.min_speedup))
+        return repr((patterns, recipes, self._default_recipe(), self.min_speedup, self.extends))
+
+    def _default_recipe(self) -> Recipe | None:
+        """What ``default`` stands for; None too where another policy's is meant."""
+        return None if self.default is INHERIT else resolve_recipe(self.default)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the structure of a policy file."""
-        return {
-            "default": recipe_to_plain(self.default),
-            "min_speedup": self.min_speedup,
-            "rules": [rule.to_dict() for rule in self.rules],
-        }
+        values = {} if self.extends is None else {"extends": self.extends}
+        if self.default is not INHERIT:
+            values["default"] = recipe_to_plain(self.default)
+        return values | {"min_speedup": self.min_speedup, "rules": [rule.to_dict() for rule in self.rules]}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
-        check_keys("policy", values, {"default", "min_speedup", "rules"})
+        check_keys("policy", values, {"default", "extends", "min_speedup", "rules"})
         rules = values.get("rules", [])
         if not isinstance(rules, list):
             raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import fnmatch
 import re
@@ -69,12 +70,12 @@ class Rule:
             isinstance(pattern, re.Pattern) and not isinstance(pattern.pattern, str)
         ):
             raise PolicyError(
-                f"{self}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
+                f"{self._call}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
             )
         if self.op not in OPS:
-            raise PolicyError(f"{self}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
+            raise PolicyError(f"{self._call}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
-            raise PolicyError(f"{self}: optional must be True or False.")
+            raise PolicyError(f"{self._call}: optional must be True or False.")
         self._check_steps()
         for name in ("recipe", *GEMMS):
             object.__setattr__(self, name, normalized(getattr(self, name)))
@@ -82,7 +83,7 @@ class Rule:
             try:
                 self.recipe_for(gemm)
             except Fp8GraphError as error:
-                raise type(error)(f"{self}: {error}") from None
+                raise type(error)(f"{self._call}: {error}") from None
 
     def _check_steps(self) -> None:
         steps: Any = self.steps
@@ -93,9 +94,28 @@ class Rule:
             return
         first, end = self.steps if isinstance(self.steps, tuple) and len(self.steps) == 2 else (None, None)
         if type(first) is not int or first < 0 or (end is not None and (type(end) is not int or end <= first)):
-            raise PolicyError(f"{self}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}.")
+            raise PolicyError(
+                f"{self._call}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}."
+            )
 
     def __str__(self) -> str:
+        """What the rule says: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
+        own = [f"{gemm}: {recipe_text(getattr(self, gemm))}" for gemm in GEMMS if getattr(self, gemm) is not INHERIT]
+        return f"{self.where} -> {', '.join([recipe_text(self.recipe), *own])}"
+
+    @property
+    def where(self) -> str:
+        """The sites that the rule is for: its pattern, with the op and the steps where they are given."""
+        more = [] if self.op == "linear" else [f"op {self.op}"]
+        if self.steps is not None:
+            first, end = self.steps
+            more.append(f"from step {first}" if end is None else f"steps {first} to {end - 1}")
+        pattern = f"/{self.text}/" if isinstance(self.pattern, re.Pattern) else f'"{self.text}"'
+        return f"{pattern} ({', '.join(more)})" if more else pattern
+
+    @property
+    def _call(self) -> str:
+        """The rule in an error message: its other arguments may be what is wrong."""
         if isinstance(self.pattern, re.Pattern):
             return f"Rule(re.compile({self.pattern.pattern!r}), ...)"
         return f"Rule({self.pattern!r}, ...)"
@@ -140,7 +160,7 @@ class Resolution:
     """A policy's answer for one site: a recipe per GEMM, and the rule that it comes from."""
 
     recipes: Mapping[GemmName, Recipe | None]
-    source: str  # 'rule 3 "*.mlp.down_proj"', "default", ...
+    source: str  # 'rule "*.mlp.down_proj"', "default", ...
     rule: int | None = None  # index into Policy.rules; None: the default
     by_user: bool = False  # a rule (not the default) asked for it
 
@@ -168,6 +188,18 @@ def recipe_to_plain(recipe: GemmRecipe) -> Any:
     if isinstance(recipe, Recipe):
         return recipe.to_dict()
     return HIGH_PRECISION if recipe is None else recipe
+
+
+def recipe_text(recipe: GemmRecipe) -> str:
+    """A recipe for people: its name, or its class with what differs from the defaults."""
+    if recipe is None:
+        return "high precision"
+    if not isinstance(recipe, Recipe):
+        return str(recipe)
+    own = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
+    changed = {name: value for name, value in own.items() if value != getattr(type(recipe)(), name)}
+    arguments = ", ".join(f"{name}={getattr(value, 'name', value)!r}" for name, value in changed.items())
+    return f"{type(recipe).__name__}({arguments})"
 
 
 def check_keys(where: str, values: object, known: set[str]) -> None:

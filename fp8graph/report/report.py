@@ -67,6 +67,7 @@ class Report:
 
     graphs: list[GraphView]
     policy: Policy
+    identities: frozenset[str]  # of the policy, as it is for each family of models
     eager_frames: list[str] = field(default_factory=list[str])  # frames that fell back to eager, and why
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
@@ -106,12 +107,9 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, except optional rules."""
-        current = self.policy.identity()
-        used = {gemm.rule for graph in self.graphs if graph.policy == current for gemm in graph.gemms}
+        used = {gemm.rule for graph in self.graphs if graph.policy in self.identities for gemm in graph.gemms}
         return [
-            f"rule {index} {rule}"
-            for index, rule in enumerate(self.policy.rules)
-            if index not in used and not rule.optional
+            f"rule {rule}" for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional
         ]
 
     def check(self) -> None:

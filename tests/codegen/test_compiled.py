@@ -116,7 +116,7 @@ def test_none_for_everything_is_plain_inductor() -> None:
     ours = compiled_step(module, x, backend)
     torch._dynamo.reset()
     assert same_bits(compiled_step(module, x, "inductor"), ours)
-    assert {g.reason for g in backend.report.gemms} == {"default: high precision"}
+    assert {g.reason for g in backend.report.gemms} == {"default -> high precision"}
 
 
 @pytest.mark.slow

@@ -30,8 +30,8 @@ MATMUL = Policy([Rule("*", "tensorwise", op="matmul")])
     [
         pytest.param(Product(), (x(8, 16), x(16, 8)), ALL, 'no rule: op="matmul" is left alone', id="matmul"),
         pytest.param(Product(), (x(2, 8, 16), x(2, 16, 8)), ALL, 'no rule: op="matmul" is left alone', id="bmm"),
-        pytest.param(MLP(), (x(8, 32),), Policy(default=None), "default: high precision", id="default None"),
-        pytest.param(MLP(), (x(8, 32),), Policy([Rule("*", None)]), 'rule 0 "*": high precision', id="rule None"),
+        pytest.param(MLP(), (x(8, 32),), Policy(default=None), "default -> high precision", id="default None"),
+        pytest.param(MLP(), (x(8, 32),), Policy([Rule("*", None)]), 'rule "*" -> high precision', id="rule None"),
     ],
 )  # fmt: skip
 def test_left_alone_with_a_reason(module: nn.Module, args: tuple[Any, ...], policy: Policy, reason: str) -> None:

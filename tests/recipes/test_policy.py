@@ -15,7 +15,7 @@ import torch
 
 import fp8graph
 from fp8graph import INHERIT, Float8CurrentScaling, Policy, Rule
-from fp8graph.models import general_policy
+from fp8graph.models import extended, general_policy, policy_of
 from fp8graph.models.general import HEADS
 from helpers import MLP, eager_backend
 
@@ -25,7 +25,7 @@ TENSORWISE = Float8CurrentScaling()
 def test_the_first_match_wins() -> None:
     policy = Policy([Rule("a.*", None), Rule("*.b", "tensorwise"), Rule("*", None)])
     sources = {name: policy.resolve(name, "linear").source for name in ("a.b", "c.b", "c")}
-    assert sources == {"a.b": 'rule 0 "a.*"', "c.b": 'rule 1 "*.b"', "c": 'rule 2 "*"'}
+    assert sources == {"a.b": 'rule "a.*"', "c.b": 'rule "*.b"', "c": 'rule "*"'}
     assert [policy.resolve(name, "linear").rule for name in ("a.b", "c.b", "c")] == [0, 1, 2]
     assert Policy().resolve("c", "linear").rule is None
 
@@ -147,6 +147,8 @@ DIFFERENT = [
     Policy(default=None),
     Policy(default=Float8CurrentScaling(amax_epsilon=1e-9)),
     Policy(min_speedup=0),
+    Policy(extends="default"),
+    Policy(extends="default", default="rowwise"),
     Policy([Rule("a", None)]),
     Policy([Rule("a", "tensorwise")]),
     Policy([Rule("a", None, op="matmul")]),
@@ -213,7 +215,8 @@ def test_files(tmp_path: Path) -> None:
         ("p.toml", "rules = [", "malformed TOML"),
         ("p.json", "{", "malformed JSON"),
         ("p.json", "[]", "expected a table of rules"),
-        ("p.toml", "rule = 1", "unknown key 'rule'. Known: default, min_speedup, rules"),
+        ("p.toml", "rule = 1", "unknown key 'rule'. Known: default, extends, min_speedup, rules"),
+        ("p.toml", "extends = 3", 'extends=3.*extends must be "default"'),
         ("p.toml", "rules = 3", "'rules' must be a list"),
         ("p.toml", "rules = [3]", "rule 0: expected a table"),
         ("p.toml", "[[rules]]\nrecipe = 'tensorwise'", "rule 0: exactly one of 'pattern' .* and 'regex'"),
@@ -288,7 +291,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         (lambda: Rule("a", 7), "7 is not a recipe"),  # pyright: ignore
         (lambda: Policy(None), "rules must be a list of Rule objects, not None"),  # pyright: ignore
         (lambda: Policy([("lm_head", None)]), "is not a Rule. Write Rule"),  # pyright: ignore
-        (lambda: Policy(default=INHERIT), "INHERIT is not a recipe"),  # pyright: ignore
+        (lambda: Policy(extends="defaults"), "extends='defaults'.*extends must be \"default\" or left out"),
         (lambda: Policy(min_speedup=-0.5), "min_speedup=-0.5.*finite number >= 0"),
         (lambda: Policy(min_speedup=float("inf")), "min_speedup=inf.*finite number >= 0"),
         (lambda: Policy(min_speedup=True), "min_speedup=True.*finite number >= 0"),
@@ -324,6 +327,61 @@ def test_settings_are_keyword_only() -> None:
         Rule("a", None, "linear")  # pyright: ignore
     with pytest.raises(TypeError, match="positional"):
         Policy([], "tensorwise")  # pyright: ignore
+
+
+MINE = Policy([Rule("*.down_proj", None), Rule("lm_head", "rowwise", steps=(0, 2))], extends="default")
+
+
+def test_rules_before_the_defaults() -> None:
+    """A policy of one's own keeps what the defaults keep: heads, routers, and what the model's family adds."""
+    policy = extended(MINE, ["mixtral"], "mxfp8")
+    assert policy.rules[:2] == MINE.rules
+    assert policy.rules[2:] == policy_of(["mixtral"]).rules
+    assert (policy.extends, policy.default) == (None, "mxfp8")
+    assert extended(dataclasses.replace(MINE, default="rowwise"), [], "mxfp8").default == "rowwise"
+    assert extended(FULL, ["mixtral"], "mxfp8") is FULL
+    names = ("model.layers.0.mlp.down_proj", "score", "model.layers.0.mlp.up_proj")
+    assert [any(policy.resolve(name, "linear").recipes.values()) for name in names] == [False, False, True]
+    with pytest.raises(fp8graph.PolicyError, match="depends on the model"):
+        MINE.resolve("lm_head", "linear")
+
+
+def test_extending_in_files(tmp_path: Path) -> None:
+    assert Policy.from_dict(json.loads(json.dumps(MINE.to_dict()))) == MINE
+    assert Policy.from_dict(MINE.to_dict()).default is INHERIT
+    (tmp_path / "p.toml").write_text("""
+        extends = "default"
+        rules = [
+            { pattern = "*.down_proj", recipe = "high_precision" },
+            { pattern = "lm_head", recipe = "rowwise", steps = [0, 2] },
+        ]
+    """)
+    assert Policy.load(tmp_path / "p.toml") == MINE
+    assert MINE.at_step(2) == Policy([Rule("*.down_proj", None)], extends="default")
+
+
+def test_print() -> None:
+    rules = [
+        Rule("lm_head", None),
+        Rule(re.compile(r"layers\.[0-3]\..*"), Float8CurrentScaling(power_2_scale=True), steps=(0, 100)),
+        Rule("*.down_proj", "delayed", dgrad="rowwise", wgrad=None, steps=(100, None)),
+        Rule("*", Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3), op="matmul"),
+    ]
+    text = r"""
+Policy (the first match wins):
+  "lm_head" -> high precision
+  /layers\.[0-3]\..*/ (steps 0 to 99) -> Float8CurrentScaling(power_2_scale=True)
+  "*.down_proj" (from step 100) -> delayed, dgrad: rowwise, wgrad: high precision
+  "*" (op matmul) -> Float8CurrentScaling(fp8_format='E4M3')
+  every other linear -> tensorwise
+  min_speedup 1.05
+"""
+    assert str(Policy(rules)) == text.strip()
+    assert str(Policy([Rule("a", None)], extends="default", min_speedup=0)).splitlines()[2:] == [
+        "  then the rules of the default policy: heads, MoE routers, what the model's family keeps",
+        "  every other linear -> the default policy's recipe",
+        "  min_speedup 0",
+    ]
 
 
 def test_a_policy_without_a_schedule_is_the_same_at_every_step() -> None:

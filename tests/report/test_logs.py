@@ -34,8 +34,8 @@ def test_a_line_for_a_graph_and_one_for_what_was_left_alone(caplog: pytest.LogCa
         compiled_report()
     first, *rest = [record.getMessage() for record in caplog.records if record.name == "fp8graph.report"]
     assert first == "Linear training: 6 of 9 GEMMs in FP8"
-    assert [line.partition(": high")[0] for line in rest] == [
-        f'Linear training: left alone: down {gemm} (1): rule 0 "down|<b>&amp;"' for gemm in ("fprop", "dgrad", "wgrad")
+    assert [line.partition(" -> high")[0] for line in rest] == [
+        f"Linear training: left alone: down {gemm} (1): rule /down|<b>&amp;/" for gemm in ("fprop", "dgrad", "wgrad")
     ]
 
 
@@ -141,7 +141,7 @@ def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
     (view,) = report.graphs
     assert len(page.rows) == 1 + 9
     assert page.rows[0][0] == "site"
-    assert {row[-1].partition(":")[0] for row in page.rows[-3:]} == {'rule 0 "down|<b>&amp;"'}  # nothing was markup
+    assert {row[-1].partition(" ->")[0] for row in page.rows[-3:]} == {"rule /down|<b>&amp;/"}  # nothing was markup
     stages = {"before": view.before, **view.stages}
     assert {title.partition(": ")[2]: text for title, text in page.texts.items()} == stages
     subprocess.run([*headless, f"--screenshot={picture}", path.as_uri()], capture_output=True, check=True)

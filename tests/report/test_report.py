@@ -30,9 +30,9 @@ def test_every_gemm_has_a_row_with_shape_recipe_dtypes_and_reason() -> None:
     assert fprop.dtypes == ("e4m3", "e4m3", "fp32")
     assert dgrad.dtypes == ("e5m2", "e4m3", "fp32")
     assert wgrad.dtypes == ("fp32", "fp32", "fp32")
-    assert (fprop.recipe, fprop.execution, fprop.reason) == ("tensorwise", "native", 'rule 0 "down"')
+    assert (fprop.recipe, fprop.execution, fprop.reason) == ("tensorwise", "native", 'rule "down" -> tensorwise')
     assert (wgrad.recipe, wgrad.execution) == (None, "high precision")
-    assert wgrad.reason == 'rule 0 "down": high precision'
+    assert wgrad.reason == 'rule "down" -> high precision'
     assert rows["up", "wgrad"].reason == "default; k 8 padded to 16; one GEMM with gate"
     assert "6 of 7 GEMMs in FP8, in 1 graph(s)" in str(report)
 
@@ -119,9 +119,11 @@ def test_explain_leaves_the_model_alone() -> None:
 def test_a_users_rule_that_matched_nothing_is_reported() -> None:
     policy = fp8graph.Policy([fp8graph.Rule("dwon", None), fp8graph.Rule("router", None, optional=True)])
     report = fp8graph.explain(MLP(), torch.randn(8, 32), policy=policy)
-    assert report.unused_rules == ["rule 0 Rule('dwon', ...)"]
-    assert "rule 0 Rule('dwon', ...) matched nothing" in str(report)
-    with pytest.raises(fp8graph.Fp8CoverageError, match=r"rule 0 Rule\('dwon'.*Sites: down, gate, up"):
+    assert report.unused_rules == ['rule "dwon" -> high precision']
+    assert 'rule "dwon" -> high precision matched nothing' in str(report)
+    with pytest.raises(
+        fp8graph.Fp8CoverageError, match=r"rule \"dwon\" -> high precision matched nothing\. Sites: down, gate, up"
+    ):
         report.check()
 
 
