@@ -64,6 +64,11 @@ class AMD(Hardware):
     rocm: tuple[int, ...] | None = torch_build.ROCM_VERSION  # torch's; None: not known, or another build
 
     examples = ("gfx942", "gfx950")
+    architectures = tuple(
+        f"gfx{name}"
+        for name in "900 906 908 90a 940 941 942 950 1010 1012 1030 1031 1032 1034 1035 1036 1100 1101 1102 1103 "
+        "1150 1151 1152 1153 1200 1201".split()
+    )
     is_gpu = True
 
     @classmethod

@@ -17,6 +17,7 @@ class CPU(Hardware):
     """The CPU. Its kernel takes OCP and fnuz types."""
 
     examples = ("cpu",)
+    architectures = ("cpu",)
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Final, Self, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fp8graph.numerics.experts import padded_offsets
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Quantizer, Recipe
 
+NO_FP8: Final = "is a GPU without any FP8 GEMM"
 Rule = Callable[[Quantizer, Quantizer, torch.dtype], str | None]  # of a, b and the result: why not, or None
 
 
@@ -33,6 +34,7 @@ class Hardware:
     speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
 
     examples: ClassVar[tuple[str, ...]] = ()  # names of the vendor's devices, for texts and ``fp8graph doctor``
+    architectures: ClassVar[tuple[str, ...]] = ()  # all of the vendor's that a user may name
     is_gpu: ClassVar[bool] = False
     multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
 
@@ -83,6 +85,8 @@ class Hardware:
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
         """Why the device cannot multiply ``a @ b`` natively; None if it can."""
         kind = SCALINGS[a.scaling]
+        if self.is_gpu and not self.scalings and not grouped:
+            return f"{self.name} {NO_FP8}"
         if kind.gemm not in (self.grouped if grouped else self.scalings):
             return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}"
         rule = self.grouped_rules.get(kind.gemm) if grouped else self.rules.get(kind.gemm)

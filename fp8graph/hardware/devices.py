@@ -31,13 +31,19 @@ def from_target(target: str, device_name: str = "") -> Hardware:
     if isinstance(target, str):
         if target.endswith(".json"):
             target, speed = Speed.load(target)
-            return replace(from_target(target), speed=speed)
-        for vendor in VENDORS:
-            if (found := vendor.from_target(target, device_name)) is not None:
+            if (measured := _named(target)) is not None:  # on a machine that has it: of any architecture
+                return replace(measured, speed=speed)
+        elif (found := _named(target, device_name)) is not None:
+            if target.removesuffix("a") in found.architectures or target in found.architectures:
                 return found
+            raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(found.architectures)}.")
     raise ConfigError(
         f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}."
     )
+
+
+def _named(target: str, device_name: str = "") -> Hardware | None:
+    return next(filter(None, (vendor.from_target(target, device_name) for vendor in VENDORS)), None)
 
 
 def of_machine() -> Hardware:

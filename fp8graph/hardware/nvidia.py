@@ -67,6 +67,7 @@ class NVIDIA(Hardware):
     cuda: tuple[int, ...] | None = torch_build.CUDA_VERSION  # torch's; None: not known, or a CPU build
 
     examples = ("sm_89", "sm_90", "sm_100")
+    architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
     multiplies_groups = True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
+from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
@@ -187,7 +189,10 @@ class Report:
         return "\n".join([self.summary(), *table, *self._notes(), *sent, *refused])
 
     def _notes(self) -> list[str]:
-        lines: list[str] = []
+        without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
+        lines = [
+            f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
+        ]
         for direction in ("forward", "backward", "step"):
             own = [c for c in self.collectives if c.direction == direction]
             if own:

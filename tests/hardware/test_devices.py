@@ -71,3 +71,14 @@ def test_a_device_that_nobody_has_a_file_for() -> None:
 def test_the_machine_is_its_gpu_or_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hardware.of_machine() == hardware.from_target("cpu")
+
+
+@pytest.mark.parametrize("target", ["sm_999", "sm_1000", "sm_91", "gfx943", "gfx9999"])
+def test_architectures_that_do_not_exist(target: str) -> None:
+    with pytest.raises(ConfigError, match=f"target: there is no '{target}'. Known: (sm_70|gfx900), "):
+        hardware.from_target(target)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_121", "gfx90a", "gfx1100"])
+def test_architectures_that_exist(target: str) -> None:
+    assert hardware.from_target(target).name == target

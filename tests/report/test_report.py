@@ -101,7 +101,11 @@ def test_explain_needs_neither_weights_nor_the_target() -> None:
     assert native.summary() == "42 of 45 GEMMs in FP8, in 1 graph(s)"
     emulated = fp8graph.explain(model, input_ids=tokens, target="sm_80", training=False)
     assert emulated.summary() == "14 of 15 GEMMs in FP8, in 1 graph(s) (14 emulated)"
-    assert "emulated: sm_80 has no FP8 GEMM" in emulated.gemms[0].reason
+    assert "emulated: sm_80 is a GPU without any FP8 GEMM" in emulated.gemms[0].reason
+    note = "sm_80 is a GPU without any FP8 GEMM: FP8 is emulated there, for its numerics; bf16 is faster"
+    assert str(emulated).splitlines().count(note) == 1
+    radeon = fp8graph.explain(nn.Linear(64, 64), torch.zeros(16, 64), target="gfx1100")
+    assert "gfx1100 is a GPU without any FP8 GEMM: FP8 is emulated there" in str(radeon)
     assert next(model.parameters()).device.type == "meta"
 
 
