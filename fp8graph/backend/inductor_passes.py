@@ -20,7 +20,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
 from fp8graph.ir.keys import DECIDED_KEY
-from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
@@ -154,8 +154,6 @@ class JointPass(_Pass):
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
         compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph))
         self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
-        sources = dict(enumerate(self._known.sources))
-        self.inputs = tuple(node.name if index is None else sources.get(index) or node.name for node, index in inputs)
         records: list[GemmRecord] = []
         earlier = self.records or ()
         for run in JOINT_PIPELINE:
@@ -171,11 +169,15 @@ class JointPass(_Pass):
         self.collectives = (*self.collectives, *collective_records(graph))
         self.refusals = (*self.refusals, *compilation.refusals)
         self.findings = self.findings.and_those_of(compilation)
+        if not subgraph:
+            names = dict(enumerate((*self._known.sources, *self.findings.names(self._known.sources))))
+            texts = (node.name if index is None else names.get(index) for node, index in inputs)
+            self.inputs = tuple(text for text in texts if text is not None)  # nobody took the other spare inputs
         if self._known.spares.wanted > len(self._known.spares.indices):
             raise TooFewInputs(self._known.spares.wanted)
         if self._keep_module:
             copy = fx.Graph()
-            copy.output(copy.graph_copy(graph, val_map={}))
+            copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))
             self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
 
 

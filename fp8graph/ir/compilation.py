@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from fp8graph.ir.nodes import value
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Decision, Site
+from fp8graph.ir.sources import split_source
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import RefusalRecord
@@ -74,6 +75,15 @@ class Findings:
     def inputs(self) -> int:
         """The number of inputs that the graph takes after Dynamo's."""
         return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
+
+    def names(self, sources: Sequence[str]) -> list[str]:
+        """What those are called: after the parameters that they are made of, whose ``sources`` are Dynamo's."""
+
+        def made_of(weight: QuantizedWeight) -> str:
+            return ", ".join(split_source(sources[index])[1] for index in weight.parameters)
+
+        copies = [f"{made_of(weight)} {output}" for weight in self.weights for output in weight.outputs]
+        return [*copies, *(f"scaling state {index}" for index in range(len(self.pages)))]
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Empty tensors for the inputs after Dynamo's, in order, in the active fake mode."""

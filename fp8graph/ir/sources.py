@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from torch import fx
@@ -16,6 +17,8 @@ from fp8graph.compat import aot
 _ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]]*\])*)(?:\.__self__)?\.?""")
 # A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
 _OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
+# ``getattr(layers, "0")``: what no attribute can be written as.
+_GETATTR: Final = re.compile(r"""getattr\(([^()]*), ['"]([^'"]+)['"]\)""")
 _STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
 
 
@@ -24,15 +27,35 @@ def split_source(text: str) -> tuple[str, str]:
 
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
     ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
-    ``("args.0", "mlp")``; a plain path is returned with root "".
+    ``("args.0", "mlp")``; ``getattr(L['self'].layers, '0')`` -> ``("self", "layers.0")``; a plain path is
+    returned with root "".
     """
     root = ""
+    while text != (text := _GETATTR.sub(r"\1.\2", text)):
+        pass  # the innermost first
     if match := _ROOT.match(text):
         more = match["more"].replace("][", ".").strip("[]").replace("'", "").replace('"', "")
         root = f"{match['root']}.{more}" if more else match["root"]
         text = text[match.end() - (text[match.end() - 1] == ".") :]
     text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
     return root, text.strip(".")
+
+
+def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) -> dict[fx.Node, fx.Node]:
+    """The placeholders of ``graph`` in ``copy``, under names that its module takes as keywords."""
+    found: dict[fx.Node, fx.Node] = {}
+    taken: set[str] = set()
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, source in zip(placeholders, sources, strict=len(placeholders) == len(sources)):
+        root, path = split_source(source)
+        name = re.sub(r"\W+", "_", path or root)
+        name = f"_{name}" if name[:1].isdigit() or keyword.iskeyword(name) else name
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        found[node] = copy.placeholder(name)
+        found[node].meta = dict(node.meta)
+    return found
 
 
 def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:

@@ -17,4 +17,6 @@ def test_module_paths_of_all_kinds() -> None:
     assert split_source("L['args'][0]") == ("args.0", "")
     assert split_source("L['kwargs']['model'].b.0") == ("kwargs.model", "b.0")
     assert split_source("L['models'][1]['left'].b") == ("models.1.left", "b")
+    assert split_source("getattr(L['m'].m.layers, '0')") == ("m", "m.layers.0")
+    assert split_source("getattr(getattr(G['net'].layers, '1'), 'a-b').up") == ("net", "layers.1.a-b.up")
     assert split_source("model.layers.0") == ("", "model.layers.0")
