@@ -40,6 +40,7 @@ class GemmRecord:
     m: int | str  # [m, k] @ [k, n] as this GEMM ran, before padding; a string when the size is dynamic
     n: int | str
     k: int | str
+    flops: int  # multiplications and additions; of the traced sizes where they are dynamic
     recipe: str | None  # None: left in high precision
     reason: str
     dtypes: tuple[str, str, str]  # a, b, result

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import fp8graph
+from fp8graph.models import FAMILIES
 from test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -73,6 +76,25 @@ def test_what_is_looked_for() -> None:
     assert not exists("graph.py", page)
     assert resolves("fp8graph.numerics.quantize")
     assert not resolves("fp8graph.spec")
+
+
+def test_the_reports_of_the_readme() -> None:
+    """What the sample shows of the report is in it, letter by letter."""
+    with torch.device("meta"):
+        model = FAMILIES["llama"].tiny(2).bfloat16()
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, target="cpu", training=True)).splitlines()
+    sample = (ROOT / "README.md").read_text(encoding="utf-8").split("print(report)\n```\n```\n")[1].split("```")[0]
+    assert [line for line in sample.splitlines() if line not in (*printed, "...")] == []
+
+
+def test_samples_import_what_they_use() -> None:
+    """Of the standard library: a sample that is copied must not stop at the first name."""
+    for page in PAGES:
+        for sample in page.read_text(encoding="utf-8").split("```python\n")[1:]:
+            code = sample.split("```")[0]
+            for name in ("re", "json", "os"):
+                assert f"import {name}" in code or not re.search(rf"(?<![\w.]){name}\.\w", code), (page, name)
 
 
 def test_the_floors_of_the_page_are_those_of_the_test() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import matmul_arguments, value
+from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, value
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.records import GemmRecord
 
@@ -37,6 +38,8 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         device = compilation.hardware_of(gemm.node)
         dtypes = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
+    m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
+    batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m
     return GemmRecord(
         fqn=site.fqn,
         index=site.index,
@@ -45,6 +48,7 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         m=sizes[0],
         n=sizes[1],
         k=sizes[2],
+        flops=2 * batch * m * n * k,
         recipe=decision.recipe.name if decision.recipe is not None else None,
         reason=decision.reason,
         dtypes=(_short(dtypes[0]), _short(dtypes[1]), _short(out.dtype)),

@@ -21,13 +21,13 @@ from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, refusal_rows, size_text, summary
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class GraphView:
     """One compiled graph: its GEMMs, and its text before the passes, after each pass, and after all of them."""
 
     name: str
     training: bool
-    inputs: tuple[str, ...]  # where each graph input comes from: Dynamo's sources, then the output gradients
+    inputs: tuple[str, ...]  # of ``module``: Dynamo's sources, FP8 copies, scaling state, the output gradients
     gemms: tuple[GemmRecord, ...]
     collectives: tuple[CollectiveRecord, ...]
     refusals: tuple[RefusalRecord, ...]  # layers that a pass left unchanged, and why
@@ -39,10 +39,16 @@ class GraphView:
 
     @property
     def module(self) -> fx.GraphModule:
-        """The rewritten dialect graph. It runs eagerly, with one tensor for each of ``inputs``."""
+        """The rewritten dialect graph. It runs eagerly, with one tensor for each of ``inputs``.
+
+        By position, or by names made of them: ``L['fn']._modules['up']._parameters['weight']`` is ``up_weight``.
+        """
         if self.load_module is None:
             raise ValueError(f"graph {self.name!r} has text but no module: its model is gone, or it is from a file")
         return self.load_module()
+
+    def __repr__(self) -> str:
+        return f"<GraphView {self.name!r}: {summary(self.gemms)}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The view as plain values, without the module."""
@@ -63,7 +69,7 @@ class GraphView:
         return GraphView(**fields)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """All graphs that one backend compiled: which GEMMs run in FP8, which do not, and why."""
 
@@ -179,8 +185,11 @@ class Report:
         Path(path).write_text(page, encoding="utf-8")
 
     def summary(self) -> str:
-        """One line: how many GEMMs run in FP8."""
+        """One line: how many GEMMs run in FP8, and how much of the multiplying that is."""
         return summary(self.gemms, len(self.graphs))
+
+    def __repr__(self) -> str:
+        return f"<Report: {self.summary()}>"
 
     def __str__(self) -> str:
         table = aligned(gemm_rows(self.gemms), ruled=True)

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
-    """One line that says how many GEMMs run in FP8."""
+    """One line that says how many GEMMs run in FP8, and how much of the multiplying that is."""
     fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
-    text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8" + (f", in {graphs} graph(s)" if graphs is not None else "")
+    total = sum(gemm.flops for gemm in gemms)
+    share = f", {_percent(sum(gemm.flops for gemm in fp8) / total)} of their FLOPs" if total else ""
+    text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
+    text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")
+
+
+def _percent(share: float) -> str:
+    """Rounded down: 100 % is everything."""
+    return f"{math.floor(100 * share)} %" if share >= 0.01 or not share else "less than 1 %"
 
 
 def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
@@ -32,7 +42,7 @@ HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execu
 
 def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for gemm in gemms:
         a, b, out = gemm.dtypes
         key = (
@@ -45,8 +55,14 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
             gemm.execution,
             gemm.reason,
         )
-        groups[key] = groups.get(key, 0) + 1
-    return [HEADER, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+        groups.setdefault(key, []).append(gemm.name)
+    # what layers are called, where two rows of one GEMM would be called alike
+    alike = Counter((site, gemm) for site, _, gemm, *_ in groups)
+    rows: list[tuple[str, ...]] = [HEADER]
+    for key, names in groups.items():
+        site = key[0] if alike[key[0], key[2]] == 1 else _these_layers(key[0], names)
+        rows.append((site, str(len(names)), *key[1:]))
+    return rows
 
 
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
@@ -76,6 +92,33 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
 def _any_layer(name: str) -> str:
     """A name with * in place of each number."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
+
+
+def _these_layers(site: str, names: Iterable[str]) -> str:
+    """``site``, with the numbers that ``names`` have in the place of its first ``*`` that they differ in."""
+    several = [sorted(set(numbers)) for numbers in zip(*(_numbers(name) for name in names), strict=True)]
+    differ = [len(numbers) > 1 for numbers in several]
+    parts = site.split("*")
+    if sum(differ) > 1:  # of several places: which numbers go together is not said in one row
+        return site
+    texts = [_ranges(numbers) for numbers in several]
+    return parts[0] + "".join(text + part for text, part in zip(texts, parts[1:], strict=True))
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".")[:-1] if part.isdecimal()]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "{0-2,5}"; a single number as it is."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return texts[0] if len(numbers) == 1 else f"{{{','.join(texts)}}}"
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str]:

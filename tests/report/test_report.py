@@ -34,7 +34,7 @@ def test_every_gemm_has_a_row_with_shape_recipe_dtypes_and_reason() -> None:
     assert (wgrad.recipe, wgrad.execution) == (None, "high precision")
     assert wgrad.reason == 'rule "down" -> high precision'
     assert rows["up", "wgrad"].reason == "default; k 8 padded to 16; one GEMM with gate"
-    assert "6 of 7 GEMMs in FP8, in 1 graph(s)" in str(report)
+    assert "6 of 7 GEMMs in FP8, 85 % of their FLOPs, in 1 graph" in str(report)
 
 
 def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_explain_needs_neither_weights_nor_the_target() -> None:
     legal = fp8graph.models.general_policy("tensorwise")
     legal = fp8graph.Policy(legal.rules, default="tensorwise", min_speedup=0)
     native = fp8graph.explain(model, input_ids=tokens, labels=tokens, target="sm_90", policy=legal)
-    assert native.summary() == "42 of 45 GEMMs in FP8, in 1 graph(s)"
+    assert native.summary() == "42 of 45 GEMMs in FP8, 81 % of their FLOPs, in 1 graph"
     emulated = fp8graph.explain(model, input_ids=tokens, target="sm_80", training=False)
-    assert emulated.summary() == "14 of 15 GEMMs in FP8, in 1 graph(s) (14 emulated)"
+    assert emulated.summary() == "14 of 15 GEMMs in FP8, 81 % of their FLOPs, in 1 graph (14 emulated)"
     assert "emulated: sm_80 is a GPU without any FP8 GEMM" in emulated.gemms[0].reason
     note = "sm_80 is a GPU without any FP8 GEMM: FP8 is emulated there, for its numerics; bf16 is faster"
     assert str(emulated).splitlines().count(note) == 1
@@ -118,6 +118,64 @@ def test_explain_leaves_the_model_alone() -> None:
     out = model(torch.ones(8, 32))
     assert len(fp8graph.explain(model, torch.randn(8, 32)).gemms) == 7
     assert same_bits([out], [model(torch.ones(8, 32))])
+
+
+def test_in_a_notebook() -> None:
+    """The last expression of a cell is shown by its repr."""
+    report = fp8graph.explain(MLP(), torch.randn(8, 32))
+    assert repr(report) == "<Report: 7 of 7 GEMMs in FP8, 100 % of their FLOPs, in 1 graph>"
+    assert repr(report.graphs) == "[<GraphView 'Linear training': 7 of 7 GEMMs in FP8, 100 % of their FLOPs>]"
+
+
+def test_flops_of_dynamic_sizes_are_those_that_were_traced() -> None:
+    torch._dynamo.reset()
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("0", None)]))
+    model = nn.Sequential(nn.Linear(32, 96, bias=False), nn.Linear(96, 32, bias=False))
+    torch.compile(model, backend=backend, dynamic=True)(torch.randn(16, 32))
+    report = backend.report
+    assert any(isinstance(size, str) for g in report.gemms for size in (g.m, g.n, g.k))
+    assert {g.flops for g in report.gemms} == {2 * 16 * 32 * 96}
+    assert report.summary() == "3 of 5 GEMMs in FP8, 60 % of their FLOPs, in 1 graph"
+
+
+def test_flops_of_batches_and_of_groups() -> None:
+    class Product(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return a @ b
+
+    class Experts(nn.Module):
+        def forward(self, x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+            return torch._grouped_mm(x, w, offs=ends)
+
+    bmm = fp8graph.explain(Product(), torch.randn(2, 8, 16), torch.randn(2, 16, 4))
+    assert [g.flops for g in bmm.gemms] == [2 * 2 * 8 * 16 * 4]
+    assert bmm.summary() == "0 of 1 GEMMs in FP8, 0 % of their FLOPs, in 1 graph"
+    rows, experts = torch.randn(16, 32).bfloat16(), torch.randn(4, 32, 48).bfloat16()
+    ends = torch.tensor([4, 8, 8, 16], dtype=torch.int32)
+    grouped = fp8graph.explain(Experts(), rows.requires_grad_(), experts.requires_grad_(), ends, training=True)
+    assert [(g.gemm, g.flops) for g in grouped.gemms] == [(g, 2 * 16 * 32 * 48) for g in ("fprop", "dgrad", "wgrad")]
+
+
+def test_the_module_takes_its_inputs_by_name() -> None:
+    """FP8 copies of weights among them, and none that nothing reads."""
+    model, x = MLP(), torch.randn(16, 32, requires_grad=True)
+    view = fp8graph.explain(model, x).graphs[0]
+    names = [node.name for node in view.module.graph.find_nodes(op="placeholder")]
+    assert names == [
+        "gate_weight", "x", "up_weight", "down_weight",
+        *(f"gate_weight_up_weight_{output}" for output in ("rowwise", "scale_inv", "columnwise")),
+        *(f"down_weight_{output}" for output in ("rowwise", "scale_inv", "columnwise")),
+        "tangents_1",
+    ]  # fmt: skip
+    assert view.inputs[4] == "gate.weight, up.weight rowwise"
+    assert len(view.inputs) == len(names)
+    torch._dynamo.reset()
+    backend = eager_backend(cache_weights=False)
+    got = step(torch.compile(model, backend=backend), x, parameters=model.parameters())
+    inputs = {f"{name}_weight": getattr(model, name).weight for name in ("gate", "up", "down")}
+    dy = torch.linspace(-1.0, 1.0, x.numel()).reshape(x.shape)
+    results = backend.report.graphs[0].module(x=x, **inputs, tangents_1=dy)
+    assert same_bits([results[0]], got[:1])
 
 
 def test_a_users_rule_that_matched_nothing_is_reported() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import nn
 
@@ -16,3 +18,11 @@ def test_the_table_folds_layers_that_differ_in_numbers_only() -> None:
     assert [line.split()[1:4] for line in lines] == [
         ["3", "linear", "fprop"], ["3", "linear", "wgrad"], ["2", "linear", "dgrad"],
     ]  # fmt: skip
+
+
+def test_rows_of_one_name_say_which_layers_they_are() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule(re.compile(r"[236]\.up"), None)], default="tensorwise")
+    model = nn.Sequential(*(MLP() for _ in range(7)), nn.Sequential(MLP(), MLP()))
+    report = fp8graph.explain(model, torch.randn(16, 32), policy=policy, training=False)
+    sites = [line.split()[:2] for line in str(report).splitlines() if ".up" in line]
+    assert sites == [["{0-1,4-5}.up", "4"], ["{2-3,6}.up", "3"], ["*.*.up", "2"]]
