@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_EXTRAS = ("rich", "matplotlib", "plotext", "transformers")
+from fp8graph.version import __version__
+
+_EXTRAS = {"rich": "demo", "matplotlib": "demo", "plotext": "demo", "transformers": "hf"}  # package -> extra of ours
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
             raise
-        print(f'fp8graph: {error.name} is missing. Run: pip install "fp8graph[demo]"', file=sys.stderr)
+        print(f'fp8graph: {error.name} is missing. Run: pip install "fp8graph[{_EXTRAS[error.name]}]"', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nfp8graph: interrupted", file=sys.stderr)
@@ -37,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
+    parser.add_argument("--version", action="version", version=f"fp8graph {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train a small Llama in bf16 and in FP8 and compare them")
@@ -49,6 +52,10 @@ def _parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="show what would be rewritten in a Hugging Face model, and why not")
     explain.add_argument("model", help="a config.json, a folder that holds one, or a model type like 'llama'")
+    explain.add_argument(
+        "--class", dest="name", metavar="NAME", help="a class of transformers, like AutoModelForSequenceClassification"
+    )
+    explain.add_argument("--layers", type=_positive, help="layers per stack (default: all of a config, 2 of a type)")
     explain.add_argument("--policy", help="a policy file (.toml or .json)")
     explain.add_argument("--recipe", help="the recipe of the default policy")
     explain.add_argument("--target", help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ...")
@@ -62,9 +69,10 @@ def _parser() -> argparse.ArgumentParser:
         help="predict a training step on a mesh of GPUs instead: replicas (DDP), shards (FSDP2), tensor and "
         "sequence parallelism; --batch and --seq are those of one replica, the default target is sm_90",
     )
-    explain.add_argument("--graph", metavar="STAGE", help="print the graph: before, after, or the name of a pass")
-    explain.add_argument("--json", action="store_true", help="print the report as JSON")
-    explain.add_argument("--html", type=Path, help="write the report as an HTML page")
+    printed = explain.add_mutually_exclusive_group()
+    printed.add_argument("--graph", metavar="STAGE", help="print the graph: before, after, or the name of a pass")
+    printed.add_argument("--json", action="store_true", help="print the report as JSON")
+    explain.add_argument("--html", type=Path, help="write the report as an HTML page too")
     explain.set_defaults(run=_explain)
 
     doctor = commands.add_parser("doctor", help="show what is native, emulated or missing on this machine")
@@ -101,25 +109,20 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    import torch
-
     from fp8graph.backend import Backend
     from fp8graph.errors import ConfigError
-    from fp8graph.tools.explain import explain
 
     if options.mesh is not None:
         return _plan(options)
-    policy = Backend(options.policy, recipe=options.recipe, target=options.target).policy
-    model = _meta_model(options.model)
-    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
-    inputs: dict[str, Any] = {"input_ids": tokens}
-    if not options.inference:
-        inputs["labels"] = tokens
-    report = explain(model, policy=policy, target=options.target, training=not options.inference, **inputs)
+    settings = {"policy": options.policy, "recipe": options.recipe, "target": options.target}
+    Backend(**settings)  # raises for one that cannot be used, before a model is built
+    training = not options.inference
+    model, inputs = _meta_model(options, training=training)
+    report = _traced(model, inputs, training=training, **settings)
     if options.html is not None:
         report.to_html(options.html)
-        print(f"wrote {options.html}")
-    elif options.json:
+        print(f"fp8graph: wrote {options.html}", file=sys.stderr)
+    if options.json:
         print(json.dumps(report.to_dict(), indent=1))
     elif options.graph is not None:
         for view in report.graphs:
@@ -127,55 +130,60 @@ def _explain(options: argparse.Namespace) -> int:
             if options.graph not in stages:
                 raise ConfigError(f"no stage {options.graph!r}. Stages: {', '.join(stages)}.")
             print(f"# {view.name}\n{stages[options.graph]}")
-    else:
+    elif options.html is None:
         print(report)
     return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
-    import torch
-
     from fp8graph import hardware
     from fp8graph.backend import Backend
     from fp8graph.errors import ConfigError
     from fp8graph.planning import step_cost, workload
     from fp8graph.planning.mesh import Mesh, Network
-    from fp8graph.tools.explain import explain
 
     if options.inference or options.html is not None or options.graph is not None:
         raise ConfigError("--mesh predicts a training step: it cannot be combined with --inference, --html or --graph.")
     meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
     device, network = hardware.from_target(target), Network.of_target(target)
     recipes = None if options.recipe is None else (options.recipe,)
-    policy = Backend(options.policy, recipe=options.recipe, target=target).policy
-    model = _meta_model(options.model)
-    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long)
-    report = explain(model, policy=policy, target=target, training=True, input_ids=tokens, labels=tokens)
+    settings = {"policy": options.policy, "recipe": options.recipe, "target": target}
+    Backend(**settings)
+    model, inputs = _meta_model(options, training=True)
+    if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
+        raise ConfigError(f"--mesh predicts causal language models, and {type(model).__name__} is none.")
+    report = _traced(model, inputs, training=True, **settings)
     work = workload.of_model(model, report, options.seq)
     plans = [step_cost.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
     print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
     return 0
 
 
-def _meta_model(name: str) -> Any:
-    """A Hugging Face causal LM without weights: from a config file, or a family's own defaults with 2 layers."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, dict[str, Any]]:
+    """The model that was asked for, without weights, and inputs for it. Says what was left out."""
+    from fp8graph.tools.from_config import config_of, inputs_of, model_of
 
-    from fp8graph.errors import ConfigError
+    config, cut = config_of(options.model, options.layers)
+    model = model_of(config, options.name)
+    inputs, left_out = inputs_of(model, options.batch, options.seq, training=training)
+    print(f"fp8graph: {', '.join(filter(None, (type(model).__name__, left_out, cut)))}", file=sys.stderr)
+    return model, inputs
 
-    path = Path(name)
+
+def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
+    from fp8graph.errors import ConfigError, Fp8GraphError
+    from fp8graph.tools.explain import explain
+
     try:
-        if path.exists():
-            config = AutoConfig.from_pretrained(path)
-        else:
-            config = AutoConfig.for_model(name)
-            config.num_hidden_layers = 2
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).splitlines()[0][:200]
-        raise ConfigError(f"cannot build a causal language model from {name!r}: {reason}") from None
+        return explain(model, **settings, **inputs)
+    except Fp8GraphError:
+        raise
+    except Exception as error:  # made-up inputs may not be what the model takes, and its code says anything then
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        raise ConfigError(
+            f"cannot trace {type(model).__name__} with inputs made from its config ({reason}). "
+            "Call fp8graph.explain(model, ...) with inputs of your own."
+        ) from error
 
 
 def _bench(options: argparse.Namespace) -> int:

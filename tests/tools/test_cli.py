@@ -6,13 +6,21 @@ from typing import Any
 
 import pytest
 
+import fp8graph
 from fp8graph.cli import main
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["explain", "nosuch"], "cannot build a causal language model from 'nosuch'"),
+        (["explain", "nosuch"], "no file or folder 'nosuch', and transformers"),
+        (["explain", "lama"], "no model type 'lama'. Did you mean 'llama'?"),
+        (["explain", "nosuch.json"], "nosuch.json: no such file or folder."),
+        (["explain", "folder/nosuch"], "folder/nosuch: no such file or folder."),
+        (["explain", "llama", "--class", "NoSuch"], "has no class 'NoSuch'"),
+        (["explain", "llama", "--class", "AutoModelForImageClassification"], "cannot build AutoModelForImageClass"),
+        (["explain", "t5", "--mesh", "dp=2"], "--mesh predicts causal language models, and T5ForConditionalGeneration"),
+        (["explain", "llama", "--target", "sm_999"], "target: there is no 'sm_999'. Known: sm_70, "),
         (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
         (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
         (
@@ -25,18 +33,28 @@ from fp8graph.cli import main
 )
 def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1]
+    assert len(error[-1]) < 400
+    assert all("cut to 2 layers" in line for line in error[:-1])
 
 
-def test_a_missing_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("package", "extra"), [("rich", "demo"), ("transformers", "hf")])
+def test_a_missing_extra(
+    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def missing(*_: Any) -> None:
-        raise ModuleNotFoundError("No module named 'rich'", name="rich")
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr("fp8graph.cli._demo", missing)
     assert main(["demo"]) == 2
-    assert 'rich is missing. Run: pip install "fp8graph[demo]"' in capsys.readouterr().err
+    assert f'{package} is missing. Run: pip install "fp8graph[{extra}]"' in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fp8graph {fp8graph.__version__}\n"
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

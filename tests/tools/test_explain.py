@@ -21,7 +21,10 @@ CONTEXTS: list[Any] = [contextlib.nullcontext, torch.no_grad, torch.inference_mo
 
 def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "llama", "--seq", "16", "--target", "sm_90"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == (
+        "fp8graph: LlamaForCausalLM, cut to 2 layers per stack (num_hidden_layers: 32); --layers N for another number\n"
+    )
     assert "24 of 45 GEMMs in FP8" in out  # 16 tokens: o and the gradients of weights would not be faster
     assert "not faster in FP8: predicted 0.97x, min_speedup is 1.05" in out
     assert main(["explain", "llama", "--seq", "16", "--target", "cpu"]) == 0
@@ -69,3 +72,12 @@ def test_explain_as_often_as_one_likes() -> None:
         report = fp8graph.explain(nn.Sequential(nn.Linear(size, 32)), torch.zeros(16, size), policy=ALL)
         assert all(gemm.recipe for gemm in report.gemms)
         assert len(report.gemms) == 2
+
+
+def test_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "gpt2", "--seq", "16", "--inference", "--json", "--html", str(tmp_path / "r.html")]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["graphs"][0]["gemms"]) == 13
+    assert err.endswith(f"fp8graph: wrote {tmp_path / 'r.html'}\n")
+    assert (tmp_path / "r.html").exists()

@@ -1,0 +1,180 @@
+"""A Hugging Face model without weights, from its config, and inputs of the shapes that it takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import transformers
+
+from fp8graph.errors import ConfigError
+
+# What a config without "architectures" is taken for, whole models before parts of them: Whisper and BART have a
+# causal LM too, which is their decoder alone.
+_TASKS: Final = (
+    "SPEECH_SEQ_2_SEQ",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "IMAGE_TEXT_TO_TEXT",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "CTC",
+    "AUDIO_CLASSIFICATION",
+    "ZERO_SHOT_IMAGE_CLASSIFICATION",
+    "IMAGE_CLASSIFICATION",
+)
+_LAYERS: Final = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
+
+
+def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
+    """The config in a file or a folder, or a model type's own defaults, and what was cut of it.
+
+    Args:
+        name: a config.json, a folder that holds one, or a model type.
+        layers: the layers of every stack; None: all of a file's, 2 of a model type's.
+    """
+    path = Path(name)
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            values: Any = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file}: not a config ({error}).") from None
+        if not isinstance(values, dict) or "model_type" not in values:
+            raise ConfigError(f"{file}: not a config of transformers: it has no model_type.")
+        _check_type(values["model_type"], f"{file}: transformers {transformers.__version__} has")
+        config, cut = transformers.AutoConfig.from_pretrained(file), layers
+    else:
+        if path.suffix or len(path.parts) > 1:
+            raise ConfigError(f"{name}: no such file or folder.")
+        _check_type(name, f"no file or folder {name!r}, and transformers {transformers.__version__} has")
+        config, cut = transformers.AutoConfig.for_model(name), 2 if layers is None else layers
+    if cut is None:
+        return config, ""
+    found = ", ".join(dict.fromkeys(text for part in _parts(config) for text in _cut(part, cut)))
+    return (
+        config,
+        f"cut to {cut} layer{'s' * (cut != 1)} per stack ({found}); --layers N for another number" if found else "",
+    )
+
+
+def _check_type(name: str, who: str) -> None:
+    if name not in transformers.CONFIG_MAPPING:
+        close = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING.keys()), n=1)
+        raise ConfigError(f"{who} no model type {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+
+
+def _parts(config: Any) -> Iterator[Any]:
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _parts(part)
+
+
+def _cut(config: Any, layers: int) -> Iterator[str]:
+    for name in _LAYERS if not hasattr(config, "depths") else ():  # Swin's stages: four of them, not four layers
+        number = getattr(config, name, None)
+        if isinstance(number, int) and number > layers:
+            setattr(config, name, layers)
+            for key, value in vars(config).items():  # layer_types and the like: one entry per layer
+                if isinstance(value, list) and len(value) == number:
+                    setattr(config, key, value[:layers])
+            yield f"{name}: {number}"
+
+
+def model_of(config: Any, name: str | None = None) -> Any:
+    """The model of ``config`` on the meta device, in bf16.
+
+    Args:
+        config: of transformers.
+        name: a class of transformers, ``AutoModelFor...`` too. Default: the config's architecture, or the whole model
+            with a head if there is one.
+    """
+    for part in _parts(config):  # both draw numbers that shapes depend on, in training
+        for key in vars(part):
+            if key == "apply_spec_augment" or key.endswith("layerdrop"):
+                setattr(part, key, False if key == "apply_spec_augment" else 0.0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            made = _class_of(config, name)
+            return made.from_config(config) if name and name.startswith("Auto") else made(config)
+    except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise ConfigError(f"cannot build {name or 'a model'} from a config of {config.model_type}: {reason}") from None
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _class_of(config: Any, name: str | None) -> Any:
+    wanted = name or next(iter(getattr(config, "architectures", None) or ()), None)
+    found = getattr(transformers, wanted, None) if wanted else None
+    if found is not None:
+        return found
+    if name is not None:
+        raise ConfigError(f"transformers {transformers.__version__} has no class {name!r}.")
+    for mapping in (*(f"MODEL_FOR_{task}_MAPPING" for task in _TASKS), "MODEL_MAPPING"):
+        classes: Mapping[Any, Any] = getattr(transformers, mapping)
+        if type(config) in classes:
+            made = classes[type(config)]
+            return made[0] if isinstance(made, tuple) else made
+    raise ConfigError(f"transformers has no model for {config.model_type}, or none that an AutoModel class builds.")
+
+
+def inputs_of(model: Any, batch: int, seq: int, *, training: bool) -> tuple[dict[str, Any], str]:
+    """Arguments of one call of ``model``, by name, and what they leave out. Only their shapes matter.
+
+    ``seq``: tokens of a text, and of a wave after its convolutions; images and spectrograms have the config's size.
+    """
+    config, takes = model.config, inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {}
+    images = 0
+    by_value = "image_grid_thw" in takes  # Qwen2-VL: how many patches an image has is a value, and there are none
+    if "pixel_values" in takes and not by_value:
+        inputs["pixel_values"], images = _images(config, batch)
+    if "input_values" in takes:
+        inputs["input_values"] = _sound(config, batch, seq)
+    if "input_features" in takes:
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "feature_size", 80)
+        inputs["input_features"] = torch.zeros(batch, bins, 2 * getattr(config, "max_source_positions", seq))
+    if "input_ids" in takes:
+        image: Any = getattr(config, "image_token_id", None)
+        images = images if image is not None else 0
+        inputs["input_ids"] = torch.zeros(batch, seq + images, dtype=torch.long)
+        if image is not None:
+            inputs["input_ids"][:, :images] = image
+    if "decoder_input_ids" in takes:
+        inputs["decoder_input_ids"] = torch.zeros(batch, seq, dtype=torch.long)
+    kind = type(model).__name__
+    if training and "labels" in takes:
+        if kind.endswith(("CausalLM", "ConditionalGeneration", "MaskedLM", "LMHeadModel", "TokenClassification")):
+            inputs["labels"] = inputs["decoder_input_ids" if "decoder_input_ids" in takes else "input_ids"]
+        elif kind.endswith(("SequenceClassification", "ImageClassification", "AudioClassification")):
+            inputs["labels"] = torch.zeros(batch, dtype=torch.long)
+    given = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+    return given, "without images: the sizes of its vision tower depend on values" if by_value else ""
+
+
+def _images(config: Any, batch: int) -> tuple[torch.Tensor, int]:
+    """One image for each of ``batch``, and how many tokens a language model has for it."""
+    vision = getattr(config, "vision_config", None) or config
+    size = getattr(vision, "image_size", 224)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    patch = getattr(vision, "patch_size", 16)
+    patch_height, patch_width = patch if isinstance(patch, (list, tuple)) else (patch, patch)
+    tokens = getattr(config, "mm_tokens_per_image", None) or (height // patch_height) * (width // patch_width)
+    return torch.zeros(batch, getattr(vision, "num_channels", 3), height, width), tokens
+
+
+def _sound(config: Any, batch: int, seq: int) -> torch.Tensor:
+    """A spectrogram if the config has its size, else a wave of ``seq`` tokens."""
+    if (bins := getattr(config, "num_mel_bins", None)) and (length := getattr(config, "max_length", None)):
+        return torch.zeros(batch, length, bins)
+    samples = seq * math.prod(getattr(config, "conv_stride", (320,)))
+    return torch.zeros(batch, samples + math.prod(getattr(config, "conv_kernel", ())))

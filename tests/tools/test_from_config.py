@@ -1,0 +1,62 @@
+"""Models without weights, from their configs: which class, how many layers, which inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8graph.cli import main
+
+
+def test_a_config_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fp8graph.models.llama import tiny_config
+
+    tiny_config(3).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    assert main(["explain", str(file), "--seq", "16", "--inference"]) == 0
+    out, err = capsys.readouterr()
+    assert "model.layers.*.mlp.up_proj       3 " in out
+    assert err == "fp8graph: LlamaForCausalLM\n"
+    file.write_text('{"model_type": "lama"}')
+    assert main(["explain", str(file)]) == 2
+    assert "has no model type 'lama'. Did you mean 'llama'?" in capsys.readouterr().err
+    for text in ("{}", "3", "["):
+        file.write_text(text)
+        assert main(["explain", str(file)]) == 2
+        assert f"{file}: not a config" in capsys.readouterr().err
+
+
+# model type -> its class and how many linears are in FP8 in forward, of two layers per stack: heads are not
+MODELS: dict[str, tuple[str, int]] = {
+    "t5": ("T5ForConditionalGeneration", 32),  # the whole model: 6 linears of an encoder's layer, 10 of a decoder's
+    "bert": ("BertForMaskedLM", 12),
+    "vit": ("ViTForImageClassification", 12),
+    "clip": ("CLIPModel", 24),
+    "whisper": ("WhisperForConditionalGeneration", 32),
+    "wav2vec2": ("Wav2Vec2ForCTC", 13),
+    "audio-spectrogram-transformer": ("ASTForAudioClassification", 12),
+    "llava": ("LlavaForConditionalGeneration", 28),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", 14),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_kinds_of_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    torch._dynamo.reset()
+    assert main(["explain", name, "--seq", "16", "--inference", "--json", "--target", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    gemms = [gemm for graph in json.loads(out)["graphs"] for gemm in graph["gemms"]]
+    found = err.removeprefix("fp8graph: ").split(", ")[0].strip()
+    assert (found, sum(gemm["recipe"] is not None for gemm in gemms)) == MODELS[name]
+    assert ("without images" in err) is (name == "qwen2_vl")
+
+
+def test_a_class_of_ones_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["explain", "llama", "--seq", "16", "--layers", "1", "--target", "cpu"]
+    assert main([*arguments, "--class", "AutoModelForSequenceClassification"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("fp8graph: LlamaForSequenceClassification, cut to 1 layer per stack")
+    assert "score" in out
