@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -33,6 +36,23 @@ def test_every_package_is_listed() -> None:
     names = (folder.relative_to(ROOT).parts for folder in real)
     found = {".".join(parts if parts[0] == "fp8graph" else ("fp8graph", *parts)) for parts in names}
     assert set(listed) == found
+
+
+def test_the_source_distribution_has_what_the_readme_points_to(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", "77")
+    checkout = tmp_path / "checkout"
+    leave = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "*.egg-info", ".hypothesis", ".*_cache", "build")
+    shutil.copytree(ROOT, checkout, symlinks=True, ignore=leave)
+    done = python(f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", checkout)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    links = set(re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert {"docs/coverage.md", "examples"} <= links
+    assert links - names == set()
+    assert {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")} <= names
+    assert {"passes/match.py", "models/llama.py", "tests/test_packaging.py", "constraints.txt"} <= names
 
 
 @pytest.mark.parametrize("name", ["passes", "models"])
