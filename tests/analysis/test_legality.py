@@ -76,14 +76,14 @@ def test_what_fp8_cannot_multiply(body: Any, args: list[Tensor], reason: str) ->
     policy = Policy([Rule("*", "tensorwise", op="*")])
     (gemm,) = fp8graph.explain(Function(body), *args, policy=policy, training=False).gemms
     assert gemm.recipe is None
-    assert gemm.reason == f'{reason} (rule 0 "*" asked for tensorwise)'
+    assert gemm.reason == f'{reason} (rule "*" (op *) asked for tensorwise)'
 
 
 def test_tiles_across_groups_of_rows() -> None:
     policy = Policy([Rule("*", Float8BlockScaling(x_block=(2, 48)), op="*")])
     args = ones(16, 32, dtype=BF16), ones(2, 32, 48, dtype=BF16), ENDS
     (gemm,) = fp8graph.explain(Function(grouped), *args, policy=policy, training=False).gemms
-    assert gemm.reason == 'tiles of 2 rows do not fit groups of rows (rule 0 "*" asked for blockwise)'
+    assert gemm.reason == 'tiles of 2 rows do not fit groups of rows (rule "*" (op *) asked for blockwise)'
 
 
 def decided(rule: Rule | None, *shapes: tuple[int, ...]) -> list[tuple[bool, str | None]]:

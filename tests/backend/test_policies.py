@@ -21,7 +21,7 @@ def policies(policy: Any = None, recipe: Any = None, target: str = "sm_90") -> P
 @pytest.mark.parametrize(("target", "recipe"), [("sm_90", "tensorwise"), ("sm_100", "mxfp8")])
 def test_the_default_is_the_targets(target: str, recipe: str) -> None:
     found = policies(target=target)
-    assert not found.chosen
+    assert found.asked == Policy(extends="default")
     assert found.current == general_policy(recipe)
 
 

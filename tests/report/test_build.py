@@ -44,7 +44,7 @@ def test_what_is_left_alone_has_its_own_types_and_a_reason() -> None:
     found = records(nn.Linear(32, 48), policy=Policy([Rule("*", None)]))
     assert {(r.recipe, r.execution, r.dtypes) for r in found} == {(None, "high precision", ("fp32", "fp32", "fp32"))}
     assert {(r.rule, r.reason, r.required, r.missing) for r in found} == {
-        (0, 'rule 0 "*": high precision', False, False)
+        (0, 'rule "*" -> high precision', False, False)
     }
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.ir.text import graph_text
