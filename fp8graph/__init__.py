@@ -5,76 +5,45 @@
 See the README for a tour and ``fp8graph.passes`` for how it works.
 """
 
-from fp8graph import models, numerics, planning
-from fp8graph.backend import Backend, backend_of, compile, named_backend, refresh_weights
-from fp8graph.compat.dynamo import register_backend
-from fp8graph.errors import (
-    ConfigError,
-    Fp8CoverageError,
-    Fp8GraphError,
-    PolicyError,
-    StateError,
-    UnsupportedRecipeError,
-)
-from fp8graph.hardware.support import supports
-from fp8graph.numerics import QuantizedTensor
-from fp8graph.offline import KernelRecord
-from fp8graph.recipes import (
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Float8RowwiseScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-    register_recipe,
-)
-from fp8graph.recipes.autocast import autocast
-from fp8graph.recipes.policy import Policy
-from fp8graph.recipes.rules import INHERIT, Rule
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
-from fp8graph.report import GraphView, Report
-from fp8graph.tools.explain import explain
-from fp8graph.version import __version__
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import typing
 
-__all__ = [
-    "INHERIT",
-    "Backend",
-    "CollectiveRecord",
-    "ConfigError",
-    "DelayedScaling",
-    "Float8BlockScaling",
-    "Float8CurrentScaling",
-    "Float8RowwiseScaling",
-    "Format",
-    "Fp8CoverageError",
-    "Fp8GraphError",
-    "GemmRecord",
-    "GraphView",
-    "KernelRecord",
-    "MXFP8BlockScaling",
-    "NVFP4BlockScaling",
-    "Policy",
-    "PolicyError",
-    "QuantizedTensor",
-    "Recipe",
-    "RefusalRecord",
-    "Report",
-    "Rule",
-    "StateError",
-    "UnsupportedRecipeError",
-    "__version__",
-    "autocast",
-    "backend_of",
-    "compile",
-    "explain",
-    "models",
-    "numerics",
-    "planning",
-    "refresh_weights",
-    "register_recipe",
-    "supports",
-]
+from fp8graph.version import __version__ as __version__
 
-register_backend(named_backend, "fp8graph")
+if typing.TYPE_CHECKING:
+    from fp8graph.face import *  # noqa: F403
+    from fp8graph.face import __all__ as __all__
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Everything, at the first name that is asked for: ``fp8graph --help`` shall not import torch, for seconds."""
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _load()
+    try:
+        return globals()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+
+
+def _load() -> None:
+    face = importlib.import_module(f"{__name__}.face")
+    globals().update({name: getattr(face, name) for name in face.__all__}, __all__=face.__all__)
+
+
+def _is_installed() -> bool:
+    try:
+        return bool(importlib.metadata.distribution(__name__))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+# A program that has torch gets everything at once. So does a bare checkout: torch finds its backend only once it is
+# registered.
+if "torch" in sys.modules or not _is_installed():
+    _load()

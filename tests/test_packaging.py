@@ -84,6 +84,29 @@ def test_the_core_needs_torch_only(tmp_path: Path) -> None:
     assert python(code, tmp_path).stdout.strip() == "[]"
 
 
+def test_help_comes_at_once(tmp_path: Path) -> None:
+    """Without torch, whose import takes seconds; installed or not, all names are there when they are asked for."""
+    try:
+        importlib.metadata.distribution("fp8graph")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("fp8graph is not installed here: a bare checkout registers the backend at once")
+    done = python("import sys; from fp8graph import cli; print('torch' in sys.modules); cli.main(['--help'])", tmp_path)
+    assert done.stdout.startswith("False\nusage: fp8graph"), done.stderr
+    for code in (
+        "from fp8graph import Backend as b",
+        "import fp8graph; b = fp8graph.Backend",
+        "from fp8graph import *",
+    ):
+        done = python(
+            f"{code}; import sys, fp8graph; print(len(fp8graph.__all__), fp8graph.compile.__name__)", tmp_path
+        )
+        assert done.stdout.split() == [str(len(fp8graph.__all__)), "compile"], done.stderr
+    for module in ("backend", "models", "recipes.policy", "tools.explain"):
+        assert python(f"import fp8graph.{module}", tmp_path).returncode == 0, module
+    done = python("import fp8graph; fp8graph.nosuch", tmp_path)
+    assert "module 'fp8graph' has no attribute 'nosuch'" in done.stderr
+
+
 def test_a_bare_checkout_has_the_backend(tmp_path: Path) -> None:
     code = "import fp8graph, torch; print('fp8graph' in torch._dynamo.list_backends())"
     assert python(code, tmp_path).stdout.strip() == "True"

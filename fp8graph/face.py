@@ -1,0 +1,77 @@
+"""What ``import fp8graph`` gives: every public name, once."""
+
+import fp8graph.models as models
+import fp8graph.numerics as numerics
+import fp8graph.planning as planning
+from fp8graph.backend import Backend, backend_of, compile, named_backend, refresh_weights
+from fp8graph.compat.dynamo import register_backend
+from fp8graph.errors import (
+    ConfigError,
+    Fp8CoverageError,
+    Fp8GraphError,
+    PolicyError,
+    StateError,
+    UnsupportedRecipeError,
+)
+from fp8graph.hardware.support import supports
+from fp8graph.numerics import QuantizedTensor
+from fp8graph.offline import KernelRecord
+from fp8graph.recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+    register_recipe,
+)
+from fp8graph.recipes.autocast import autocast
+from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import INHERIT, Rule
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.report import GraphView, Report
+from fp8graph.tools.explain import explain
+from fp8graph.version import __version__
+
+__all__ = [
+    "INHERIT",
+    "Backend",
+    "CollectiveRecord",
+    "ConfigError",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Float8RowwiseScaling",
+    "Format",
+    "Fp8CoverageError",
+    "Fp8GraphError",
+    "GemmRecord",
+    "GraphView",
+    "KernelRecord",
+    "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
+    "Policy",
+    "PolicyError",
+    "QuantizedTensor",
+    "Recipe",
+    "RefusalRecord",
+    "Report",
+    "Rule",
+    "StateError",
+    "UnsupportedRecipeError",
+    "__version__",
+    "autocast",
+    "backend_of",
+    "compile",
+    "explain",
+    "models",
+    "numerics",
+    "planning",
+    "refresh_weights",
+    "register_recipe",
+    "supports",
+]
+
+register_backend(named_backend, "fp8graph")
