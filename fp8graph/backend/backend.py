@@ -19,7 +19,7 @@ from fp8graph.backend.program import Program
 from fp8graph.backend.programs import Programs
 from fp8graph.backend.schedule import Schedule
 from fp8graph.backend.shared import Shared
-from fp8graph.compat import dynamo
+from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
@@ -230,7 +230,7 @@ class Backend:
 
         def at_limit(found: Any, text: str) -> None:
             backend = reference()
-            if backend is None or dynamo.fp8graph_backend(found) is not backend:
+            if backend is None or wrappers.fp8graph_backend(found) is not backend:
                 return
             if backend.settings.strict:
                 raise Fp8CoverageError(

@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from fp8graph.backend.backend import Backend
-from fp8graph.compat import dynamo
+from fp8graph.compat import wrappers
 from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
@@ -79,13 +79,13 @@ class Compiled:
         if arguments is not None:
             name = type(module).__name__
             first, export = lambda: check_compiled(backend, name), lambda: _log.warning(_EXPORTED, name)
-            dynamo.compile_in_place(module, first, export, backend=backend, **arguments)
+            wrappers.compile_in_place(module, first, export, backend=backend, **arguments)
         return Compiled(module, backend, arguments, named)
 
     def _holds(self) -> bool:
         """Whether the module is compiled as it was: it may have got another backend, or none."""
-        found = dynamo.orig_backend(self._module())
-        return self._arguments is None or dynamo.fp8graph_backend(found) is self._backend
+        found = wrappers.orig_backend(self._module())
+        return self._arguments is None or wrappers.fp8graph_backend(found) is self._backend
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
         copy = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied

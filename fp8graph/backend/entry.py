@@ -11,7 +11,7 @@ from fp8graph.backend import copies
 from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
-from fp8graph.compat import dynamo
+from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
@@ -24,7 +24,7 @@ def backend_of(compiled: Any) -> Backend:
         ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
     """
     pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
-    backend = next(filter(None, (dynamo.fp8graph_backend(dynamo.orig_backend(piece)) for piece in pieces)), None)
+    backend = next(filter(None, (wrappers.fp8graph_backend(wrappers.orig_backend(piece)) for piece in pieces)), None)
     if backend is None:
         raise ConfigError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
     return backend

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import fx
 
 from fp8graph.backend.backend import Backend
-from fp8graph.compat import dynamo
+from fp8graph.compat import wrappers
 from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
@@ -41,7 +41,7 @@ class NamedBackend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         backend = self.backend_for(kwargs)
-        dynamo.hold(dynamo.calling_wrapper() or self, backend)
+        wrappers.hold(wrappers.calling_wrapper() or self, backend)
         return backend(module, example_inputs)
 
     def reset(self) -> None:

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from fp8graph.compat import dynamo, fakes
+from fp8graph.compat import fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.runtime.call import Epoch
 
@@ -39,7 +39,7 @@ class Names:
 
     def _learn(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
-            self._keep(parameter, dynamo.name_in_original(name))
+            self._keep(parameter, wrappers.name_in_original(name))
 
     def _keep(self, parameter: torch.Tensor, name: str) -> None:
         names, key = self._names, id(parameter)

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.copies import marks
-from fp8graph.compat import aot, dynamo
+from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError
@@ -65,7 +65,7 @@ def explain(
         arguments |= {"policy": policy, "recipe": recipe}
     arguments |= {"compiler": "eager", "strict": False}
     tracing = Backend(**arguments)
-    model = dynamo.original_module(model)
+    model = wrappers.original_module(model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     report = _trace(tracing, model, args, kwargs, training)
@@ -107,7 +107,7 @@ def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training:
     memo.update(dict.fromkeys(map(id, marks(model))))  # nor is the copy compiled
     fake_model = copy.deepcopy(model, memo)
     for module in fake_model.modules():
-        dynamo.undo_compile_in_place(module)
+        wrappers.undo_compile_in_place(module)
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
     with mode, torch.set_grad_enabled(training), dynamo.as_if_called_first(), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)

@@ -1,0 +1,127 @@
+"""What ``torch.compile`` makes of modules and functions: compiled in place, undone, and the backend behind it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch._dynamo.external_utils import wrap_inline
+
+
+def compile_in_place(
+    module: torch.nn.Module, after_first_call: Callable[[], None], at_export: Callable[[], None], **kwargs: Any
+) -> None:
+    """``module.compile(...)``, also of modules of torch.nn.
+
+    Dynamo does not compile code of torch.nn that is called first: ``nn.Linear(...).compile()`` silently runs in
+    eager. ``torch.compile(module)`` wraps the call for that reason, and so does this function. The wrapper has a code
+    object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one.
+
+    Args:
+        after_first_call: called once, when the module has been called.
+        at_export: called when ``torch.export`` traces the module, which leaves compiled code out.
+    """
+    function: Any = module._call_impl
+    if type(module).__module__.startswith("torch.nn."):
+        function = wrap_inline(function)
+        function.__code__ = function.__code__.replace()  # a copy
+    call = torch.compile(function, **kwargs)
+    first = True
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal first
+        result = call(*args, **kwargs)
+        if torch.compiler.is_compiling():  # this is a part of a larger graph
+            if torch.compiler.is_exporting():
+                at_export()
+        elif first:
+            first = False
+            after_first_call()
+        return result
+
+    watched._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
+    module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def original_module(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile(module)`` wraps; any other as it is."""
+    return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
+
+
+def name_in_original(fqn: str) -> str:
+    """The name of a parameter without the parts of wrappers that :func:`original_module` removes."""
+    return fqn.replace("_orig_mod.", "")
+
+
+def undo_compile_in_place(module: torch.nn.Module) -> None:
+    """Undo ``module.compile()`` for calls of the module itself (not of modules in it)."""
+    module._compiled_call_impl = None
+
+
+def orig_backend(compiled: Any) -> Any:
+    """The backend callable behind a compiled module or function, or None.
+
+    torch keeps it in a chain of wrappers: OptimizedModule -> context -> callback -> ... -> backend.
+    """
+    if isinstance(compiled, torch.nn.Module):
+        context = getattr(compiled, "dynamo_ctx", None)  # torch.compile(module)
+        implementation = getattr(compiled, "_compiled_call_impl", None)  # module.compile()
+        implementation = getattr(implementation, "_fp8graph_call", implementation)
+        if context is None and implementation is None:
+            implementation = compiled.forward  # module.forward = torch.compile(module.forward)
+        candidates: list[Any] = [getattr(context, "callback", None), *_closure(implementation)]
+    else:
+        candidates = list(_closure(compiled))
+    for candidate in candidates:
+        if hasattr(candidate, "_torchdynamo_orig_backend"):
+            return innermost_backend(candidate)
+    return None
+
+
+def innermost_backend(wrapper: Any) -> Any:
+    """The backend in a chain of Dynamo's wrappers."""
+    while hasattr(wrapper, "_torchdynamo_orig_backend"):
+        wrapper = wrapper._torchdynamo_orig_backend
+    return wrapper
+
+
+def fp8graph_backend(found: Any) -> Any:
+    """The fp8graph Backend behind what torch calls, or None; torch wraps names and callables alike."""
+    choose = getattr(getattr(found, "compiler_fn", found), "backend_for", None)
+    if choose is None:
+        return None
+    backend = choose(getattr(found, "kwargs", {}))
+    hold(found, backend)
+    return backend
+
+
+def calling_wrapper() -> Any:
+    """The callable that ``torch.compile`` made for a backend by name, if it called the caller's caller; else None.
+
+    Two calls of ``torch.compile(backend="fp8graph")`` differ in nothing else: the backend gets only the options.
+    """
+    caller = sys._getframe(2).f_locals.get("self")
+    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+
+
+class _Held:
+    """A reference that is not pickled or copied with its owner."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+def hold(owner: Any, value: object) -> None:
+    """Let ``value`` live as long as ``owner``."""
+    if value is not owner:
+        owner._fp8graph_held = _Held(value)
+
+
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        yield cell.cell_contents
