@@ -14,7 +14,7 @@ from fp8graph.recipes.rules import Rule
 
 # Why: HEAD and ROUTER in family.py.
 HEADS: Final = (
-    "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection", "proj_out",
+    "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection",
 )  # fmt: skip
 # A bare "gate" is not a router: many gated MLPs call their gate projection so.
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
@@ -24,14 +24,18 @@ _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 
 
 def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
-    """FP8 for every linear except heads, MoE routers and low-rank adapters, found by their usual names."""
+    """FP8 for every linear except heads, MoE routers and low-rank adapters.
+
+    Heads are found by what the graph does with them (``analysis/heads.py``), and behind that, as the others, by their
+    usual names.
+    """
     names = [pattern for name in (*HEADS, *ROUTERS) for pattern in (name, f"*.{name}")]
     # Heads of several layers: cls.predictions.decoder, lm_head.dense, classifier.out_proj.
     names += [f"{name}.*" for name in HEADS]
     names += [pattern for name in ADAPTERS for pattern in (f"*.{name}", f"*.{name}.*")]
     names += [f"{_WRAPPED}{name}.*" for name in HEADS]
     names += [f"*.{name}.base_layer" for name in ROUTERS]  # with an adapter beside it
-    return Policy([Rule(name, None, optional=True) for name in names], default=recipe)
+    return Policy([Rule(name, None, optional=True) for name in names], default=recipe, keep_heads=True)
 
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
@@ -39,7 +43,9 @@ def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Pol
     kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
-    return Policy([*rules, *(rule for rule in general.rules if rule.pattern not in kept)], default=recipe)
+    return Policy(
+        [*rules, *(rule for rule in general.rules if rule.pattern not in kept)], default=recipe, keep_heads=True
+    )
 
 
 def extended(policy: Policy, families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:

@@ -1,6 +1,6 @@
 """Decide for every GEMM between a recipe and high precision, native and emulated, and give the reason.
 
-    site "lm_head" fprop                 ->   None, 'rule "lm_head" -> high precision'
+    site "lm_head" fprop                 ->   None, 'output head: the loss reads its output'
     site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
 
 The first of these that says something decides: an autocast region in the compiled code, the region around the call,
@@ -72,7 +72,7 @@ def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
 
 def resolve(site: Site, known: Known) -> Resolution:
     """The recipes for ``site``: from the innermost region that says something, else from the policy."""
-    resolution = known.policy.resolve(site.fqn, site.op)
+    resolution = known.policy.resolve(site.fqn, site.op, site.head)
     if site.why_no_linear and resolution.rule is None:
         resolution = replace(resolution, source=f"{resolution.source}; {site.why_no_linear}")
     region = known.region if site.region is None else site.region

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from fp8graph.analysis.heads import Heads
 from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.ir.compilation import Compilation
@@ -42,11 +43,14 @@ def match(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = _parameters(graph, compilation)
     from_parameter = _only_from_parameters(graph, set(parameters))
     backward = backward_nodes(graph)
+    heads = Heads(graph, parameters, backward)
     sites: dict[fx.Node, Site] = {}
     by_seq_nr: defaultdict[Any, list[Site]] = defaultdict(list)
     for node in nodes(graph, SITES):
         if node not in backward:
             sites[node] = _forward_site(node, from_parameter, parameters, compilation.known.subgraph)
+            if sites[node].op == "linear":
+                sites[node].head = heads.why(node, _weight(sites[node]))
             by_seq_nr[node.meta.get("seq_nr")].append(sites[node])
     for node in nodes(graph, SITES):
         if node in backward:
@@ -97,6 +101,11 @@ def _forward_site(
         region=custom.get(REGION_KEY) if custom else None,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
+
+
+def _weight(site: Site) -> fx.Node:
+    fprop = site.gemms[0]
+    return next(view.tensor for view in (fprop.a, fprop.b) if view.operand == "weight")
 
 
 def _why_no_linear(node: fx.Node, in_body: bool) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fp8graph import hardware
@@ -77,4 +78,5 @@ class Policies:
         """The policy in words, for a comparison with other ranks."""
         policy = self.scheduled or self.current  # ranks may compile for inference at different steps
         rules = [f"rule {index} {rule!r}" for index, rule in enumerate(policy.rules)]
-        return [*rules, f"default {policy.default!r}", f"min_speedup {policy.min_speedup}"]
+        heads = ["keep_heads"] if policy.keep_heads else []
+        return [*rules, f"default {policy.default!r}", f"min_speedup {policy.min_speedup}", *heads]

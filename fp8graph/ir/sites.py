@@ -53,6 +53,7 @@ class Site:
     index: int = 0  # among the sites of the same module
     op: Op
     why_no_linear: str = ""  # for a matmul that the program may have written as a linear: why it is not one
+    head: str = ""  # for an output head: what in the graph says that it is one
     use: int = 0  # index among the sites with that parameter that run with gradients, or among those that run without
     region: str | None  # the innermost autocast region in the compiled code, see autocast.py
     gemms: list[Gemm] = field(default_factory=list[Gemm])

@@ -51,6 +51,9 @@ class Policy:
         min_speedup: a GEMM is rewritten only if the target's speed model predicts at least this speedup over
             bf16 (the default excludes gains within the model's own error); 0 rewrites whatever is legal.
             CPUs and emulated GEMMs have no speed model.
+        keep_heads: leave linears in high precision that the graph shows to be output heads (tied to an embedding, read
+            by the loss, or logits over an embedding's vocabulary), unless a rule that is not optional matches them.
+            The default policy does.
 
     Raises:
         PolicyError, UnsupportedRecipeError: (``ValueError``) for invalid values.
@@ -61,6 +64,7 @@ class Policy:
     default: GemmRecipe = INHERIT  # "tensorwise", or what the policy that is extended says
     min_speedup: float = MIN_SPEEDUP
     extends: str | None = None
+    keep_heads: bool = False
 
     def __post_init__(self) -> None:
         rules: object = self.rules
@@ -79,21 +83,26 @@ class Policy:
         speedup: object = self.min_speedup
         if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
             raise PolicyError(f"Policy(min_speedup={speedup!r}): min_speedup must be a finite number >= 0.")
+        if type(self.keep_heads) is not bool:
+            raise PolicyError(f"Policy(keep_heads={self.keep_heads!r}): keep_heads must be True or False.")
 
-    def resolve(self, fqn: str, op: str) -> Resolution:
-        """The recipes of the three GEMMs of site ``fqn``."""
+    def resolve(self, fqn: str, op: str, head: str = "") -> Resolution:
+        """The recipes of the three GEMMs of site ``fqn``; ``head``: what shows it to be an output head."""
         if self.extends is not None:
             raise PolicyError(
                 'Policy(extends="default") depends on the model: resolve it with models.extended(policy, families).'
             )
+        kept = Resolution(dict.fromkeys(GEMMS), source=f"output head: {head}") if head and self.keep_heads else None
         for index, rule in enumerate(self.rules):
             if rule.matches(fqn, op):
-                return Resolution(
+                return (rule.optional and kept) or Resolution(
                     {gemm: rule.recipe_for(gemm) for gemm in GEMMS},
                     source=f"rule {rule.where}",
                     rule=index,
                     by_user=not rule.optional,
                 )
+        if kept is not None:
+            return kept
         if op not in DEFAULT_OPS:
             return Resolution(
                 dict.fromkeys(GEMMS),
@@ -104,13 +113,17 @@ class Policy:
     def over(self, base: Policy) -> Policy:
         """This policy's rules before those of ``base``, and ``base``'s default where this one names none."""
         default = base.default if self.default is INHERIT else self.default
-        return dataclasses.replace(self, rules=[*self.rules, *base.rules], default=default, extends=None)
+        heads = self.keep_heads or base.keep_heads
+        rules = [*self.rules, *base.rules]
+        return dataclasses.replace(self, rules=rules, default=default, extends=None, keep_heads=heads)
 
     def __str__(self) -> str:
         """One line per rule, in order."""
         lines = ["Policy (the first match wins):", *(f"  {rule}" for rule in self.rules)]
         if self.extends is not None:
             lines.append("  then the rules of the default policy: heads, MoE routers, what the model's family keeps")
+        if self.keep_heads:
+            lines.append("  then what the graph shows to be an output head -> high precision, before optional rules")
         default = "the default policy's recipe" if self.default is INHERIT else recipe_text(self.default)
         lines.append(f"  every other linear -> {default}")
         return "\n".join([*lines, f"  min_speedup {self.min_speedup:g}"])
@@ -150,7 +163,8 @@ class Policy:
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
         patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
-        return repr((patterns, recipes, self._default_recipe(), self.min_speedup, self.extends))
+        default = self._default_recipe()
+        return repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads))
 
     def _default_recipe(self) -> Recipe | None:
         """What ``default`` stands for; None too where another policy's is meant."""
@@ -158,15 +172,17 @@ class Policy:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the structure of a policy file."""
-        values = {} if self.extends is None else {"extends": self.extends}
+        values: dict[str, Any] = {} if self.extends is None else {"extends": self.extends}
         if self.default is not INHERIT:
             values["default"] = recipe_to_plain(self.default)
+        if self.keep_heads:
+            values["keep_heads"] = True
         return values | {"min_speedup": self.min_speedup, "rules": [rule.to_dict() for rule in self.rules]}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
-        check_keys("policy", values, {"default", "extends", "min_speedup", "rules"})
+        check_keys("policy", values, {"default", "extends", "keep_heads", "min_speedup", "rules"})
         rules = values.get("rules", [])
         if not isinstance(rules, list):
             raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")

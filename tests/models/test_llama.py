@@ -34,7 +34,7 @@ def test_the_head_is_left_alone_and_says_why() -> None:
     tokens = ids()
     report = fp8graph.explain(llama(2), input_ids=tokens, labels=tokens)
     left = [g for g in report.gemms if not g.recipe]
-    assert {(g.fqn, g.reason) for g in left} == {("lm_head", 'rule "lm_head" -> high precision')}
+    assert {(g.fqn, g.reason) for g in left} == {("lm_head", "output head: the loss reads its output")}
     report.check()
 
 

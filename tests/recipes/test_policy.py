@@ -215,7 +215,7 @@ def test_files(tmp_path: Path) -> None:
         ("p.toml", "rules = [", "malformed TOML"),
         ("p.json", "{", "malformed JSON"),
         ("p.json", "[]", "expected a table of rules"),
-        ("p.toml", "rule = 1", "unknown key 'rule'. Known: default, extends, min_speedup, rules"),
+        ("p.toml", "rule = 1", "unknown key 'rule'. Known: default, extends, keep_heads, min_speedup, rules"),
         ("p.toml", "extends = 3", 'extends=3.*extends must be "default"'),
         ("p.toml", "rules = 3", "'rules' must be a list"),
         ("p.toml", "rules = [3]", "rule 0: expected a table"),
@@ -387,3 +387,18 @@ Policy (the first match wins):
 def test_a_policy_without_a_schedule_is_the_same_at_every_step() -> None:
     assert FULL.at_step(7) == FULL
     assert FULL.at_step(7).identity() == FULL.identity()
+
+
+def test_output_heads_are_kept_behind_the_users_rules_and_before_the_defaults() -> None:
+    rules = [Rule("mine", "rowwise"), Rule("usual", "rowwise", optional=True)]
+    policy = Policy(rules, keep_heads=True)
+    assert policy.resolve("mine", "linear", "tied").source == 'rule 0 "mine"'
+    for name in ("usual", "other"):
+        kept = policy.resolve(name, "linear", "tied")
+        assert (kept.source, set(kept.recipes.values())) == ("output head: tied", {None})
+    assert policy.resolve("usual", "linear").source == 'rule 1 "usual"'
+    assert Policy(rules).resolve("other", "linear", "tied").source == "default"
+    assert policy.identity() != Policy(rules).identity()
+    assert Policy.from_dict(policy.to_dict()) == policy
+    with pytest.raises(fp8graph.ConfigError, match="keep_heads must be True or False"):
+        Policy(keep_heads="yes")  # pyright: ignore[reportArgumentType]
