@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -20,6 +20,11 @@ HEADS: Final = (
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 # Adapters (PEFT's names): trained, with ranks so low that a GEMM is mostly overhead; fine-tuning keeps only them.
 ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+# The last layers of other libraries' models, by the library: whole names.
+LAST_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "timm": ("head", "head.fc", "fc"),
+    "torchvision": ("heads.head", "head", "fc"),
+}
 _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 
 
@@ -40,7 +45,11 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
     """The general policy, after the rules of the named families. Unknown names add no rules."""
-    kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
+    kept = dict.fromkeys(
+        pattern
+        for name in families
+        for pattern in (FAMILIES[name].keep if name in FAMILIES else LAST_LAYERS.get(name, ()))
+    )
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
     return Policy(
@@ -59,10 +68,12 @@ def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def families_of(classes: Iterable[Any]) -> list[str]:
-    """The families of classes (or of their full names), each once, by folder in transformers.models."""
+    """The families of classes (or of their full names), each once, by folder in transformers.models, or by library."""
     found: dict[str, None] = {}
     for owner in classes:
         parts = (owner if isinstance(owner, str) else owner.__module__).split(".")
         if parts[:2] == ["transformers", "models"] and len(parts) > 2:
             found[parts[2]] = None
+        elif parts[1:2] == ["models"] and parts[0] in LAST_LAYERS:
+            found[parts[0]] = None
     return list(found)

@@ -9,6 +9,7 @@ import pytest
 from fp8graph import ConfigError, Policy, Rule, hardware
 from fp8graph.backend.policies import Policies
 from fp8graph.models import general_policy
+from fp8graph.models.general import families_of
 from fp8graph.recipes.autocast import DISABLED, POLICY
 
 
@@ -68,3 +69,20 @@ def test_what_may_rewrite(policy: Policy, regions: list[Any], may: bool) -> None
 def test_lines_tell_policies_apart() -> None:
     lines = policies(Policy([Rule("up", None)], default="rowwise", min_speedup=1.5)).lines()
     assert lines == [f"rule 0 {Rule('up', None)!r}", "default 'rowwise'", "min_speedup 1.5"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "kept", "rewritten"),
+    [
+        ("timm.models.vision_transformer.VisionTransformer", ("head",), ("blocks.0.mlp.fc1", "blocks.0.attn.proj")),
+        ("timm.models.resnet.ResNet", ("fc",), ()),
+        ("torchvision.models.vision_transformer.VisionTransformer", ("heads.head",), ("encoder.layers.0.mlp.0",)),
+        ("diffusers.models.transformers.transformer_flux.FluxSingleTransformerBlock", (), ("proj_out",)),
+    ],
+)
+def test_the_last_layers_of_other_libraries_models(
+    owner: str, kept: tuple[str, ...], rewritten: tuple[str, ...]
+) -> None:
+    policy = policies().of(tuple(families_of([owner])))[0]
+    assert [policy.resolve(name, "linear").recipes["fprop"] for name in kept] == [None] * len(kept)
+    assert None not in [policy.resolve(name, "linear").recipes["fprop"] for name in rewritten]
