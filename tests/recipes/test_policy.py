@@ -392,11 +392,11 @@ def test_a_policy_without_a_schedule_is_the_same_at_every_step() -> None:
 def test_output_heads_are_kept_behind_the_users_rules_and_before_the_defaults() -> None:
     rules = [Rule("mine", "rowwise"), Rule("usual", "rowwise", optional=True)]
     policy = Policy(rules, keep_heads=True)
-    assert policy.resolve("mine", "linear", "tied").source == 'rule 0 "mine"'
+    assert policy.resolve("mine", "linear", "tied").source == 'rule "mine"'
     for name in ("usual", "other"):
         kept = policy.resolve(name, "linear", "tied")
         assert (kept.source, set(kept.recipes.values())) == ("output head: tied", {None})
-    assert policy.resolve("usual", "linear").source == 'rule 1 "usual"'
+    assert policy.resolve("usual", "linear").source == 'rule "usual"'
     assert Policy(rules).resolve("other", "linear", "tied").source == "default"
     assert policy.identity() != Policy(rules).identity()
     assert Policy.from_dict(policy.to_dict()) == policy
