@@ -20,7 +20,7 @@ SAYS = {  # the end of what each prints, as a regular expression
     "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, \d+ % of their FLOPs, in 3 graphs",
     "fsdp2": r"step 7: .*\nloaded scales that nothing used: \[\]\n"
     r"42 of 42 GEMMs in FP8, \d+ % of their FLOPs, in 2 graphs",
-    "layer_policy": r"model\.layers\.\*\.mlp\.down_proj .* wgrad .* high precision",
+    "layer_policy": r"model\.layers\.1\.mlp\.down_proj .* wgrad .* high precision",
     "lora": r"\n7 weights quantized in 8 steps",
     "moe": r"mlp\.gate fprop: high precision \(rule",
     "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",

@@ -38,7 +38,9 @@ class Body(nn.Module):
 
 
 def attention(x: Tensor, m: Any, **how: Any) -> Tensor:
-    q, k, v = m.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4)
+    # of three buffers, which are no matmul's: torch's own kernel for CPUs refuses slices of one (2.11), and results of
+    # matmuls (2.13)
+    q, k, v = (y.sin() for y in m.qkv(x).view(2, 128, 3, 4, 16).permute(2, 0, 3, 1, 4))
     y = cast(Tensor, flex_attention(q, k, v, **how))  # pyright: ignore[reportDeprecated]  # no return_lse here
     return m.a(y.transpose(1, 2).reshape(2, 128, 64))
 
