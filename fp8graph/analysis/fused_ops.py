@@ -9,17 +9,14 @@ from torch import fx
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import module_path
 from fp8graph.ir.sources import split_source
-from fp8graph.records import RefusalRecord
 
 _ENCODER: Final = "torch.backends.mha.set_fastpath_enabled(False) lets torch multiply by its weights one by one"
-_RECURRENT: Final = "torch has no other path; cells (nn.LSTMCell) multiply step by step"
+_RECURRENT: Final = "nn.LSTMCell multiplies step by step, in linears"
 _INSTEAD: Final[dict[str, str]] = {
     "_transformer_encoder_layer_fwd": _ENCODER,
     "_native_multi_head_attention": _ENCODER,
     "_trilinear": "nn.Bilinear is no matmul; einsum writes it as two",
-    **dict.fromkeys(
-        ("lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _RECURRENT
-    ),
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _RECURRENT),
 }
 
 
@@ -35,6 +32,4 @@ def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
         _, path = split_source(module_path(node))
         if any(compilation.known.policy.resolve(path, "linear").recipes.values()):
             reason = f"aten.{name} multiplies by weights inside one op of torch: {_INSTEAD[name]}"
-            record = RefusalRecord(what="FP8", fqn=path, index=0, reason=reason)
-            if record not in compilation.refusals:
-                compilation.refusals.append(record)
+            compilation.refuse_at("FP8", path, 0, reason)

@@ -57,7 +57,11 @@ class Compilation:
 
     def refuse(self, what: str, site: Site, reason: str) -> None:
         """Say in the report why a pass does not change ``site``; see :class:`RefusalRecord`."""
-        record = RefusalRecord(what=what, fqn=site.fqn, index=site.index, reason=reason)
+        self.refuse_at(what, site.fqn, site.index, reason)
+
+    def refuse_at(self, what: str, fqn: str, index: int, reason: str) -> None:
+        """The same for a layer that has no site."""
+        record = RefusalRecord(what=what, fqn=fqn, index=index, reason=reason)
         if record not in self.refusals:
             self.refusals.append(record)
 

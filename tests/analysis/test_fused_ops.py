@@ -53,6 +53,14 @@ def test_a_bilinear_layer() -> None:
     assert refusal.reason.startswith("aten._trilinear multiplies by weights inside one op of torch: ")
 
 
+def test_an_lstm() -> None:
+    """Dynamo traces it if told to (else its frame is in the report); of GRUs and plain RNNs torch makes linears."""
+    config: Any = torch._dynamo.config
+    with config.patch(allow_rnn=True):
+        (refusal,) = report_of(nn.LSTM(64, 64)).refusals
+    assert refusal.reason.startswith("aten.mkldnn_rnn_layer multiplies by weights inside one op of torch: nn.LSTMCell")
+
+
 @pytest.mark.parametrize("policy", [Policy(default=None), Policy([Rule("layers.*", None)])])
 def test_nothing_is_said_of_what_nobody_wants_in_fp8(policy: Policy) -> None:
     assert not report_of(ENCODER, policy).refusals

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import pickle
 from collections.abc import Callable
@@ -15,22 +14,14 @@ from torch import nn
 
 import fp8graph
 from fp8graph import Policy
-from helpers import ALL, MLP
-
-
-def saved(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
+from helpers import ALL, MLP, through_torch_save
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "within another": lambda model: copy.deepcopy(nn.ModuleDict({"student": model}))["student"],
     "EMA": lambda model: torch.optim.swa_utils.AveragedModel(model).module,
     "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved,
+    "torch.save": through_torch_save,
 }
 
 

@@ -130,6 +130,7 @@ def test_delayed_scaling_has_no_state_in_bodies(name: str, training: bool) -> No
     backend = fp8graph.Backend(recipe="delayed", compiler="eager")
     expected, result, _ = run(name, training, backend)
     assert sqnr_db(expected, result) > 22
+    assert backend.report.gemms
     for gemm in backend.report.gemms:
         assert gemm.recipe or ELSEWHERE in gemm.reason or UNSEEN in gemm.reason or "has no state inside" in gemm.reason
 

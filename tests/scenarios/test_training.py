@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, through_torch_save
 
 
 def batch(step: int) -> Tensor:
@@ -122,13 +121,6 @@ def test_region_recipes_by_name_train_with_state() -> None:
     assert owners() == {"a", "b"}
     kinds: dict[str, Any] = {g.fqn: g.recipe for g in backend.report.graphs[0].gemms}
     assert kinds == {"a": "delayed", "b": "mxfp8"}
-
-
-def through_torch_save(model: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {

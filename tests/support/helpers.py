@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -200,3 +201,11 @@ class Counting(Backend):
             return run_eagerly(module, inputs)
 
         return compile
+
+
+def through_torch_save(model: Any) -> Any:
+    """What ``torch.load`` makes of what ``torch.save`` wrote."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
