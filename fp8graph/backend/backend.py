@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,8 @@ import torch
 from torch import fx
 
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
-from fp8graph.backend.inductor_passes import source_hash
+from fp8graph.backend.compiling import Variants
+from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
 from fp8graph.backend.programs import Programs
@@ -116,13 +116,16 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
-        frame = dynamo.current_frame_id()
-        if frame:
-            self._frames.add(frame)
+        return self.program(DynamoGraph(module, example_inputs), example_inputs)
+
+    def program(self, graph: DynamoGraph, inputs: Sequence[Any] | None, variants: Variants | None = None) -> Program:
+        """See :class:`Program`."""
+        if graph.frame:
+            self._frames.add(graph.frame)
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
             self.weights.steps.adapters.watch(model, compiled=compiled)
-        program = Program(self._shared, module, example_inputs)
+        program = Program(self._shared, graph, inputs, variants)
         self._programs.add(program)
         return program
 
@@ -135,13 +138,7 @@ class Backend:
         if kind in self._agreed:
             return
         self._agreed.add(kind)
-        lines = [*self._shared.policies.lines()]
-        if self._shared.schedule.runs and kind == "training":
-            lines.append(f"step {self._shared.schedule.step()}")
-        lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
-        lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
-        text = re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank
-        agree(text, amax_group(), kind)
+        agree(self._shared.decides(training=kind == "training"), amax_group(), kind)
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
@@ -153,14 +150,16 @@ class Backend:
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
 
-    def bind(self, model: torch.nn.Module) -> None:
+    def bind(self, model: torch.nn.Module, *, name: str = "") -> None:
         """Learn the full names of ``model``'s parameters, by identity.
 
         Dynamo names modules relative to the frame that it compiles. Bind the model when layers are compiled one
         by one, when a step function is compiled, or when the forward has graph breaks, so that policies and
-        reports see the modules' full names.
+        reports see the modules' full names. ``name`` tells models apart that share this backend: the names of their
+        layers then begin with it, for policies, too ("teacher.model.layers.0").
         """
-        self.names.bind(model)
+        self.names.bind(model, name)
+        self.state.rename(self.names)
         self.weights.steps.adapters.watch(model)
 
     def state_dict(self) -> ScalingState:
@@ -230,7 +229,8 @@ class Backend:
 
         def at_limit(found: Any, text: str) -> None:
             backend = reference()
-            if backend is None or wrappers.fp8graph_backend(found) is not backend:
+            backends = wrappers.fp8graph_backends(found)
+            if backend is None or (backends is not backend and backend not in getattr(backends, "known", ())):
                 return
             if backend.settings.strict:
                 raise Fp8CoverageError(
@@ -271,8 +271,8 @@ class Backend:
         self._eager_frames = self._fallen_back()
         self._frames.clear()
 
-    def backend_for(self, _options: Mapping[str, Any]) -> Backend:
-        """Return this backend itself, as code compiled by name asks for the backend of its options."""
+    def backends_for(self, _options: Mapping[str, Any]) -> Backend:
+        """Return this backend itself, as code compiled by name asks for the backends of its options."""
         return self
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:

@@ -41,6 +41,9 @@ class Variant:
         return self.decided.findings
 
 
+Variants = dict[Situation, list[Variant]]  # of one graph
+
+
 class Compiler:
     """Compiles the variants of one graph."""
 

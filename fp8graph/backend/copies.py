@@ -85,7 +85,7 @@ class Compiled:
     def _holds(self) -> bool:
         """Whether the module is compiled as it was: it may have got another backend, or none."""
         found = wrappers.orig_backend(self._module())
-        return self._arguments is None or wrappers.fp8graph_backend(found) is self._backend
+        return self._arguments is None or wrappers.fp8graph_backends(found) is self._backend
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
         copy = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied

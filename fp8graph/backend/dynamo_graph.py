@@ -29,6 +29,7 @@ class DynamoGraph:
     def __init__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         self.module = module
         self.context = TracingContext.try_get()
+        self.frame = dynamo.current_frame_id()  # "" outside of Dynamo
         self.gradients = torch.is_grad_enabled()
         placeholders = module.graph.find_nodes(op="placeholder")
         self.sources = tuple(map(dynamo.source_name, placeholders))

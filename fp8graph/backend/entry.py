@@ -20,14 +20,17 @@ from fp8graph.recipes import RecipeLike
 def backend_of(compiled: Any) -> Backend:
     """The :class:`Backend` behind a compiled module or function, including those compiled by name.
 
+    Each model compiled by name has its own; functions compiled by name with equal options share one.
+
     Raises:
-        ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph.
+        ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph, or if it holds several models
+            that were called one by one.
     """
     pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
-    backend = next(filter(None, (wrappers.fp8graph_backend(wrappers.orig_backend(piece)) for piece in pieces)), None)
-    if backend is None:
+    found = next(filter(None, (wrappers.fp8graph_backends(wrappers.orig_backend(piece)) for piece in pieces)), None)
+    if found is None:
         raise ConfigError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
-    return backend
+    return found if isinstance(found, Backend) else found.of(compiled)
 
 
 def refresh_weights(backend: Backend) -> None:
@@ -71,7 +74,7 @@ def compile(  # noqa: A001  (the public name is torch's)
         options["inductor"] = inductor
     if (mode := kwargs.pop("mode", None)) is not None:
         options["mode"] = mode
-    backend = NamedBackend().backend_for({"options": options})
+    backend = NamedBackend().make(None, options)
     backend.bind(model)
     compiled = [model] if regions is None else regions_of(model, regions)
     for module in compiled:

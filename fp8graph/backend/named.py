@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import fx
 
 from fp8graph.backend.backend import Backend
+from fp8graph.backend.model_backends import ModelBackends
 from fp8graph.compat import wrappers
 from fp8graph.compat.inductor import options_of_mode
 from fp8graph.errors import ConfigError
@@ -23,44 +24,45 @@ _OPTIONS: Final = (
 
 
 class NamedBackend:
-    """``backend="fp8graph"``: one :class:`Backend` per distinct set of options.
+    """``backend="fp8graph"``: one :class:`Backend` per model and distinct set of options.
 
-    torch shares compiled code between compile calls whose backend and options are equal, for instance those of two
-    models of one class; such models therefore share a Backend and its report, too. torch's callable from
-    ``torch.compile`` keeps the Backend alive, so it is freed with the last of these models or by
-    ``torch._dynamo.reset()``, like a Backend that is passed as an object.
+    torch shares Dynamo's graphs between compile calls whose backend and options are equal, for instance those of two
+    models of one class; :class:`ModelBackends` tells the models apart. torch's callable from ``torch.compile`` keeps
+    it alive, so that it is freed with the last of these models or by ``torch._dynamo.reset()``, like a Backend that
+    is passed as an object.
     """
 
     __name__ = "fp8graph"
 
     def __init__(self) -> None:
-        self._backends: list[tuple[dict[str, Any], weakref.ref[Backend]]] = []
+        self._known: list[tuple[dict[str, Any], weakref.ref[ModelBackends]]] = []
 
     def __reduce__(self) -> str:
         return "named_backend"
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
-        backend = self.backend_for(kwargs)
-        wrappers.hold(wrappers.calling_wrapper() or self, backend)
-        return backend(module, example_inputs)
+        backends = self.backends_for(kwargs)
+        wrappers.hold(wrappers.calling_wrapper() or self, backends)
+        return backends(module, example_inputs)
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this."""
-        for _, reference in self._backends:
-            if (backend := reference()) is not None:
-                backend.reset()
+        for _, reference in self._known:
+            if (backends := reference()) is not None:
+                backends.reset()
 
-    def backend_for(self, kwargs: Mapping[str, Any]) -> Backend:
-        """The Backend for ``torch.compile(..., mode=, options=)``."""
-        for known, reference in self._backends:
-            if (backend := reference()) is not None and known == kwargs:
-                return backend
-        backend = self._make(kwargs.get("mode"), dict(kwargs.get("options") or {}))
-        self._backends = [(known, reference) for known, reference in self._backends if reference() is not None]
-        self._backends.append((dict(kwargs), weakref.ref(backend)))
-        return backend
+    def backends_for(self, kwargs: Mapping[str, Any]) -> ModelBackends:
+        """The backends for ``torch.compile(..., mode=, options=)``."""
+        for known, reference in self._known:
+            if (backends := reference()) is not None and known == kwargs:
+                return backends
+        mode, options = kwargs.get("mode"), dict(kwargs.get("options") or {})
+        backends = ModelBackends(lambda: self.make(mode, dict(options)))
+        self._known = [(known, reference) for known, reference in self._known if reference() is not None]
+        self._known.append((dict(kwargs), weakref.ref(backends)))
+        return backends
 
-    def _make(self, mode: str | None, options: dict[str, Any]) -> Backend:
+    def make(self, mode: str | None, options: dict[str, Any]) -> Backend:
         options |= Settings.taken_from(options)
         if unknown := sorted(options.keys() - set(_OPTIONS)):
             raise ConfigError(

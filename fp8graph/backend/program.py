@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import fx
 
 from fp8graph.backend.codegen import accelerator_of
-from fp8graph.backend.compiling import Compiler, Variant
+from fp8graph.backend.compiling import Compiler, Variant, Variants
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
@@ -32,13 +31,24 @@ from fp8graph.runtime.recomputation import Recomputations
 
 
 class Program:
-    """A callable with the signature of the Dynamo graph."""
+    """A callable with the signature of the Dynamo graph.
 
-    def __init__(self, shared: Shared, module: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    Args:
+        inputs: what to compile it for now; None: it is compiled when it is called.
+        variants: the dict of compiled variants that it shares with other programs of this graph.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        graph: DynamoGraph,
+        inputs: Sequence[Any] | None,
+        variants: Variants | None = None,
+    ) -> None:
         self._shared = shared
-        self._graph = DynamoGraph(module, example_inputs)
-        self._compiler = Compiler(shared, self._graph)
-        self._compiled: dict[Situation, list[Variant]] = {}
+        self._graph = graph
+        self._compiler = Compiler(shared, graph)
+        self._compiled: Variants = {} if variants is None else variants
         self._variants: dict[tuple[Situation, tuple[str, ...]], Variant] = {}  # variants by the names of the parameters
         self._recomputations = Recomputations()
         self._empty = torch.empty(0, device=self._graph.device)  # stands in for inputs that no pass took
@@ -48,7 +58,8 @@ class Program:
         self.texts: list[GraphView] = []  # views without modules, for a report that outlives this program
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
-        self._variant(self._situation(), self._names(example_inputs), example_inputs)
+        if inputs is not None:
+            self._variant(self._situation(), self._names(inputs), inputs)
 
     @property
     def views(self) -> list[GraphView]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
-from fp8graph.backend.inductor_passes import Stopwatch
+from fp8graph.backend.inductor_passes import Stopwatch, source_hash
 from fp8graph.backend.policies import Policies
 from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
@@ -53,3 +55,12 @@ class Shared:
     state: State
     weights: Weights
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    def decides(self, *, training: bool) -> str:
+        """Whatever decides how graphs are rewritten, line by line, for a comparison with other ranks."""
+        lines = [*self.policies.lines()]
+        if self.schedule.runs and training:
+            lines.append(f"step {self.schedule.step()}")
+        lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
+        lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
+        return re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank

@@ -20,7 +20,7 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
 
-from fp8graph.compat.wrappers import innermost_backend
+from fp8graph.compat.wrappers import innermost_backend, original_module
 
 _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
 P = ParamSpec("P")
@@ -165,6 +165,22 @@ def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
         owner = getattr(value, "__self__", None) if name == "fn" else value
         if isinstance(owner, torch.nn.Module):
             yield owner, name in ("self", "fn")
+
+
+def modules_on_stack() -> list[torch.nn.Module]:
+    """The modules whose methods are running in this thread, the outermost first, each once.
+
+    torch passes the module that is called neither to a backend nor to the code that it compiled.
+    """
+    found: list[torch.nn.Module] = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",) and isinstance(
+            owner := frame.f_locals.get("self"), torch.nn.Module
+        ):
+            found.append(owner)
+        frame = frame.f_back
+    return list(dict.fromkeys(original_module(owner) for owner in reversed(found)))
 
 
 def register_backend(backend: Any, name: str) -> None:

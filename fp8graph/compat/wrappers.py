@@ -87,14 +87,14 @@ def innermost_backend(wrapper: Any) -> Any:
     return wrapper
 
 
-def fp8graph_backend(found: Any) -> Any:
-    """The fp8graph Backend behind what torch calls, or None; torch wraps names and callables alike."""
-    choose = getattr(getattr(found, "compiler_fn", found), "backend_for", None)
+def fp8graph_backends(found: Any) -> Any:
+    """The Backend behind what torch calls (or ModelBackends), or None; torch wraps names and callables alike."""
+    choose = getattr(getattr(found, "compiler_fn", found), "backends_for", None)
     if choose is None:
         return None
-    backend = choose(getattr(found, "kwargs", {}))
-    hold(found, backend)
-    return backend
+    backends = choose(getattr(found, "kwargs", {}))
+    hold(found, backends)
+    return backends
 
 
 def calling_wrapper() -> Any:

@@ -9,13 +9,30 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch import Tensor
 
+from fp8graph.compat import distributed
 from fp8graph.errors import StateError
+
+
+def not_shared(names: Iterable[str], groups: Iterable[str | None]) -> str:
+    """Why other ranks may have different scales; "" if all have the same.
+
+    Args:
+        names: of the rows.
+        groups: that their amaxes were reduced over; None: this rank alone.
+    """
+    ranks = distributed.number_of_ranks(None)
+    if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
+        return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
+    smallest = min((1 if group is None else distributed.number_of_ranks(group) for group in groups), default=ranks)
+    if smallest < ranks:
+        return f"its amaxes were reduced over {smallest} of {ranks} ranks (autocast's amax_reduction_group)"
+    return ""
 
 
 class ScalingState:

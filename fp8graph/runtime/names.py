@@ -21,25 +21,25 @@ class Names:
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._models: list[weakref.ref[torch.nn.Module]] = []
+        self._models: dict[weakref.ref[torch.nn.Module], str] = {}  # and their names
 
     def __bool__(self) -> bool:
         return bool(self._names or self._models)
 
-    def bind(self, model: torch.nn.Module) -> None:
-        self.bind_later(model)
-        self._learn(model)
+    def bind(self, model: torch.nn.Module, name: str = "") -> None:
+        """Learn the names of ``model``'s parameters; they begin with ``name``, if that is not empty."""
+        self.bind_later(model, name)
+        self._learn(model, name)
 
-    def bind_later(self, model: torch.nn.Module) -> None:
+    def bind_later(self, model: torch.nn.Module, name: str = "") -> None:
         """Bind a model that has no parameters yet: its names are learned when one is asked for."""
         models = self._models
-        if all(reference() is not model for reference in models):
-            models.append(weakref.ref(model, models.remove))
+        models[weakref.ref(model, lambda reference: models.pop(reference, None))] = name
         self._epoch.advance()
 
-    def _learn(self, model: torch.nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self._keep(parameter, wrappers.name_in_original(name))
+    def _learn(self, model: torch.nn.Module, name: str) -> None:
+        for fqn, parameter in model.named_parameters(prefix=name):
+            self._keep(parameter, wrappers.name_in_original(fqn))
 
     def _keep(self, parameter: torch.Tensor, name: str) -> None:
         names, key = self._names, id(parameter)
@@ -60,9 +60,9 @@ class Names:
             known = ((reference(), name) for reference, name in list(self._names.values()) if name)
             return next((n for real, n in known if real is not None and fakes.is_fake_of(parameter, real)), "")
         if not self._has(parameter):
-            for model in [reference() for reference in self._models]:
-                if model is not None:
-                    self._learn(model)
+            for reference, name in list(self._models.items()):
+                if (model := reference()) is not None:
+                    self._learn(model, name)
             if not self._has(parameter):
                 self._keep(parameter, "")  # none was found: do not search again
         return self._names[id(parameter)][1]

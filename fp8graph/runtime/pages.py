@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.recipes import DelayedScaling, OperandName
-from fp8graph.runtime.state_dict import rescaled
+from fp8graph.runtime.state_dict import recipe_text, rescaled
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,17 @@ class RowKey:
     use: int
     operand: OperandName
     recipe: DelayedScaling
+
+
+def row_name(place: str, key: RowKey, number: int | None = None) -> str:
+    """The name of a row in a state dict.
+
+    Args:
+        place: the module of a matmul, or of the bound weight.
+        number: which of the matmuls with that weight, or in that module; None: as ``key`` says.
+    """
+    which = key.use if number is None else number
+    return f"{place}{f'#{which}' if which else ''}.{key.operand}|{recipe_text(key.recipe)}"
 
 
 class Tokens:
@@ -53,6 +64,11 @@ class Tokens:
 
     def alive(self) -> set[int]:
         return {token for _, token in list(self._known.values())}
+
+    def parameters(self) -> list[tuple[int, Tensor]]:
+        """The parameters that are alive, each after its token."""
+        known = [(token, reference()) for reference, token in list(self._known.values())]
+        return [(token, parameter) for token, parameter in known if parameter is not None]
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8graph.compat import autograd, distributed
+from fp8graph.compat import autograd
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
@@ -25,10 +25,10 @@ from fp8graph.recipes import DelayedScaling
 from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.checkpoint import ScalingState, not_shared
 from fp8graph.runtime.loaded import LoadedRows
-from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens
-from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked, recipe_text
+from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
+from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
 
 _log = logging.getLogger("fp8graph")
 
@@ -191,8 +191,7 @@ class State:
                 known = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
                 # a bound weight's own name; else the module's name and the index of the matmul in it
-                place, number = (bound.removesuffix(".weight"), row.use) if bound else (row.fqn, row.index)
-                name = f"{place}{f'#{number}' if number else ''}.{row.operand}|{recipe_text(layout.recipe)}"
+                name = row_name(bound.removesuffix(".weight"), key) if bound else row_name(row.fqn, key, row.index)
                 if known is not None and not bound:
                     name = known.name  # it may have been bound to other names
                 self._rows[key] = Row(page, index, name)
@@ -201,6 +200,15 @@ class State:
                 self._staged = None
                 if known is None and (loaded := self._take(name, layout.fp8_max)) is not None:
                     write_row(page.tensor, index, *loaded)
+
+    def rename(self, names: Any) -> None:
+        """Call the rows of parameters that have been bound by their full names, before they are used again."""
+        for token, parameter in self._tokens.parameters():
+            bound = names.get(parameter)
+            for key in self._keys.get(token, ()) if bound else ():
+                if key.site is None:
+                    self._rows[key].name = row_name(bound.removesuffix(".weight"), key)
+        self._staged = None
 
     def _take(self, name: str, fp8_max: float) -> tuple[Tensor, Tensor] | None:
         """The state of a new row, if ``load_state_dict`` loaded it or other ranks had it before."""
@@ -243,7 +251,8 @@ class State:
             if row.name in rows:
                 raise StateError(
                     f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to the compiled code. "
-                    "Call backend.bind(model), so that every layer has its full name from the next call on."
+                    "Call backend.bind(model), which gives every layer its full name, and for each of several models "
+                    "backend.bind(model, name=...)."
                 )
             rows[row.name] = row
         return rows
@@ -251,18 +260,6 @@ class State:
     def recorded_by(self, group: str | None) -> None:
         """Note that the ranks of process group ``group`` (None: this one) record the same amaxes in the next call."""
         self._groups.add(group)
-
-    def _not_shared(self, names: Iterable[str]) -> str:
-        """Why other ranks may have different scales; "" if all have the same."""
-        ranks = distributed.number_of_ranks(None)
-        if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
-            return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
-        smallest = min(
-            (1 if group is None else distributed.number_of_ranks(group) for group in self._groups), default=ranks
-        )
-        if smallest < ranks:
-            return f"its amaxes were reduced over {smallest} of {ranks} ranks (autocast's amax_reduction_group)"
-        return ""
 
     def state_dict(self) -> ScalingState:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
@@ -276,7 +273,7 @@ class State:
             for name, page in reduction.absent.items():
                 result.update(SavedRow.of(page.tensor[0], page.layout.fp8_max).entries(name))
         result.update(self._loaded.entries())  # loaded state of layers that have not run is saved again
-        return ScalingState(result, self._not_shared([*existing, *self._loaded]))
+        return ScalingState(result, not_shared([*existing, *self._loaded], self._groups))
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """See :meth:`fp8graph.Backend.load_state_dict`. All or nothing."""

@@ -151,6 +151,39 @@ def test_two_models_in_one_step_function_are_told_apart() -> None:
     assert fp8 == {"student.gate", "student.up", "student.down"}
 
 
+def test_two_models_with_one_backend_are_told_apart_by_name() -> None:
+    student, teacher, x = MLP(), MLP(), torch.randn(16, 32)
+    policy = fp8graph.Policy([fp8graph.Rule("teacher.down", None)], default="delayed", min_speedup=0)
+    backend = eager_backend(policy)
+    compiled = [torch.compile(model, backend=backend) for model in (student, teacher)]
+    for model in compiled:
+        model(x).sum().backward()
+    with pytest.raises(fp8graph.StateError, match=re.escape("two layers are called 'gate.input'")) as error:
+        backend.state_dict()
+    assert "backend.bind(model, name=...)" in str(error.value)
+    backend.bind(student)
+    backend.bind(teacher, name="teacher")
+    for model in compiled:
+        model(x).sum().backward()
+    layers = {name.partition("|")[0].rpartition(".")[0] for name in backend.state_dict() if "|" in name}
+    assert layers == {"gate", "up", "down", "teacher.gate", "teacher.up", "teacher.down"}
+    fp8 = {gemm.fqn for gemm in backend.report.gemms if gemm.recipe}
+    assert {"down", "teacher.gate"} < fp8
+    assert "teacher.down" not in fp8
+
+
+def test_layers_bound_after_their_first_step_have_their_full_names_at_once() -> None:
+    model = nn.Sequential(*(MLP(32, 64) for _ in range(3)))
+    backend = eager_backend(fp8graph.Policy(default="delayed", min_speedup=0), cache_weights=True)
+    for layer in model:
+        layer.compile(backend=backend)
+    model(torch.randn(16, 32)).sum().backward()
+    backend.bind(model)
+    found = {name.partition("|")[0] for name in backend.state_dict() if "|" in name}
+    linears, operands = ("gate", "up", "down"), ("input", "weight", "grad_output")
+    assert found == {f"{i}.{linear}.{operand}" for i in range(3) for linear in linears for operand in operands}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_dtypes_and_bias(dtype: torch.dtype, bias: bool) -> None:

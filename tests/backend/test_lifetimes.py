@@ -95,6 +95,20 @@ def test_models_come_and_go(how: Any, compiler: str) -> None:
     assert found[0]["Backend"] == (how is _by_object)
 
 
+def test_models_by_name_with_equal_options_come_and_go() -> None:
+    """They share Dynamo's graph, which lives as long as its class has code."""
+    options: dict[str, Any] = {"policy": DELAYED, "compiler": "eager"}
+    stays, found = MLP(), list[dict[str, int]]()
+    kept: Any = torch.compile(stays, backend="fp8graph", options=options)
+    kept(torch.randn(16, 32)).sum().backward()
+    for _ in range(3):
+        _use(lambda model, _: torch.compile(model, backend="fp8graph", options=dict(options)), 0)
+        found.append(alive())
+    assert found[1:] == found[:1] * 2
+    assert (found[0]["Backend"], found[0]["Program"]) == (1, 1)
+    assert len(fp8graph.backend_of(kept).state_dict()) > 1
+
+
 def test_copies_and_scales_go_with_their_model_and_code_at_reset() -> None:
     """Dynamo keeps the code of a class for other models of it."""
     backend = Backend(DELAYED, compiler="eager")

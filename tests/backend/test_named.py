@@ -16,19 +16,19 @@ from helpers import ALL, MLP, step
 
 def test_equal_options_are_one_backend() -> None:
     named = NamedBackend()
-    first = named.backend_for({"options": {"recipe": "rowwise"}})
-    assert named.backend_for({"options": {"recipe": "rowwise"}}) is first
+    first = named.backends_for({"options": {"recipe": "rowwise"}})
+    assert named.backends_for({"options": {"recipe": "rowwise"}}) is first
     others = [{"options": {"recipe": "tensorwise"}}, {"options": {"recipe": "rowwise"}, "mode": "default"}, {}]
-    backends = [named.backend_for(kwargs) for kwargs in others]
+    backends = [named.backends_for(kwargs) for kwargs in others]
     assert len({*map(id, backends), id(first)}) == 4
 
 
 def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
     named = NamedBackend()
     options: dict[str, Any] = {"inductor": {"triton.cudagraphs": False}}
-    plain = named.backend_for({"mode": "reduce-overhead"})
-    own = named.backend_for({"mode": "reduce-overhead", "options": options})
-    inside = named.backend_for({"options": {"mode": "reduce-overhead"}})
+    plain = named.make("reduce-overhead", {})
+    own = named.make("reduce-overhead", options)
+    inside = named.make(None, {"mode": "reduce-overhead"})
     assert [b.settings.inductor["triton.cudagraphs"] for b in (plain, own, inside)] == [True, False, True]
 
 
@@ -43,7 +43,7 @@ def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
 )
 def test_what_is_no_option(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
-        NamedBackend().backend_for({"options": options})
+        NamedBackend().make(None, options)
 
 
 def test_every_argument_of_the_backend_is_an_option_by_name() -> None:

@@ -35,14 +35,14 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
         model = torch.compile(lambda x: x, backend=backend)
     else:
         wrappers.compile_in_place(model, lambda: None, lambda: None, backend=backend)
-    assert wrappers.fp8graph_backend(wrappers.orig_backend(model)) is backend
+    assert wrappers.fp8graph_backends(wrappers.orig_backend(model)) is backend
 
 
 @pytest.mark.parametrize("what", [MLP(), torch.sin, lambda x: x])
 def test_there_is_none_behind_anything_else(what: Any) -> None:
     assert wrappers.orig_backend(what) is None
-    assert wrappers.fp8graph_backend(None) is None
-    assert wrappers.fp8graph_backend(what) is None
+    assert wrappers.fp8graph_backends(None) is None
+    assert wrappers.fp8graph_backends(what) is None
 
 
 def test_compiling_in_place_can_be_undone() -> None:
