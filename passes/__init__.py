@@ -15,6 +15,7 @@ from torch import fx
 from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.assign import assign
 from fp8graph.passes.connect_scales import connect_scales
+from fp8graph.passes.fold import fold
 from fp8graph.passes.fuse_linears import fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8
 from fp8graph.passes.hoist_weights import hoist_weights
@@ -34,6 +35,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     match,
     assign,
     quantize,
+    fold,
     share,
     gather_in_fp8,
     fuse_linears,

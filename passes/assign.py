@@ -3,18 +3,19 @@
     site "lm_head" fprop                 ->   None, 'output head: the loss reads its output'
     site "mlp.up_proj" wgrad             ->   Float8CurrentScaling, native, "default"
 
-The first of these that says something decides: an autocast region in the compiled code, the region around the call,
-the policy. Refuses (leaves in high precision) GEMMs that FP8 cannot do: those of integers, complex numbers, float64,
-operands of two dtypes and empty tensors, batched matmuls that no rule names, and backward matmuls without a forward
-one. Refuses, too, GEMMs that would not be faster on the target (``analysis/profit.py``, ``Policy.min_speedup``). The
-graph is not changed.
+The first of these that says something decides: a user's rule for the layer, the form in which its weight arrives
+quantized (``analysis/stored.py``), an autocast region in the compiled code, the region around the call, the policy.
+Refuses (leaves in high precision) GEMMs that FP8 cannot do: those of integers, complex numbers, float64, operands of
+two dtypes and empty tensors, batched matmuls that no rule names, and backward matmuls without a forward one. Refuses,
+too, GEMMs that would not be faster on the target (``analysis/profit.py``, ``Policy.min_speedup``). The graph is not
+changed.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -23,6 +24,7 @@ from fp8graph.analysis.choices import choices
 from fp8graph.analysis.fused_ops import refuse_fused_ops
 from fp8graph.analysis.legality import is_batched, why_not_in_fp8
 from fp8graph.analysis.profit import judge
+from fp8graph.analysis.stored import as_stored, stored_weight, why_not_as_stored
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, static_size, value
@@ -40,9 +42,13 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else "a backward matmul without a forward one"
     for site in compilation.sites:
         resolution = resolve(site, compilation.known)
+        stored = stored_weight(site)
+        of_weight = as_stored(resolution, stored) if stored is not None else None
         for gemm in site.gemms:
             decisions[gemm.node] = (
-                decide(gemm, resolution, compilation)
+                decide_stored(gemm, of_weight, cast(fx.Node, stored), compilation)
+                if of_weight is not None
+                else decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
                 else Decision(recipe=None, reason=orphaned, execution="high precision", resolution=resolution)
             )
@@ -50,7 +56,8 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     bar = compilation.known.policy.min_speedup
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
-            decisions[gemm.node] = _with_speedup(decisions[gemm.node], speedup, bar)
+            if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
+                decisions[gemm.node] = _with_speedup(decisions[gemm.node], speedup, bar)
 
 
 def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
@@ -127,6 +134,16 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         resolution=resolution,
         required=resolution.by_user,
     )
+
+
+def decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilation: Compilation) -> Decision:
+    """The decision about one GEMM of a weight that arrives quantized, and is multiplied as it is."""
+    decision = decide(gemm, resolution, compilation)
+    if decision.recipe is None:
+        return decision
+    if (obstacle := why_not_as_stored(gemm, stored)) is not None:
+        return replace(decision, recipe=None, reason=obstacle, execution="high precision")
+    return replace(decision, stored=stored)
 
 
 def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:

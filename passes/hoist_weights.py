@@ -3,6 +3,8 @@
     qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``runtime/weight_cache.py``)
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
+    wt = columnwise(w)                                  ->      (a weight that arrives quantized: made once)
+
 Any tensor that is computed from parameters alone is a weight: a parameter behind views and casts, several
 concatenated, a parametrization. With too few spare inputs the graph is not changed; it is traced again with enough of
 them. With delayed scaling a weight's amax is recorded when the weight is quantized.
@@ -18,23 +20,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from operator import getitem
 
-import torch
 from torch import fx
 
 from fp8graph.analysis.refusals import site_of, why_not_cached
-from fp8graph.compat import aot
-from fp8graph.ir import collectives, ops
+from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder, signature_of, sources_of
+from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
 from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, static_size, value
-from fp8graph.ir.quantize_node import QuantizeNode, call
+from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, value
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.numerics import history
 from fp8graph.passes.connect_scales import connect_scales
 
 _NAME = "hoist_weights"
+_TRANSPOSED = "columnwise"
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
@@ -47,10 +49,13 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         if index in compilation.known.parameters and index not in compilation.known.gathered
     }
     found: dict[fx.Node, QuantizedWeight] = {}
-    for node in nodes(graph, (ops.quantize,)):
-        body = _computed_from(node, parameters)
+    for node in nodes(graph, (ops.quantize, ops.columnwise)):
+        if all(user.target is ops.columnwise for user in node.users):
+            continue  # a part of another copy
+        body = computed_from(node, parameters)
         if body is not None:
-            found[node] = _extract(node, body, parameters, compilation)
+            made = _extract if node.target is ops.quantize else _transposed
+            found[node] = made(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
         elif node.meta.get(OPERAND_KEY) == "weight" and (reason := why_not_cached(node, compilation)):
             if (site := site_of(node, compilation)) is not None:
@@ -65,55 +70,31 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         return
     for node, weight in found.items():
         placeholders = {name: taken.pop(0) for name in weight.outputs}
-        for name, user in QuantizeNode(node).outputs.items():
+        outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {_TRANSPOSED: node}
+        for name, user in outputs.items():
             user.replace_all_uses_with(placeholders[name])
             graph.erase_node(user)
-        graph.erase_node(node)
+        if node.target is ops.quantize:
+            graph.erase_node(node)
     graph.eliminate_dead_code()
-
-
-def _computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
-    """The nodes between parameters and ``node``, in order; None if they read or do anything else."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    reads_parameter = False
-    while pending:
-        current = pending.pop()
-        if current in parameters:
-            reads_parameter = True
-        elif current.op != "call_function" or torch.Tag.nondeterministic_seeded in getattr(current.target, "tags", ()):
-            return None
-        elif current.target is collectives.ALL_GATHER:
-            return None
-        elif current not in found:
-            found.add(current)
-            pending.extend(current.all_input_nodes)
-    if not reads_parameter or any(static_size(size) is None for size in value(QuantizeNode(node).asked.x).shape):
-        return None
-    return [n for n in node.graph.nodes if n in found]
 
 
 def _extract(
     node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], compilation: Compilation
 ) -> QuantizedWeight:
     """``node`` and the nodes that compute it, as a graph of their own."""
-    sources = list(dict.fromkeys(n for inner in body for n in inner.all_input_nodes if n in parameters))
+    sources = sources_of(body, parameters)
     quantized = QuantizeNode(node)
     asked, names = quantized.asked, quantized.names
 
     def copy() -> fx.Graph:
-        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-        for position, source in enumerate(sources):
-            copies[source] = _placeholder(graph, position, value(source))
-        for inner in body:
-            copies[inner] = graph.node_copy(inner, lambda n: copies[n])
+        graph, copied = copy_of(node, body, sources)
         positions = [position for position, name in enumerate(names) if name != "amax"]
-        results = [insert(graph, getitem, (copies[node], i), like=node, made_by=_NAME) for i in positions]
-        graph.output(results)
+        graph.output([insert(graph, getitem, (copied, i), like=node, made_by=_NAME) for i in positions])
         return graph
 
     quantizing = recording = copy()
-    signature = _signature(quantizing)
+    signature = signature_of(quantizing)
     page = None
     if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
         known = dataclasses.replace(compilation.known, spares=SpareInputs(), records_amaxes=False)
@@ -125,7 +106,7 @@ def _extract(
             graphs.append(graph := copy())
             with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake_mode_of(node):
                 new_page = history.new_page(page.recipe.amax_history_len, 1, page.device)
-                _placeholder(graph, len(sources), new_page)
+                placeholder(graph, len(sources), new_page)
             spares = SpareInputs(indices=(len(sources),))
             known = dataclasses.replace(known, spares=spares, records_amaxes=records)
             connect_scales(graph, Compilation(known=known))
@@ -145,24 +126,23 @@ def _extract(
     )
 
 
-def _placeholder(graph: fx.Graph, position: int, val: torch.Tensor) -> fx.Node:
-    node = graph.placeholder(f"input{position}")
-    node.meta["val"] = val
-    aot.set_input_position(node, position)
-    return node
-
-
-def _signature(graph: fx.Graph) -> str:
-    """The arithmetic of a weight as text, the same for all names of nodes and all layouts that are asked for."""
-    order = {node: f"%{position}" for position, node in enumerate(graph.nodes)}
-    lines: list[str] = []
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            x = value(node)
-            lines.append(f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}")
-        elif node.op == "call_function" and node.target is not getitem:
-            args, kwargs = node.args, node.kwargs
-            if node.target is ops.quantize:
-                args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, rowwise=[], columnwise=[]))
-            lines.append(f"{node.target} {fx.map_arg((args, kwargs), lambda n: order[n])}")
-    return "\n".join(lines)
+def _transposed(
+    node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], _compilation: Compilation
+) -> QuantizedWeight:
+    """The same for a transposed copy of a weight that arrives quantized."""
+    sources = sources_of(body, parameters)
+    graph, copied = copy_of(node, body, sources)
+    graph.output([copied])
+    return QuantizedWeight(
+        name=module_path(node),
+        parameters=tuple(parameters[source] for source in sources),
+        quantizing=graph,
+        recording=graph,
+        signature=signature_of(graph),
+        linears=1,
+        outputs=(_TRANSPOSED,),
+        layouts=((), tuple(value(node).shape)),
+        made=(_TRANSPOSED,),
+        page=None,
+        records=False,
+    )

@@ -21,6 +21,7 @@ from torch import fx
 from fp8graph.analysis.heads import Heads
 from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
+from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import (
     GROUPED,
@@ -188,5 +189,7 @@ def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.N
         if all(s in constants for s in sources):
             constants.add(node)
         elif all(s in result or s in constants for s in sources):
+            result.add(node)
+        elif node.target is ops.stored_weight and sources[0] in result:  # its scales may be a buffer
             result.add(node)
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any, Final
 
 from torch import fx
@@ -22,6 +23,7 @@ from fp8graph.recipes import GemmName
 
 # the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
 _OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
+_GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,9 +47,9 @@ class Linear:
 
 
 def _source(gemm: fx.Node, side: str) -> fx.Node:
-    """The node that makes operand "a" or "b" of a scaled matmul."""
-    (source,) = named_arguments(gemm)[side].all_input_nodes  # it is an output: getitem
-    return source
+    """The node whose output is operand "a" or "b" of a scaled matmul; what is no output, itself."""
+    operand = named_arguments(gemm)[side]
+    return operand.all_input_nodes[0] if operand.target is getitem else operand
 
 
 def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
@@ -62,7 +64,9 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
         if "fprop" not in gemms or site.op != "linear":
             continue
         if not here:
-            yield Linear(site=site, gemms=gemms, size=0, refusal="its weight or gradient is gathered in FP8")
+            stored = compilation.decisions[site.gemms[0].node].stored is not None
+            refusal = "its weight is stored with scales of its own" if stored else _GATHERED
+            yield Linear(site=site, gemms=gemms, size=0, refusal=refusal)
             continue
         size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
         users = {user for q in own for output in q.users for user in output.users}

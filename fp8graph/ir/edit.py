@@ -66,7 +66,8 @@ def update_value(node: fx.Node) -> None:
     if node.target in ops.SHAPES and (made := ops.fake_results(node.target, args, kwargs)) is not None:
         node.meta["val"] = made
         return
-    with fake_mode_of(node.all_input_nodes[0]):
+    like = node.all_input_nodes or node.graph.find_nodes(op="placeholder")
+    with fake_mode_of(like[0]):
         node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, native, *, ...) -> one GEMM per group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
+    stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples) -> [columns, rows], padded
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
@@ -166,6 +167,14 @@ dequantize = _define(
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
     reference=decoding.dequantize_data,
+    fake=_fake_dequantize,
+    contiguous=False,
+)
+stored_weight = _define(
+    "stored_weight",
+    '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
+    ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
+    reference=decoding.stored_weight,
     fake=_fake_dequantize,
     contiguous=False,
 )

@@ -75,3 +75,4 @@ class Decision:
     by_profitability: bool = False  # left in high precision because FP8 would not be faster
     speedup: float | None = None  # predicted, over high precision
     required: bool = False  # a user's rule or region asks for FP8: strict mode requires it
+    stored: fx.Node | None = None  # the weight that arrives quantized, if ``recipe`` is the one that it is stored in

@@ -237,11 +237,24 @@ def _dequantize(node: fx.Node) -> str | None:
     return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
 
 
+def _stored_weight(node: fx.Node) -> str | None:
+    given = named_arguments(node)
+    data, scale, kind = value(given["data"]), value(given["scale_inv"]), SCALINGS[given["scaling"]]
+    if (data.dtype not in FP8_MAX and data.dtype != torch.uint8) or data.ndim != 2:
+        return f"a stored weight of {data.dtype} {tuple(data.shape)}"
+    wanted = kind.scale_shape(data.shape[0], data.shape[1] * kind.packed, given["block"])
+    shapes = [(), (1,)] if wanted is None else [tuple(wanted)]
+    if tuple(scale.shape) not in shapes or scale.dtype != kind.scale_dtype:
+        return f"a stored weight of {tuple(data.shape)} with scales {scale.dtype} {tuple(scale.shape)}"
+    return None
+
+
 _CHECKS: dict[Any, Any] = {
     ops.quantize: _quantize,
     ops.scaled_mm: _scaled_mm,
     ops.scaled_grouped_mm: _scaled_grouped_mm,
     ops.dequantize: _dequantize,
+    ops.stored_weight: _stored_weight,
     aten._scaled_mm.default: _aten_scaled_mm,
 }
 _CHECKS_OF_DEVICES: dict[Any, Any] = {ops.scaled_mm: _sizes, ops.scaled_grouped_mm: _sizes_of_groups}

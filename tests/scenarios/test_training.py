@@ -164,7 +164,10 @@ def test_pickled_models_compiled_by_name_or_in_place() -> None:
     named: Any = torch.compile(module, backend="fp8graph", options={"compiler": "eager", "recipe": "rowwise"})
     copied = COPIES["pickle"](named)
     assert torch.equal(named(batch(0)), copied(batch(0)))
-    assert fp8graph.backend_of(copied) is fp8graph.backend_of(named)  # one backend per set of options
+    backends = [fp8graph.backend_of(model) for model in (copied, named)]
+    assert backends[0] is not backends[1]  # each model has its own
+    assert backends[0].settings == backends[1].settings
+    assert {gemm.recipe for backend in backends for gemm in backend.report.gemms} == {"rowwise"}
     module.compile(backend=eager_backend())
     copied = COPIES["pickle"](module)  # torch drops the compiled code
     with pytest.raises(fp8graph.ConfigError, match="was not compiled"):

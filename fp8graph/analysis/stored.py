@@ -1,0 +1,102 @@
+"""Weights that arrive quantized: the recipe that they are stored in, and the GEMMs that can multiply their bytes.
+
+A weight of an FP8 checkpoint reaches the graph as data and scales under ``fp8graph::stored_weight``. Its scales say how
+the other operand is quantized: what an engine that loads the checkpoint computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import fx
+
+from fp8graph.compat.ops import named_arguments
+from fp8graph.ir import ops
+from fp8graph.ir.nodes import value
+from fp8graph.ir.sites import Gemm, Site
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import (
+    GEMMS,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Format,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
+from fp8graph.recipes.autocast import DISABLED
+from fp8graph.recipes.rules import Resolution
+
+# By the weight's kind of scaling: the recipe whose weights are stored so. No epsilon, no rounding to powers of two: the
+# scale of an activation is its amax / 448, in vLLM, SGLang and transformers' kernels.
+_RECIPES: Final[Mapping[str, Recipe]] = {
+    "tensor": Float8CurrentScaling(),
+    "row": Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(square_weight_blocks=False),
+}
+
+
+def stored_weight(site: Site) -> fx.Node | None:
+    """The ``stored_weight`` node that ``site`` multiplies by; None if its weight is in high precision."""
+    views = (view for gemm in site.gemms for view in (gemm.a, gemm.b) if view.operand == "weight")
+    return next((view.tensor for view in views if view.tensor.target is ops.stored_weight), None)
+
+
+def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
+    """The answer for a site whose weight is ``stored``, in place of the policy's; None if the policy's holds.
+
+    A user's own rule or region, and a policy without FP8, decide as they do for any weight. Otherwise the weight is
+    multiplied as it is, also by layers that the default policy would keep in high precision: it is in FP8 already.
+    """
+    switched_off = resolution.source in ("default", DISABLED) and not any(resolution.recipes.values())
+    if resolution.by_user or switched_off:
+        return None
+    given = named_arguments(stored)
+    if given["activations"] == "none":
+        return Resolution(dict.fromkeys(GEMMS), source="the checkpoint quantizes weights only: they are dequantized")
+    return Resolution(dict.fromkeys(GEMMS, recipe_of(stored)), source=f"weight stored in {_described(given)}")
+
+
+def recipe_of(stored: fx.Node) -> Recipe:
+    """The recipe whose weights are stored as ``stored`` is."""
+    given = named_arguments(stored)
+    kind, block = given["scaling"], tuple(given["block"])
+    if kind in _RECIPES:
+        return _RECIPES[kind]
+    rows, columns = block
+    return Float8BlockScaling(
+        fp8_format=Format.E4M3,
+        x_block=(1, columns),
+        w_block=(rows, columns),
+        grad_block=(1, rows),
+        power_2_scale=kind == "block_e8m0",
+        scale_format="ue8m0" if kind == "block_e8m0" else "fp32",
+    )
+
+
+def why_not_as_stored(gemm: Gemm, stored: fx.Node) -> str | None:
+    """Why ``gemm`` cannot multiply the bytes of ``stored``; None if it can."""
+    given = named_arguments(stored)
+    if (
+        gemm.gemm == "fprop"
+        or transposes(given)
+        or given["scaling"] == Float8RowwiseScaling().quantizer("weight").scaling
+    ):
+        return None
+    return f"{gemm.gemm} contracts the weight's rows, and each of its scales is for one row: it is dequantized"
+
+
+def transposes(given: Mapping[str, Any]) -> bool:
+    """Whether the transposed data of a stored weight are what the columnwise layout needs, with the same scales."""
+    kind, block = SCALINGS[given["scaling"]], given["block"]
+    return kind.one_scale or (kind.tiled and kind.packed == 1 and block[0] == block[1])
+
+
+def _described(given: Mapping[str, Any]) -> str:
+    kind, block = SCALINGS[given["scaling"]], given["block"]
+    scales = f"{block[0]}x{block[1]} scales" if kind.tiled else "one scale" if kind.one_scale else "a scale per row"
+    dtype = "E2M1" if kind.packed > 1 else str(value(given["data"]).dtype).removeprefix("torch.float8_").upper()
+    return f"{dtype} with {scales}"

@@ -1,0 +1,148 @@
+"""Multiply weights that arrive quantized as they are: their bytes and scales replace a second quantization.
+
+    w  = stored_weight(data, scale_inv, bf16)           ->      (no bf16 weight)
+    qw = quantize(w, rowwise);  y = scaled_mm(.., qw[0], .., qw[1], ..)
+                                                        ->      y  = scaled_mm(.., data, .., scale_inv, ..)
+    qw = quantize(w, columnwise); dx = scaled_mm(qdy[0], qw[0], qdy[1], qw[1])
+                                                        ->      dx = scaled_mm(qdy[0], columnwise(data), qdy[1],
+                                                                               columnwise(scale_inv))
+
+The transposed copies are made once (``hoist_weights``). With one scale per row [N, 1], dgrad contracts along the
+scales: they multiply the gradient before that is quantized, and the bytes are multiplied with a scale of 1. Sizes that
+the GEMM pads are padded with zeros, in a copy. A checkpoint's static scale of activations replaces their amax.
+
+Refuses nothing of its own: ``assign`` leaves GEMMs that cannot take the bytes in high precision, and those of backward
+dequantize them anew, so that no copy in high precision is kept. A rule that asks for another recipe has the weight
+dequantized and quantized again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8graph.analysis.same_value import look_through_transposes
+from fp8graph.analysis.stored import stored_weight, transposes
+from fp8graph.compat.ops import named_arguments
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, update_value
+from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
+from fp8graph.ir.nodes import aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode
+
+_NAME = "fold"
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def fold(graph: fx.Graph, compilation: Compilation) -> None:
+    operands: dict[tuple[int, str], dict[str, fx.Node]] = {}  # the quantize nodes of each GEMM
+    for node in nodes(graph, (ops.quantize,)):
+        if GEMM_KEY in node.meta:
+            operands.setdefault(node.meta[GEMM_KEY], {})[node.meta[OPERAND_KEY]] = node
+    for (position, name), quantized in operands.items():
+        gemm = next(gemm for gemm in compilation.sites[position].gemms if gemm.gemm == name)
+        stored = compilation.decisions[gemm.node].stored
+        if stored is None:
+            continue
+        given = named_arguments(stored)
+        if "input" in quantized and given["input_scale_inv"] is not None:
+            _use_static_scale(quantized["input"], given["input_scale_inv"])
+        weight = QuantizeNode(quantized["weight"])
+        if weight.asked.rowwise:
+            _replace(weight, _rowwise(weight, given))
+        else:
+            scales_move = not transposes(given)
+            if scales_move:
+                _scale_rows(quantized["grad_output"], given["scale_inv"])
+            _replace(weight, _columnwise(weight, given, scaled=not scales_move))
+    for site in compilation.sites:
+        if (weight := stored_weight(site)) is not None:
+            for gemm in site.gemms:
+                if compilation.decisions[gemm.node].recipe is None and gemm.gemm != "fprop":
+                    _dequantize_again(gemm.node, weight)
+    graph.eliminate_dead_code()
+
+
+def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
+    """Let a backward matmul in high precision dequantize ``weight`` itself: forward's result would be kept for it."""
+    for argument in matmul_arguments(matmul):
+        tensor, transposed = look_through_transposes(argument)
+        if tensor is weight:
+            again = _insert(matmul, ops.stored_weight, *weight.args, **weight.kwargs)
+            if transposed:
+                again = _insert(matmul, aten.permute.default, again, [1, 0])
+            matmul.replace_input_with(argument, again)
+
+
+def _rowwise(weight: QuantizeNode, given: dict[str, Any]) -> dict[str, fx.Node]:
+    """The outputs of the quantize node ``weight`` by name: the stored tensors, padded in a copy if sizes differ."""
+    found = {"rowwise": given["data"], "scale_inv": given["scale_inv"], "rowwise_scale_inv": given["scale_inv"]}
+    found["global_scale_inv"] = given["global_scale_inv"]
+
+    def padded(x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        if len(shape) < 2 or _fits(x, shape):
+            return x
+        return _transposed(weight.node, _transposed(weight.node, x, value(x).shape[::-1]), shape)
+
+    return {name: padded(found[name], val.shape) for name, val in weight.values.items()}
+
+
+def _columnwise(weight: QuantizeNode, given: dict[str, Any], *, scaled: bool) -> dict[str, fx.Node]:
+    """The outputs of ``weight``, transposed; ``scaled``: with its scales, else with scales of 1."""
+    found: dict[str, fx.Node] = {}
+    for name, val in weight.values.items():
+        if name == "columnwise":
+            found[name] = _transposed(weight.node, given["data"], val.shape)
+        elif val.ndim < 2:
+            found[name] = given["scale_inv"]
+        elif scaled:
+            found[name] = _transposed(weight.node, given["scale_inv"], val.shape)
+        else:
+            ones = {"dtype": val.dtype, "device": val.device}
+            found[name] = _insert(weight.node, aten.full.default, [*val.shape], 1.0, **ones)
+    return found
+
+
+def _replace(weight: QuantizeNode, found: dict[str, fx.Node]) -> None:
+    """Give the readers of the outputs of ``weight`` the tensors ``found`` in their place."""
+    for name, user in weight.outputs.items():
+        user.replace_all_uses_with(found[name])
+        weight.node.graph.erase_node(user)
+    weight.node.graph.erase_node(weight.node)
+
+
+def _scale_rows(gradient: fx.Node, scale_inv: fx.Node) -> None:
+    """Let ``gradient`` quantize ``dy * scale_inv`` [M, N] in FP32, with one scale [N, 1] per row of the weight."""
+    quantized = QuantizeNode(gradient)
+    x = quantized.asked.x
+    exact = _insert(gradient, _CONVERT, x, torch.float32)
+    row = _insert(gradient, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
+    quantized.ask(x=_insert(gradient, aten.mul.Tensor, exact, row))
+    update_value(gradient)
+
+
+def _use_static_scale(activations: fx.Node, scale_inv: fx.Node) -> None:
+    """Let ``activations`` be quantized with ``scale_inv`` [] or [1], not with a scale of their own amax."""
+    one = _insert(activations, aten.view.default, scale_inv, [1, 1])
+    table = [_insert(activations, aten.reciprocal.default, one), one]  # scale and scale_inv
+    QuantizeNode(activations).ask(scales=_insert(activations, aten.cat.default, table, 1))
+    for node in (activations, *activations.users):
+        update_value(node)
+
+
+def _transposed(like: fx.Node, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+    """``x`` transposed, with zeros at the end up to ``shape``."""
+    return _insert(like, ops.columnwise, x, [*shape])
+
+
+def _fits(x: fx.Node, shape: Sequence[int]) -> bool:
+    return all(known_equal(*sizes) for sizes in zip(value(x).shape, shape, strict=True))
+
+
+def _insert(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    with like.graph.inserting_before(like):
+        return insert(like.graph, target, cast(Any, args), like=like, made_by=_NAME, kwargs=kwargs)
