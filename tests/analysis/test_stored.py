@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
@@ -15,7 +17,7 @@ from helpers import passed
 from stored_weights import KINDS, stored
 
 
-def found(kind: str, policy: Policy, **settings: str) -> tuple[fx.Node, Resolution]:
+def found(kind: str, policy: Policy, **settings: Any) -> tuple[fx.Node, Resolution]:
     x = torch.randn(16, 384, dtype=torch.bfloat16, requires_grad=True)
     _, compilation = passed(stored(kind, 256, 384, **settings), x, last="match", policy=policy)
     (site,) = compilation.sites
