@@ -76,7 +76,7 @@ class Backend:
             state=State(epoch),
             weights=weights,
         )
-        self._programs = Programs()
+        self.programs: Final = Programs()
         self._created = time.time_ns() // 1000  # microseconds
         self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
@@ -126,7 +126,7 @@ class Backend:
         for model, compiled in dynamo.modules_of_frame():
             self.weights.steps.adapters.watch(model, compiled=compiled)
         program = Program(self._shared, graph, inputs, variants)
-        self._programs.add(program)
+        self.programs.add(program)
         return program
 
     def _agree(self) -> None:
@@ -202,8 +202,8 @@ class Backend:
     def report(self) -> Report:
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
         return Report(
-            graphs=self._programs.views(),
-            forgotten=self._programs.forgotten,
+            graphs=self.programs.views(),
+            forgotten=self.programs.forgotten,
             policy=self.policy,
             identities=self._shared.policies.identities(),
             eager_frames=self._fallen_back(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from fp8graph.backend.situation import Situation
 from fp8graph.compat import fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.extra_inputs import PageLayout
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.recipes.autocast import amax_group, current_region
 from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
@@ -65,6 +65,14 @@ class Program:
     def views(self) -> list[GraphView]:
         """The report's view of each variant, repeated for each layer that runs it."""
         return [variant.decided.view for variant in self._variants.values()]
+
+    def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
+        """The weights whose copies this graph takes under the policy of now, and the bound names of their parameters."""
+        for (situation, names), variant in self._variants.items():
+            if names and situation.policy == self._situation().policy:
+                called = dict(zip(self._graph.positions, names, strict=True))
+                for weight in variant.findings.weights:
+                    yield weight, [called[index] for index in weight.parameters]
 
     def __call__(self, *args: Any) -> Any:
         if fakes.called_to_trace(args):

@@ -1,0 +1,126 @@
+"""The weights of a compiled model as its forward multiplies them: bytes and scales, for a checkpoint.
+
+They are made by the very graph that quantizes a weight before a call (``passes/hoist_weights.py``): linears that are
+multiplied as one GEMM share their scales, and a delayed scale is the one that the next forward takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8graph.analysis.same_value import look_through_transposes
+from fp8graph.backend.backend import Backend
+from fp8graph.ir import ops
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
+from fp8graph.ir.nodes import nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.numerics import history
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import Quantizer
+from fp8graph.runtime.state_dict import recipe_text
+
+_CONVERT: Final = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multiplied:
+    """One weight, rowwise.
+
+    ``layer``: the full name of its module. ``data`` [N, K] (or packed), ``scale_inv``, ``global_scale_inv``: as
+    :func:`fp8graph.numerics.quantize` returns them. ``input_scale_inv``: FP32 [], of delayed scaling. ``flipped``: the
+    parameter is [K, N].
+    """
+
+    layer: str
+    data: Tensor
+    scale_inv: Tensor
+    quantizer: Quantizer
+    global_scale_inv: Tensor | None = None
+    input_scale_inv: Tensor | None = None
+    flipped: bool = False
+
+
+def multiplied_by(backend: Backend, model: nn.Module) -> Iterator[Multiplied]:
+    """The weights that fprop multiplies in FP8, each once, in the order in which they were compiled."""
+    parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+    state = backend.state_dict()
+    seen: set[str] = set()
+    kept = [weight for program in backend.programs for weight in program.kept_weights()]
+    for weight, names in kept:
+        if "rowwise" not in weight.outputs or not all(name in parameters for name in names):
+            continue
+        for made in _made(weight, names, parameters, dict(state)):
+            if made.layer not in seen:
+                seen.add(made.layer)
+                yield made
+
+
+def _made(
+    weight: QuantizedWeight, names: Sequence[str], parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]
+) -> Iterator[Multiplied]:
+    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
+    (node,) = nodes(weight.quantizing, (ops.quantize,))
+    asked = QuantizeNode(node).asked
+    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), names, strict=False))  # a page comes last
+    sources = [_source(part, called) for part in asked.parts]
+    inputs = [parameters[name].detach() for name in names]
+    if weight.page is not None:
+        inputs.append(_page(weight.page, [layer for layer, _ in sources], state, inputs[0].device))
+    with torch.no_grad():
+        results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
+    made = dict(zip(weight.made, results, strict=True))
+    scales: Tensor = made["scale_inv"] if "scale_inv" in made else made["rowwise_scale_inv"]
+    kind, block, start = SCALINGS[asked.scaling], asked.block, 0
+    quantizer = Quantizer(dtype=asked.dtype, scaling=cast(Any, asked.scaling), block=cast(Any, tuple(block) or (0, 0)))
+    for (layer, flipped), part in zip(sources, asked.parts, strict=True):
+        rows, columns = value(part).shape
+        data, scale_inv = made["rowwise"][start : start + rows, : columns // kind.packed], scales
+        if (grid := kind.scale_shape(rows, columns, block)) is not None:
+            first = start * grid[0] // rows
+            scale_inv = scales[first : first + grid[0], : grid[1]]
+        start += rows
+        if layer:
+            yield Multiplied(
+                layer=layer,
+                data=data.contiguous(),
+                scale_inv=scale_inv.contiguous(),
+                quantizer=quantizer,
+                global_scale_inv=made.get("global_scale_inv"),
+                input_scale_inv=_input_scale(weight.page, layer, state),
+                flipped=flipped,
+            )
+
+
+def _source(part: fx.Node, called: Mapping[fx.Node, str]) -> tuple[str, bool]:
+    """The layer whose weight ``part`` is, perhaps cast, and whether it is transposed; "" for a computed one."""
+    flipped = False
+    while part not in called:
+        part, transposed = look_through_transposes(part)
+        flipped ^= transposed
+        if part.target is _CONVERT:
+            part = cast(fx.Node, part.args[0])
+        elif part not in called:
+            return "", flipped
+    name = called[part]
+    return (name.removesuffix(".weight") if name.endswith(".weight") else ""), flipped
+
+
+def _page(page: PageLayout, layers: Sequence[str], state: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """A page of scaling state with the scale of a weight, which the linears in it share."""
+    made = history.new_page(page.recipe.amax_history_len, 1, device)
+    names = (f"{layer}.weight|{recipe_text(page.recipe)}|scale" for layer in layers)
+    scale = next((state[name] for name in names if name in state), None)
+    if scale is not None:
+        made[0, 0], made[0, 1] = scale, scale.reciprocal()
+    return made
+
+
+def _input_scale(page: PageLayout | None, layer: str, state: Mapping[str, Tensor]) -> Tensor | None:
+    """FP32 []: the delayed scale of a layer's input; it multiplies."""
+    name = f"{layer}.input|{recipe_text(page.recipe)}|scale" if page is not None else ""
+    return state[name].reshape(()).reciprocal() if name in state else None
