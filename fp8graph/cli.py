@@ -14,7 +14,14 @@ from typing import Any
 
 from fp8graph.version import __version__
 
-_EXTRAS = {"rich": "demo", "matplotlib": "demo", "plotext": "demo", "transformers": "hf"}  # package -> extra of ours
+# package -> extra of ours
+_EXTRAS = {
+    "rich": "demo",
+    "matplotlib": "demo",
+    "plotext": "demo",
+    "transformers": "hf",
+    "safetensors": "checkpoints",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

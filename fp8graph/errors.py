@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Fp8CoverageError",
     "Fp8GraphError",
@@ -39,6 +40,11 @@ class PolicyError(ConfigError):
 
 class UnsupportedRecipeError(ConfigError):
     """A recipe that does not exist, or whose fields ask for something that no hardware supports."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint that cannot be read or written as asked: a damaged file, tensors that do not fit, a format that
+    is not known."""
 
 
 class Fp8CoverageError(Fp8GraphError):

@@ -6,6 +6,7 @@ import fp8graph.planning as planning
 from fp8graph.backend import Backend, backend_of, compile, named_backend, refresh_weights
 from fp8graph.compat.dynamo import register_backend
 from fp8graph.errors import (
+    CheckpointError,
     ConfigError,
     Fp8CoverageError,
     Fp8GraphError,
@@ -38,6 +39,7 @@ from fp8graph.version import __version__
 __all__ = [
     "INHERIT",
     "Backend",
+    "CheckpointError",
     "CollectiveRecord",
     "ConfigError",
     "DelayedScaling",

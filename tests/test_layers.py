@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("offline",),
     ("recipes",),
     ("numerics",),
-    ("hardware", "models"),
+    ("hardware", "models", "checkpoints"),
     ("ir",),
     ("analysis",),
     ("passes", "runtime", "report"),

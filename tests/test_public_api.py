@@ -16,9 +16,9 @@ from fp8graph.ir.settings import Settings
 from helpers import MLP
 
 NAMES = """
-    INHERIT Backend CollectiveRecord ConfigError DelayedScaling Float8BlockScaling Float8CurrentScaling
-    Float8RowwiseScaling Format Fp8CoverageError Fp8GraphError GemmRecord GraphView KernelRecord MXFP8BlockScaling
-    NVFP4BlockScaling Policy PolicyError QuantizedTensor Recipe RefusalRecord Report Rule StateError
+    INHERIT Backend CheckpointError CollectiveRecord ConfigError DelayedScaling Float8BlockScaling
+    Float8CurrentScaling Float8RowwiseScaling Format Fp8CoverageError Fp8GraphError GemmRecord GraphView KernelRecord
+    MXFP8BlockScaling NVFP4BlockScaling Policy PolicyError QuantizedTensor Recipe RefusalRecord Report Rule StateError
     UnsupportedRecipeError __version__ autocast backend_of compile explain models numerics planning refresh_weights
     register_recipe supports
 """

@@ -1,0 +1,178 @@
+"""The tensors of a checkpoint, by name, read one at a time: one safetensors file, or shards with an index.
+
+Opening a folder reads the headers of all shards, and no tensor. What an index and the shards say of each other is
+checked then, so that a folder that opens can be read to its end.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from fp8graph.checkpoints.headers import TensorInfo, tensors_of
+from fp8graph.errors import CheckpointError
+
+INDEX: Final = "model.safetensors.index.json"
+PARTIAL: Final = ".fp8graph-partial-"  # in the name of a folder that is being written
+
+
+class Shards:
+    """The tensors of a safetensors file, or of a folder of them. Iterates over names, in the order of the files.
+
+    At most one file is mapped at a time.
+
+    Args:
+        path: a folder, a .safetensors file, or an index.
+
+    Raises:
+        CheckpointError: there is no checkpoint; a file is missing, damaged or truncated; the index and the files
+            disagree; two files hold one tensor.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path)
+        self.folder = path if path.is_dir() else path.parent
+        if PARTIAL in self.folder.resolve().name:
+            raise CheckpointError(f"{self.folder}: what is left of an export that did not finish. Delete it.")
+        index, files = _found(path)
+        self._where = _of_files(files) if index is None else _of_index(index)
+        self._open: tuple[Path, Any] | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What the headers say of each tensor."""
+        return self._where
+
+    @property
+    def files(self) -> list[Path]:
+        return list(dict.fromkeys(one.file for one in self._where.values()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._where
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor.
+
+        Raises:
+            CheckpointError: there is no such tensor.
+        """
+        if name not in self._where:
+            near = difflib.get_close_matches(name, self._where, 1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise CheckpointError(f"{self.folder}: there is no tensor {name!r}.{hint}")
+        return self._where[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor.
+
+        Raises:
+            CheckpointError: there is no such tensor, or its file changed since it was opened.
+        """
+        info = self.info(name)
+        if info.dtype is None:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has dtype {info.stored_as!r}, which torch cannot hold."
+            )
+        safetensors = imported_safetensors()
+        try:
+            if self._open is None or self._open[0] != info.file:
+                self._open = None  # unmaps the file before
+                self._open = info.file, safetensors.safe_open(info.file, framework="pt")
+            return self._open[1].get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.file}: tensor {name!r} cannot be read ({error}).") from None
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, file by file."""
+        for name in self:
+            yield name, self.tensor(name)
+
+    def close(self) -> None:
+        """Unmap the file that was read last. Tensors that were read stay."""
+        self._open = None
+
+
+def imported_safetensors() -> Any:
+    """The library, which is not among those that fp8graph needs.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ModuleNotFoundError as error:
+        message = 'reading and writing checkpoints needs safetensors. Run: pip install "fp8graph[checkpoints]"'
+        raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def _found(path: Path) -> tuple[Path | None, list[Path]]:
+    """The index, or the files of a checkpoint that has none."""
+    if path.is_file():
+        return (path, []) if path.name.endswith(".json") else (None, [path])
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder.")
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if Path(path, INDEX) in indices or len(indices) == 1:
+        return Path(path, INDEX) if Path(path, INDEX) in indices else indices[0], []
+    files = sorted(path.glob("*.safetensors"))
+    if Path(path, "model.safetensors") in files and not indices:
+        return None, [path / "model.safetensors"]
+    if len(files) == 1 and not indices:
+        return None, files
+    if indices:
+        raise CheckpointError(
+            f"{path}: {len(indices)} indices ({', '.join(i.name for i in indices)}). Give one of them."
+        )
+    if files:
+        raise CheckpointError(f"{path}: {len(files)} safetensors files and no {INDEX}. Is a download incomplete?")
+    others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
+    text = f" {others[0]} is of a kind that is not read." if others else ""
+    raise CheckpointError(f"{path}: no safetensors file.{text}")
+
+
+def _of_files(files: list[Path]) -> dict[str, TensorInfo]:
+    return {one.name: one for file in files for one in tensors_of(file)}
+
+
+def _of_index(index: Path) -> dict[str, TensorInfo]:
+    """The tensors that an index lists, in the order of its files, compared with what the files hold."""
+    try:
+        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{index}: damaged ({type(error).__name__}: {error}). Download it again.") from None
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise CheckpointError(f"{index}: damaged. weight_map is no table of files.")
+    names = sorted(set(listed.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise CheckpointError(f"{index}: names a file outside of its folder: {outside[0]!r}.")
+    if missing := [name for name in names if not Path(index.parent, name).exists()]:
+        lost = sum(file in missing for file in listed.values())
+        raise CheckpointError(
+            f"{index.parent}: {len(missing)} of {len(names)} shards are missing, with {lost} tensors: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download them again."
+        )
+    where: dict[str, TensorInfo] = {}
+    for one in (one for name in names for one in tensors_of(Path(index.parent, name))):
+        if one.name in where:
+            raise CheckpointError(f"{one.file}: tensor {one.name!r} is in {where[one.name].file.name}, too.")
+        if one.name not in listed:
+            raise CheckpointError(f"{one.file}: tensor {one.name!r} is not in {index.name}.")
+        where[one.name] = one
+        if listed[one.name] != one.file.name:
+            raise CheckpointError(f"{one.file}: {index.name} says that tensor {one.name!r} is in {listed[one.name]}.")
+    if lost := next((name for name in listed if name not in where), None):
+        raise CheckpointError(f"{index.parent / listed[lost]}: there is no tensor {lost!r}, which {index.name} lists.")
+    return where

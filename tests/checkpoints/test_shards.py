@@ -1,0 +1,169 @@
+"""Shards are read one tensor at a time, and what does not fit together is said when a folder is opened."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fp8graph.checkpoints.shards import INDEX, PARTIAL, Shards
+from fp8graph.checkpoints.writing import write_shards
+from fp8graph.errors import CheckpointError
+
+
+def tensors(count: int = 5) -> dict[str, Tensor]:
+    return {f"layer.{i}.weight": torch.full((4, 8), float(i)) for i in range(count)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five tensors of 128 bytes in three shards."""
+    write_shards(tmp_path, tensors().items(), max_shard_bytes=256)
+    return tmp_path
+
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def test_all_is_read(folder: Path) -> None:
+    shards = Shards(folder)
+    assert list(shards) == list(tensors())
+    assert len(shards.files) == 3
+    assert "layer.1.weight" in shards
+    for name, tensor in shards.items():
+        assert torch.equal(tensor, tensors()[name])
+    assert shards.info("layer.3.weight").shape == (4, 8)
+    shards.close()
+    assert torch.equal(shards.tensor("layer.0.weight"), torch.zeros(4, 8))
+
+
+def test_one_file(tmp_path: Path) -> None:
+    write_shards(tmp_path, tensors().items())
+    assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors"}
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        assert list(Shards(path)) == list(tensors())
+
+
+def test_an_index_by_name(folder: Path) -> None:
+    shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    assert len(Shards(folder / "other.safetensors.index.json")) == 5
+    assert len(Shards(folder)) == 5  # the usual one
+    (folder / INDEX).rename(folder / "third.safetensors.index.json")
+    with pytest.raises(CheckpointError, match="2 indices .other.*, third.*. Give one of them"):
+        Shards(folder)
+
+
+def test_one_file_is_mapped_at_a_time(folder: Path) -> None:
+    shards = Shards(folder)
+    for name in shards:
+        shards.tensor(name)
+        assert shards._open is not None
+        assert shards._open[0] == shards.info(name).file
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        open_now = {line.split()[-1] for line in maps.read_text().splitlines() if str(folder) in line}
+        assert len(open_now) <= 1
+
+
+def test_a_name_that_is_not_there(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no tensor 'layer.1.wieght'. Did you mean 'layer.1.weight'?"):
+        Shards(folder).tensor("layer.1.wieght")
+
+
+def test_a_missing_shard(folder: Path) -> None:
+    (folder / SHARD).unlink()
+    with pytest.raises(CheckpointError, match=f"1 of 3 shards are missing, with 2 tensors: {SHARD}"):
+        Shards(folder)
+
+
+def test_a_truncated_shard(folder: Path) -> None:
+    content = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=f"{SHARD}: truncated. .*'layer.3.weight' is the first that is not whole"):
+        Shards(folder)
+
+
+def test_a_tensor_that_only_the_index_has(folder: Path) -> None:
+    save_file({"layer.2.weight": torch.ones(4, 8)}, folder / SHARD)
+    with pytest.raises(CheckpointError, match=f"{SHARD}: there is no tensor 'layer.3.weight', which {INDEX} lists"):
+        Shards(folder)
+
+
+def test_a_tensor_in_two_shards(folder: Path) -> None:
+    held = load_file(folder / SHARD)
+    save_file({**held, "layer.1.weight": torch.ones(4, 8)}, folder / SHARD)
+    message = f"{SHARD}: tensor 'layer.1.weight' is in model-00001-of-00003.safetensors, too"
+    with pytest.raises(CheckpointError, match=message):
+        Shards(folder)
+
+
+def test_a_tensor_in_another_shard(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["layer.1.weight"] = SHARD
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"00001.*: {INDEX} says that tensor 'layer.1.weight' is in {SHARD}"):
+        Shards(folder)
+
+
+def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["layer.3.weight"]
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{SHARD}: tensor 'layer.3.weight' is not in {INDEX}"):
+        Shards(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_a_damaged_index(folder: Path, text: str) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX}: damaged"):
+        Shards(folder)
+
+
+def test_an_index_stays_in_its_folder(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="names a file outside of its folder: '../model.safetensors'"):
+        Shards(folder)
+
+
+def test_folders_without_a_checkpoint(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nosuch: no such file or folder"):
+        Shards(tmp_path / "nosuch")
+    (folder / INDEX).unlink()
+    with pytest.raises(CheckpointError, match=f"3 safetensors files and no {INDEX}. Is a download incomplete?"):
+        Shards(folder)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(CheckpointError, match="empty: no safetensors file.$"):
+        Shards(empty)
+    (empty / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="no safetensors file. pytorch_model.bin is of a kind that is not read"):
+        Shards(empty)
+
+
+def test_a_folder_that_was_not_finished(tmp_path: Path) -> None:
+    unfinished = tmp_path / f"model{PARTIAL}0123"
+    unfinished.mkdir()
+    write_shards(unfinished, tensors().items())
+    with pytest.raises(CheckpointError, match="what is left of an export that did not finish"):
+        Shards(unfinished)
+
+
+def test_a_file_that_changes_while_it_is_read(folder: Path) -> None:
+    shards = Shards(folder)
+    save_file({"other": torch.ones(2)}, folder / SHARD)
+    with pytest.raises(CheckpointError, match=f"{SHARD}: tensor 'layer.2.weight' cannot be read"):
+        shards.tensor("layer.2.weight")
+
+
+def test_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match=r'Run: pip install "fp8graph\[checkpoints\]"') as caught:
+        Shards(folder).tensor("layer.0.weight")
+    assert caught.value.name == "safetensors"
