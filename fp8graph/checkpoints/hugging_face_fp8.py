@@ -1,0 +1,153 @@
+"""Hugging Face's FineGrained FP8, which is DeepSeek-V3's: ``quant_method: "fp8"``. Read from transformers 5.23.
+
+A linear layer ``X`` has ``X.weight`` [n, k] in E4M3 and ``X.weight_scale_inv``, which multiplies: one number for each
+tile of ``weight_block_size``, or one for the tensor. ``scale_fmt: "ue8m0"``: powers of two, as E8M0 (or its bytes in
+uint8), or in FP32 (DeepSeek-V3.1). Static activations have one scale, ``X.activation_scale``: x = q * scale.
+Fused experts [experts, n, k] have no ``.weight``: ``gate_up_proj``, ``gate_up_proj_scale_inv``.
+
+``dequantize`` is the arithmetic of transformers' ``Fp8Dequantize``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, Self, cast
+
+import torch
+
+from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Suffixes
+from fp8graph.checkpoints.quantization import Fields, Quantization, is_names, is_pair
+from fp8graph.errors import CheckpointError
+
+_LINEAR: Final = Suffixes(scale=".weight_scale_inv", input_scale=".activation_scale")
+_OTHERS: Final = (  # DeepSeek-V4 and Mistral Large 4, which transformers renames as it loads them
+    Suffixes(scale=".scale", input_scale=".activation_scale"),
+    Suffixes(scale=".qscale_weight", input_scale=".activation_scale"),
+)
+_EXPERTS: Final = Suffixes(weight="", scale="_scale_inv", input_scale="_activation_scale")
+FUSED: Final = ("gate_up_proj", "down_proj", "up_proj")  # the parameters of fused experts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceFP8(Quantization):
+    """A parsed config. ``block``: None for one scale per tensor."""
+
+    title: ClassVar[str] = "Hugging Face FP8"
+    method: ClassVar[str] = "fp8"
+    spellings: ClassVar[tuple[Suffixes, ...]] = (_LINEAR, *_OTHERS, _EXPERTS)
+
+    block: tuple[int, int] | None = (128, 128)
+    scale_format: str = "float"
+    static: bool = False
+    packed_experts: bool = False
+    modules_to_not_convert: tuple[str, ...] = ()
+
+    @property
+    def ignore(self) -> tuple[str, ...]:
+        return self.modules_to_not_convert
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], where: str) -> Self:
+        fields = Fields(config, where)
+        fields.one_of("quant_method", [cls.method])
+        fields.one_of("fmt", ["e4m3"], "e4m3")  # DeepSeek's own
+        fields.one_of("dequantize", [False, True], False)  # how it was loaded, not how it is stored
+        fields.empty("modules_to_convert")
+        block = fields.checked("weight_block_size", lambda b: b is None or is_pair(b), "null or [rows, columns]")
+        ignored = fields.checked("ignored_layers", are_patterns, "names or patterns", ())  # MiniMax's and vLLM's name
+        parsed = cls(
+            block=None if block is None else (block[0], block[1]),
+            scale_format=fields.one_of("scale_fmt", ["float", "ue8m0"], "float"),
+            static=fields.one_of("activation_scheme", ["dynamic", "static"], "dynamic") == "static",
+            packed_experts=fields.one_of("expert_dtype", ["fp8", "fp4"], "fp8") == "fp4",
+            modules_to_not_convert=tuple(
+                fields.checked("modules_to_not_convert", are_patterns, "names or patterns", ignored)
+            ),
+        )
+        fields.end()
+        return parsed
+
+    @classmethod
+    def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
+        linears = {replace(stored, suffixes=_LINEAR, least_rows=1, scale_dims=2) for stored in layers.values()}
+        if not linears:
+            return cls(modules_to_not_convert=tuple(ignore))
+        first, *more = sorted(linears, key=lambda stored: stored.scheme)
+        if more:
+            schemes = ", ".join(stored.scheme for stored in (first, *more))
+            raise CheckpointError(f"{cls.title} has one format for all layers, and these have {schemes}.")
+        found = cls(
+            block=None if first.block == (WHOLE, WHOLE) else first.block,
+            scale_format="float" if torch.float8_e8m0fnu not in first.scale_dtypes else "ue8m0",
+            static=first.activation is not None and first.activation.scale == "static",
+            modules_to_not_convert=tuple(ignore),
+        )
+        if replace(found.linear(), suffixes=_LINEAR, scale_dims=2) != first:
+            raise CheckpointError(f"{cls.title} has no form for {first.scheme}.")
+        return found
+
+    def linear(self) -> LayerFormat:
+        """How a linear layer is stored."""
+        block = (WHOLE, WHOLE) if self.block is None else self.block
+        ending = "" if self.scale_format == "float" else " ue8m0"
+        tiles = "tensor" if self.block is None else f"{block[0]}x{block[1]}"
+        scheme = f"{'static' if self.static else 'dynamic'} {tiles}{ending}"
+        return LayerFormat(
+            scheme=scheme,
+            suffixes=_LINEAR if self.static else replace(_LINEAR, input_scale=None),
+            block=block,
+            scale_dtypes=FLOATS if self.scale_format == "float" else (torch.float8_e8m0fnu, torch.uint8, torch.float32),
+            scale_dims=0 if self.block is None else 2,
+            # tokens are quantized alone even where the weight has one scale (transformers' kernels)
+            activation=Activation(scale="static", block=(WHOLE, WHOLE))
+            if self.static
+            else Activation(scale="dynamic", block=(1, block[1])),
+        )
+
+    def experts(self) -> LayerFormat:
+        """How a parameter of fused experts is stored, [experts, n, k]."""
+        fused = replace(self.linear(), suffixes=_EXPERTS if self.static else replace(_EXPERTS, input_scale=None))
+        return replace(fused, scale_dims=2)
+
+    def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
+        if not converts(layer, self.modules_to_not_convert):
+            return ()
+        if layer.rpartition(".")[2] in FUSED and ".experts." in layer:
+            # the two halves of gate_up_proj never share a scale
+            experts = replace(self.experts(), least_rows=2 if layer.endswith("gate_up_proj") else 1)
+            linears = (experts, self.experts(), self.linear())
+        else:
+            others = [replace(o, input_scale=o.input_scale if self.static else None) for o in _OTHERS]
+            linears = (self.linear(), *(replace(self.linear(), suffixes=other) for other in others))
+        if self.packed_experts and ".experts." in layer:  # DeepSeek-V4: MXFP4
+            packed = {"scheme": "fp4 1x32", "packed": True, "block": (1, 32), "scale_dtypes": E8M0, "scale_dims": 2}
+            return tuple(replace(linear, **packed) for linear in linears)
+        return linears
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "activation_scheme": "static" if self.static else "dynamic",
+            "modules_to_not_convert": list(self.modules_to_not_convert) or None,
+            "quant_method": self.method,
+            "scale_fmt": self.scale_format,
+            "weight_block_size": None if self.block is None else list(self.block),
+        }
+
+
+def are_patterns(value: object) -> bool:
+    try:
+        return is_names(value) and all(re.compile(f"(?:{one})") for one in cast(Sequence[str], value))
+    except re.error:
+        return False
+
+
+def converts(layer: str, skipped: Sequence[str]) -> bool:
+    """Whether transformers makes an FP8 layer of this one (``should_convert_module``).
+
+    A name is skipped if it begins with one of ``skipped``, up to a dot; if it does as a regular expression; or if it
+    ends with it.
+    """
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return not any(re.match(rf"(?:{one}){boundary}", layer) or layer.endswith(one) for one in skipped)

@@ -1,0 +1,187 @@
+"""How one quantized layer is stored: the names of its tensors, their dtypes and shapes, and what its scales mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from fp8graph.checkpoints.headers import TensorInfo
+from fp8graph.checkpoints.weights import QuantizedWeight, is_packed
+from fp8graph.errors import CheckpointError
+
+WHOLE: Final = 0  # in a block: the whole dim
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+E8M0: Final = (torch.uint8, torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suffixes:
+    """What follows a layer's name in the names of its tensors. None: there is no such tensor."""
+
+    weight: str = ".weight"
+    scale: str = ".weight_scale"
+    global_scale: str | None = None
+    input_scale: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """How the input of a layer is quantized.
+
+    ``scale``: "dynamic" from the input itself, "static" from the checkpoint, "local": dynamic tiles below a static
+    scale of the whole tensor. ``block``: (tokens, elements) that share a scale.
+    """
+
+    scale: Literal["dynamic", "static", "local"]
+    block: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFormat:
+    """One way to store a quantized linear layer.
+
+    ``scheme``: its name in its library. ``block``: (rows, columns) of the weight that share a scale; ``WHOLE``: all.
+    ``scale_dims``: how many dims a stored scale has for a weight of two. ``divides``: scales of the whole tensor are
+    stored as divisors. ``activation``: None, if the input stays in high precision.
+    """
+
+    scheme: str
+    suffixes: Suffixes
+    block: tuple[int, int]
+    scale_dtypes: tuple[torch.dtype, ...] = FLOATS
+    scale_dims: int = 2
+    packed: bool = False
+    divides: bool = False
+    activation: Activation | None = None
+    least_rows: int = 1  # of scales, even for a weight of fewer rows than a tile
+
+    @property
+    def data_dtypes(self) -> tuple[torch.dtype, ...]:
+        return (torch.uint8, torch.int8) if self.packed else (torch.float8_e4m3fn,)
+
+    def tile(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """(rows, columns) of a tile of a weight of this shape."""
+        rows, columns = (size or whole for size, whole in zip(self.block, shape[-2:], strict=True))
+        if -(-shape[-2] // rows) < self.least_rows:
+            rows = shape[-2] // self.least_rows
+        return rows, columns
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tiles of a weight of this shape: what ``QuantizedWeight.scale_inv`` has."""
+        rows, columns = self.tile(shape)
+        return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+
+    def names(self, layer: str) -> dict[str, str]:
+        """The tensors of a layer, by what they are. Those of the input are there only if they are static."""
+        s = self.suffixes
+        found = {"weight": s.weight, "scale": s.scale, "global scale": s.global_scale, "input scale": s.input_scale}
+        return {what: layer + suffix for what, suffix in found.items() if suffix is not None}
+
+    def problems(self, layer: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+        """What is wrong with the tensors of a layer, from their headers alone."""
+        names = self.names(layer)
+        for what, name in names.items():
+            if name not in tensors:
+                yield f"the {what} of layer {layer!r} is missing: there is no tensor {name!r} ({self.scheme})"
+        if names["weight"] not in tensors:
+            return
+        weight = tensors[names["weight"]]
+        where = f"{weight.file}: tensor {weight.name!r}"
+        if weight.dtype not in self.data_dtypes:
+            wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.data_dtypes)
+            yield f"{where} is {weight.stored_as}, not {wanted} ({self.scheme})"
+            return
+        if len(weight.shape) not in (2, 3):
+            yield f"{where} has shape {list(weight.shape)}, and a weight has 2 dims, or 3 of experts"
+            return
+        shape = (*weight.shape[:-1], weight.shape[-1] * (1 + self.packed))
+        *leading, rows, columns = self.grid(shape)
+        forms = [(rows, columns), (rows, 1, columns, 1)]
+        forms += [(rows,)] * (columns == 1) + [()] * (rows == columns == 1)
+        of_scales = {(*leading, *form) for form in forms}
+        one = {(), (1,), (*leading,), (*leading, 1), (*leading, 1, 1)}
+        for what, name in names.items():
+            if what == "weight" or name not in tensors:
+                continue
+            scale = tensors[name]
+            if scale.shape not in (of_scales if what == "scale" else one):
+                yield (
+                    f"{scale.file}: tensor {name!r} has shape {list(scale.shape)}, and {weight.name!r} of shape "
+                    f"{list(weight.shape)} needs {list(self.stored_shape(shape)) if what == 'scale' else 'one number'} "
+                    f"({self.scheme})"
+                )
+            if scale.dtype not in (self.scale_dtypes if what == "scale" else FLOATS):
+                yield f"{scale.file}: tensor {name!r} is {scale.stored_as}, which no {what} of {self.scheme} is"
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which the scales of a weight of this shape are written."""
+        *leading, rows, columns = self.grid(shape)
+        forms = {0: (), 1: (rows * columns,), 2: (rows, columns), 4: (rows, 1, columns, 1)}
+        return (*leading, *forms[self.scale_dims])
+
+    def read(self, layer: str, tensors: Mapping[str, TensorInfo], tensor: Callable[[str], Tensor]) -> QuantizedWeight:
+        """The bytes and scales of a layer, from ``tensor(name)``.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another dtype or shape.
+        """
+        for problem in self.problems(layer, tensors):
+            raise CheckpointError(f"{problem}.")
+        read = {what: tensor(name) for what, name in self.names(layer).items()}
+        data = read["weight"]
+        shape = (*data.shape[:-1], data.shape[-1] * (1 + is_packed(data.dtype)))
+        one = {what: _one_each(read[what]) for what in ("global scale", "input scale") if what in read}
+        ending = "" if self.divides else "_inv"
+        return QuantizedWeight(
+            data=data,
+            scale_inv=read["scale"].reshape(self.grid(shape)),
+            block=self.tile(shape),
+            **{f"{what.replace(' ', '_')}{ending}": value for what, value in one.items()},
+        )
+
+    def write(self, layer: str, weight: QuantizedWeight) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a layer under their names. Bytes and scales are those of ``weight``.
+
+        Raises:
+            CheckpointError: ``weight`` is of another kind.
+        """
+        if (reason := self._refuses(weight)) is not None:
+            raise CheckpointError(f"layer {layer!r} cannot be written as {self.scheme}: {reason}.")
+        names = self.names(layer)
+        yield names["weight"], weight.data
+        yield names["scale"], weight.scale_inv.reshape(self.stored_shape(weight.shape))
+        for what in ("global scale", "input scale"):
+            if what in names:
+                field = what.replace(" ", "_")
+                factor, divisor = getattr(weight, f"{field}_inv"), getattr(weight, field)
+                given, other = (divisor, factor) if self.divides else (factor, divisor)
+                value = given if given is not None else other.to(torch.float32).reciprocal()
+                yield names[what], value.reshape((1,) if self.divides or self.scale_dims == 1 else value.shape)
+
+    def _refuses(self, weight: QuantizedWeight) -> str | None:
+        if weight.data.dtype not in self.data_dtypes:
+            return f"its numbers are {weight.data.dtype}"
+        if weight.block != self.tile(weight.shape):
+            return f"its tiles are {weight.block}, not {self.tile(weight.shape)}"
+        if tuple(weight.scale_inv.shape) != self.grid(weight.shape):
+            return f"its scales have shape {list(weight.scale_inv.shape)}, not {list(self.grid(weight.shape))}"
+        if weight.scale_inv.dtype not in self.scale_dtypes:
+            return f"its scales are {weight.scale_inv.dtype}"
+        given = {
+            "global scale": (weight.global_scale_inv, weight.global_scale),
+            "input scale": (weight.input_scale_inv, weight.input_scale),
+        }
+        for what, values in given.items():
+            there = any(value is not None for value in values)
+            if there != (what in self.names("")):
+                return f"there is no tensor for its {what}" if there else f"it has no {what}"
+        return None
+
+
+def _one_each(scale: Tensor) -> Tensor:
+    """One number, or one for each expert."""
+    return scale.reshape(()) if scale.numel() == 1 else scale.flatten()

@@ -1,0 +1,143 @@
+"""Hugging Face's FP8 configs: what is read from them, what is refused, and that transformers agrees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+from fp8graph.checkpoints.compressed_tensors import layer_format
+from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8, converts
+from fp8graph.checkpoints.layer_format import WHOLE
+from fp8graph.checkpoints.modelopt import ALGORITHMS
+from fp8graph.errors import CheckpointError
+
+DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+VARIANTS = [
+    HuggingFaceFP8(block=block, scale_format=scales, static=static)
+    for block in ((128, 128), None, (1, 32))
+    for scales in ("float", "ue8m0")
+    for static in (False, True)
+]
+
+
+def parsed(**changed: Any) -> HuggingFaceFP8:
+    return HuggingFaceFP8.parse({**DEEPSEEK_V3, **changed}, "config.json: quantization_config")
+
+
+def test_deepseek_v3() -> None:
+    assert parsed() == HuggingFaceFP8()
+    stored = parsed().layer_formats("model.layers.0.mlp.up_proj")[0]
+    assert (stored.block, stored.scheme) == ((128, 128), "dynamic 128x128")
+    assert stored.activation is not None
+    assert (stored.activation.scale, stored.activation.block) == ("dynamic", (1, 128))
+    assert stored.names("a") == {"weight": "a.weight", "scale": "a.weight_scale_inv"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale_fmt": "ue4m3"}, "quantization_config: scale_fmt is 'ue4m3'. Known: 'float', 'ue8m0'"),
+        ({"activation_scheme": "maybe"}, "activation_scheme is 'maybe'. Known: 'dynamic', 'static'"),
+        ({"weight_block_size": [128]}, r"weight_block_size is \[128\]. It must be null or \[rows, columns\]"),
+        ({"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
+        ({"fmt": "e5m2"}, "fmt is 'e5m2'. Known: 'e4m3'"),
+        ({"expert_dtype": "fp6"}, "expert_dtype is 'fp6'. Known: 'fp8', 'fp4'"),
+        ({"modules_to_convert": ["embed"]}, r"modules_to_convert is \['embed'\]. It must be empty"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'. It must be names or patterns"),
+        ({"modules_to_not_convert": ["*.gate"]}, r"modules_to_not_convert is \['\*.gate'\]. It must be names or"),
+        ({"rotation": "hadamard"}, "rotation is 'hadamard'. fp8graph does not know this field"),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parsed(**changed)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_transformers_reads_what_is_written(variant: HuggingFaceFP8) -> None:
+    variant = replace(variant, modules_to_not_convert=("lm_head",))
+    config = variant.config()
+    assert HuggingFaceFP8.parse(config, "here") == variant
+    theirs = FineGrainedFP8Config(**config)
+    written = theirs.to_dict()
+    assert HuggingFaceFP8.parse(written, "here") == variant
+    assert written == {**written, **config}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_are_those_of_transformers(variant: HuggingFaceFP8) -> None:
+    stored = variant.linear()
+    linear = FP8Linear(
+        384,
+        256,
+        block_size=variant.block,
+        activation_scheme="static" if variant.static else "dynamic",
+        scale_fmt=variant.scale_format,
+    )
+    theirs = dict(linear.named_parameters())
+    names = stored.names("")
+    assert {name.removeprefix(".") for name in names.values()} == theirs.keys()
+    assert tuple(theirs["weight_scale_inv"].shape) == stored.stored_shape((256, 384))
+    if variant.block is not None:
+        assert theirs["weight_scale_inv"].dtype in stored.scale_dtypes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_config_of_layers(variant: HuggingFaceFP8) -> None:
+    layers = {"a": variant.linear(), "b.experts.down_proj": variant.experts()}
+    assert HuggingFaceFP8.of(layers, ["lm_head"]) == replace(variant, modules_to_not_convert=("lm_head",))
+
+
+def test_layers_without_a_config() -> None:
+    for stored in (layer_format("FP8_DYNAMIC"), ALGORITHMS["NVFP4"], layer_format("FP8")):
+        with pytest.raises(CheckpointError, match=f"Hugging Face FP8 has no form for {stored.scheme}"):
+            HuggingFaceFP8.of({"a": stored}, [])
+    static, dynamic = HuggingFaceFP8(static=True).linear(), HuggingFaceFP8().linear()
+    with pytest.raises(CheckpointError, match="one format for all layers, and these have dynamic 128x128, static 128"):
+        HuggingFaceFP8.of({"a": dynamic, "b": static}, [])
+
+
+def test_scales_that_are_powers_of_two_in_fp32() -> None:
+    """DeepSeek-V3.1 says ue8m0, and stores FP32."""
+    stored = parsed(scale_fmt="ue8m0").linear()
+    assert set(stored.scale_dtypes) == {torch.float8_e8m0fnu, torch.uint8, torch.float32}
+
+
+def test_other_names_of_scales() -> None:
+    names = [stored.names("a")["scale"] for stored in parsed().layer_formats("a")]
+    assert names == ["a.weight_scale_inv", "a.scale", "a.qscale_weight"]
+
+
+def test_experts() -> None:
+    formats = parsed(activation_scheme="static").layer_formats("model.layers.1.mlp.experts.gate_up_proj")
+    assert formats[0].names("x") == {"weight": "x", "scale": "x_scale_inv", "input scale": "x_activation_scale"}
+    alone = parsed().layer_formats("model.layers.1.mlp.experts.3.down_proj")
+    assert "x.weight" in {stored.names("x")["weight"] for stored in alone}
+    packed = parsed(expert_dtype="fp4")
+    assert packed.layer_formats("model.layers.1.mlp.experts.3.down_proj")[0].packed
+    assert packed.layer_formats("model.layers.1.mlp.experts.3.down_proj")[0].block == (1, 32)
+    assert not packed.layer_formats("model.layers.1.self_attn.q_proj")[0].packed
+
+
+def test_one_scale_per_tensor() -> None:
+    assert parsed(weight_block_size=None).linear().block == (WHOLE, WHOLE)
+
+
+SKIPPED = ["lm_head", "layers.1", r"model\.layers\.\d+\.mlp\.gate", "fc1", "model.layers.(2|3)"]
+NAMES = """
+    lm_head model.lm_head layers.1 layers.11.attn layers.1.attn model.layers.1.attn model.layers.0.mlp.gate
+    model.layers.0.mlp.gate_proj model.decoder.layers.2.fc1 model.decoder.fc12 model.layers.3.mlp model.layers.33.mlp
+"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_skipped_layers_are_those_that_transformers_skips(name: str) -> None:
+    assert converts(name, SKIPPED) == should_convert_module(name, SKIPPED)
+    assert bool(parsed(modules_to_not_convert=SKIPPED).layer_formats(name)) == converts(name, SKIPPED)
+    assert bool(parsed(ignored_layers=SKIPPED).layer_formats(name)) == converts(name, SKIPPED)
