@@ -1,4 +1,4 @@
-"""The ``fp8graph`` command: demo, explain, doctor and bench.
+"""The ``fp8graph`` command: demo, explain, inspect, doctor and bench.
 
 Exit codes: 0 success, 1 failure, 2 cannot run, 130 interrupted.
 """
@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     printed.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--html", type=Path, help="write the report as an HTML page too")
     explain.set_defaults(run=_explain)
+
+    inspect = commands.add_parser(
+        "inspect", help="show what is in an FP8 checkpoint: formats, layers, outliers, and what does not fit together"
+    )
+    inspect.add_argument("folder", type=Path, help="a folder with config.json and safetensors files")
+    inspect.add_argument("--json", action="store_true", help="print all of it as JSON, with a row per layer")
+    inspect.set_defaults(run=_inspect)
 
     doctor = commands.add_parser("doctor", help="show what is native, emulated or missing on this machine")
     doctor.set_defaults(run=_doctor)
@@ -191,6 +198,14 @@ def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
             f"cannot trace {type(model).__name__} with inputs made from its config ({reason}). "
             "Call fp8graph.explain(model, ...) with inputs of your own."
         ) from error
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from fp8graph.tools import inspect_checkpoint
+
+    found = inspect_checkpoint.inspected(options.folder)
+    print(json.dumps(found.to_dict(), indent=1) if options.json else inspect_checkpoint.text(found))
+    return 1 if found.problems else 0
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -34,7 +34,8 @@ def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
 
 def size_text(number: int) -> str:
     """A number of bytes as text for people."""
-    return f"{number / 2**10:.1f} KiB" if number < 2**20 else f"{number / 2**20:.1f} MiB"
+    unit, name = (2**10, "KiB") if number < 2**20 else (2**20, "MiB") if number < 2**30 else (2**30, "GiB")
+    return f"{number / unit:.1f} {name}"
 
 
 HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
@@ -46,7 +47,7 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     for gemm in gemms:
         a, b, out = gemm.dtypes
         key = (
-            _any_layer(gemm.name) or "(root)",
+            any_layer(gemm.name) or "(root)",
             gemm.op,
             gemm.gemm,
             f"{gemm.m} x {gemm.n} x {gemm.k}",
@@ -69,7 +70,7 @@ def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, 
     """One row per kind of collective, as in :func:`gemm_rows`."""
     groups: dict[tuple[str, ...], int] = {}
     for c in collectives:
-        tensor = _any_layer(c.tensor) or "(root)"
+        tensor = any_layer(c.tensor) or "(root)"
         key = (c.kind, c.direction, tensor, f"{c.dtype}{list(c.shape)}", str(c.ranks), str(c.bytes_sent), c.reason)
         groups[key] = groups.get(key, 0) + 1
     header = ("collective", "count", "direction", "tensor", "of each rank", "ranks", "bytes sent", "reason")
@@ -80,7 +81,7 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
     """One row per reason, with the sites that it holds for."""
     groups: dict[tuple[str, str], list[str]] = {}
     for refusal in refusals:
-        groups.setdefault((refusal.what, refusal.reason), []).append(_any_layer(refusal.fqn) or "(root)")
+        groups.setdefault((refusal.what, refusal.reason), []).append(any_layer(refusal.fqn) or "(root)")
     rows: list[tuple[str, ...]] = [("not done", "sites", "count", "reason")]
     for (what, reason), names in groups.items():
         sites = list(dict.fromkeys(names))
@@ -89,7 +90,7 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _any_layer(name: str) -> str:
+def any_layer(name: str) -> str:
     """A name with * in place of each number."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
 

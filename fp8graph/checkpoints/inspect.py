@@ -1,0 +1,182 @@
+"""What is in an FP8 checkpoint: formats, bytes, and which layers stand out. Reads one layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp8graph.checkpoints.checkpoint import Checkpoint
+from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat
+from fp8graph.checkpoints.weights import counts_of, scale_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSummary:
+    """One quantized layer.
+
+    ``scale_ratio``: its largest scale over its smallest; ``largest_scale`` includes the scale of the whole tensor.
+    ``saturated``, ``zero``: the shares of its numbers that are the largest of their type, or zero. ``nan``: how many
+    numbers and scales are not finite.
+    """
+
+    layer: str
+    scheme: str
+    shape: tuple[int, ...]
+    bytes: int
+    scale_ratio: float
+    largest_scale: float
+    saturated: float
+    zero: float
+    nan: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """A way in which layers are stored, and how many are. ``input``: how their inputs are to be quantized."""
+
+    name: str
+    layers: int
+    tile: str
+    scales: str
+    input: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What :func:`inspect` found.
+
+    ``dtypes``: (tensors, bytes) by safetensors' names. ``quantized_share``: of all numbers, how many are in FP8 or FP4.
+    ``high_precision``: the matrices that are not. ``problems``: what does not fit together; ``layers`` lacks those.
+    """
+
+    folder: str
+    format: str
+    files: int
+    bytes: int
+    dtypes: dict[str, tuple[int, int]]
+    schemes: list[Scheme]
+    quantized_share: float
+    layers: list[LayerSummary]
+    high_precision: list[str]
+    ignore: list[str]
+    kv_cache: object | None
+    problems: list[str]
+
+    def outliers(self, count: int = 5) -> list[LayerSummary]:
+        """The layers with the largest ratios of scales, and those with the largest shares of saturated numbers."""
+        broken = [one for one in self.layers if one.nan]
+        by_ratio = sorted(self.layers, key=lambda one: -one.scale_ratio)[:count]
+        by_share = sorted(self.layers, key=lambda one: -one.saturated)[:count]
+        return list({one.layer: one for one in (*broken, *by_ratio, *by_share)}.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: a ratio that is not finite is None."""
+        found = dataclasses.asdict(self)
+        for layer in found["layers"]:
+            layer |= {name: None for name, v in layer.items() if isinstance(v, float) and not math.isfinite(v)}
+        return found
+
+
+def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None = None) -> Inspection:
+    """Read a checkpoint, layer by layer.
+
+    Args:
+        folder: a folder with config.json and safetensors files.
+        progress: is called with the bytes of layers that were read, and of all.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
+    """
+    checkpoint = Checkpoint(folder)
+    tensors = checkpoint.shards.tensors
+    dtypes: dict[str, tuple[int, int]] = {}
+    for info in tensors.values():
+        count, size = dtypes.get(info.stored_as, (0, 0))
+        dtypes[info.stored_as] = count + 1, size + info.bytes
+    sizes = {layer: _bytes(checkpoint, layer) for layer in checkpoint.layers}
+    layers: list[LayerSummary] = []
+    done, quantized = 0, 0
+    for layer, stored in checkpoint.layers.items():
+        quantized += _numbers(checkpoint, layer)
+        if not any(stored.problems(layer, tensors)):
+            layers.append(_summary(checkpoint, layer, sizes[layer]))
+        done += sizes[layer]
+        if progress is not None:
+            progress(done, sum(sizes.values()))
+    others = sum(math.prod(tensors[name].shape) for name in checkpoint.others)
+    return Inspection(
+        folder=str(folder),
+        format=checkpoint.quantization.title,
+        files=len(checkpoint.shards.files),
+        bytes=sum(size for _, size in dtypes.values()),
+        dtypes=dict(sorted(dtypes.items(), key=lambda one: -one[1][1])),
+        schemes=_schemes(checkpoint),
+        quantized_share=quantized / (quantized + others) if quantized else 0.0,
+        layers=layers,
+        high_precision=[
+            name.removesuffix(".weight")
+            for name in checkpoint.others
+            if len(tensors[name].shape) > 1 and not tensors[name].stored_as.startswith("F8")
+        ],
+        ignore=list(checkpoint.quantization.ignore),
+        kv_cache=checkpoint.quantization.kv_cache,
+        problems=checkpoint.problems,
+    )
+
+
+def _bytes(checkpoint: Checkpoint, layer: str) -> int:
+    names = checkpoint.layers[layer].names(layer).values()
+    return sum(checkpoint.shards.tensors[name].bytes for name in names if name in checkpoint.shards)
+
+
+def _numbers(checkpoint: Checkpoint, layer: str) -> int:
+    stored = checkpoint.layers[layer]
+    return math.prod(checkpoint.shards.info(stored.names(layer)["weight"]).shape) * (1 + stored.packed)
+
+
+def _summary(checkpoint: Checkpoint, layer: str, size: int) -> LayerSummary:
+    weight = checkpoint.weight(layer)
+    counts, scales = counts_of(weight.data), weight.scales()
+    return LayerSummary(
+        layer=layer,
+        scheme=checkpoint.layers[layer].scheme,
+        shape=weight.shape,
+        bytes=size,
+        scale_ratio=scale_ratio(scales),
+        largest_scale=float(scales.abs().max()) if scales.numel() else 0.0,
+        saturated=counts.saturated / max(1, counts.numbers),
+        zero=counts.zero / max(1, counts.numbers),
+        nan=counts.nan + int((~scales.isfinite()).sum()),
+    )
+
+
+def _schemes(checkpoint: Checkpoint) -> list[Scheme]:
+    tensors, found = checkpoint.shards.tensors, Counter[tuple[LayerFormat, str]]()
+    for layer, stored in checkpoint.layers.items():
+        scale = tensors.get(stored.names(layer)["scale"])
+        found[stored, "missing" if scale is None else scale.stored_as] += 1
+    return [
+        Scheme(
+            name=stored.scheme,
+            layers=count,
+            tile=_tile_text(stored.block),
+            scales=scales,
+            input="high precision" if stored.activation is None else _input_text(stored.activation),
+        )
+        for (stored, scales), count in found.most_common()
+    ]
+
+
+def _input_text(activation: Activation) -> str:
+    words = {"dynamic": "dynamic", "static": "static", "local": "static and dynamic"}
+    return f"{words[activation.scale]}, {_tile_text(activation.block)}"
+
+
+def _tile_text(block: tuple[int, int]) -> str:
+    """Who shares a scale: "tensor", "row", "128x128"."""
+    return {(WHOLE, WHOLE): "tensor", (1, WHOLE): "row"}.get(block, f"{block[0]}x{block[1]}")
