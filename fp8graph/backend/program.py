@@ -67,7 +67,7 @@ class Program:
         return [variant.decided.view for variant in self._variants.values()]
 
     def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
-        """The weights whose copies this graph takes under the policy of now, and the bound names of their parameters."""
+        """The weights whose copies this graph takes under the policy of now, and their parameters' bound names."""
         for (situation, names), variant in self._variants.items():
             if names and situation.policy == self._situation().policy:
                 called = dict(zip(self._graph.positions, names, strict=True))

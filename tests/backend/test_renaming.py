@@ -21,7 +21,7 @@ def decided(policy: Policy) -> Decided:
     backend.bind(model)
     model[0].compile(backend=backend)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    (program,) = backend._programs
+    (program,) = backend.programs
     (variant,) = program._variants.values()
     return variant.decided
 

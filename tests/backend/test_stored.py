@@ -28,7 +28,7 @@ def found(recipe: str = "delayed") -> Stored:
     """Copies of joined weights, and pages."""
     backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
     torch.compile(MLP(128, 256), backend=backend)(torch.randn(16, 128, requires_grad=True))
-    ((program,),) = [list(backend._programs)]
+    ((program,),) = [list(backend.programs)]
     ((_, variant),) = program._variants.items()
     return Stored(view=variant.decided.view, findings=variant.findings)
 

@@ -51,7 +51,7 @@ def test_reasons_are_kept_beside_compiled_code(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(inductor, "inductor_cache_folder", lambda: tmp_path)
     backend = Backend(ALL, compiler="eager")
     torch.compile(Two(72), backend=backend)(x())
-    ((program,),) = [list(backend._programs)]
+    ((program,),) = [list(backend.programs)]
     ((_, variant),) = program._variants.items()
     assert len(variant.decided.view.refusals) == 2
     Stored(view=variant.decided.view, findings=variant.findings).write("key")

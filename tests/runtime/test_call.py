@@ -104,13 +104,13 @@ def test_prepared_calls_keep_nothing_alive() -> None:
     backend = eager_backend(ALL, cache_weights=True)
     run = torch.compile(model, backend=backend)
     run(torch.randn(16, 32))
-    assert any(p._prepared._calls for p in backend._programs)
+    assert any(p._prepared._calls for p in backend.programs)
     parameters = [weakref.ref(p) for p in model.parameters()]
     del model, run
     torch._dynamo.reset()
     gc.collect()
     assert [reference() for reference in parameters] == [None] * 3
-    assert not any(prepared._calls for prepared in (p._prepared for p in backend._programs))
+    assert not any(prepared._calls for prepared in (p._prepared for p in backend.programs))
 
 
 def test_memory_that_comes_back_to_its_address_is_not_taken_for_the_old_one() -> None:
