@@ -34,6 +34,7 @@ from fp8graph.recipes.rules import INHERIT, Rule
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
+from fp8graph.tools.export import export, quantized_state
 from fp8graph.version import __version__
 
 __all__ = [
@@ -68,9 +69,11 @@ __all__ = [
     "backend_of",
     "compile",
     "explain",
+    "export",
     "models",
     "numerics",
     "planning",
+    "quantized_state",
     "refresh_weights",
     "register_recipe",
     "supports",

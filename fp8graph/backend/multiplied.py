@@ -45,41 +45,56 @@ class Multiplied:
     flipped: bool = False
 
 
-def multiplied_by(backend: Backend, model: nn.Module) -> Iterator[Multiplied]:
-    """The weights that fprop multiplies in FP8, each once, in the order in which they were compiled."""
+def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> Iterator[Multiplied]:
+    """The weights that fprop multiplies in FP8, each once, in the order in which they were compiled.
+
+    ``data``: False: the tensors of the weights are fake ones, and nothing is computed.
+    """
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-    state = backend.state_dict()
+    state = dict(backend.state_dict())
     seen: set[str] = set()
     kept = [weight for program in backend.programs for weight in program.kept_weights()]
     for weight, names in kept:
         if "rowwise" not in weight.outputs or not all(name in parameters for name in names):
             continue
-        for made in _made(weight, names, parameters, dict(state)):
+        for made in _made(weight, names, parameters, state, data):
             if made.layer not in seen:
                 seen.add(made.layer)
                 yield made
 
 
 def _made(
-    weight: QuantizedWeight, names: Sequence[str], parameters: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    weight: QuantizedWeight,
+    names: Sequence[str],
+    parameters: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    data: bool,
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     asked = QuantizeNode(node).asked
     called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), names, strict=False))  # a page comes last
     sources = [_source(part, called) for part in asked.parts]
-    inputs = [parameters[name].detach() for name in names]
-    if weight.page is not None:
-        inputs.append(_page(weight.page, [layer for layer, _ in sources], state, inputs[0].device))
-    with torch.no_grad():
-        results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
-    made = dict(zip(weight.made, results, strict=True))
+    made = weight.made_outputs()
+    if data:
+        inputs = [parameters[name].detach() for name in names]
+        if weight.page is not None:
+            inputs.append(_page(weight.page, [layer for layer, _ in sources], state, inputs[0].device))
+        with torch.no_grad():
+            results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
+        made = dict(zip(weight.made, results, strict=True))
     scales: Tensor = made["scale_inv"] if "scale_inv" in made else made["rowwise_scale_inv"]
     kind, block, start = SCALINGS[asked.scaling], asked.block, 0
-    quantizer = Quantizer(dtype=asked.dtype, scaling=cast(Any, asked.scaling), block=cast(Any, tuple(block) or (0, 0)))
+    quantizer = Quantizer(
+        dtype=asked.dtype,
+        scaling=cast(Any, asked.scaling),
+        block=cast(Any, tuple(block) or Quantizer.block),
+        power_2_scale=asked.power_2_scale,
+        amax_epsilon=asked.amax_epsilon,
+    )
     for (layer, flipped), part in zip(sources, asked.parts, strict=True):
         rows, columns = value(part).shape
-        data, scale_inv = made["rowwise"][start : start + rows, : columns // kind.packed], scales
+        numbers, scale_inv = made["rowwise"][start : start + rows, : columns // kind.packed], scales
         if (grid := kind.scale_shape(rows, columns, block)) is not None:
             first = start * grid[0] // rows
             scale_inv = scales[first : first + grid[0], : grid[1]]
@@ -87,7 +102,7 @@ def _made(
         if layer:
             yield Multiplied(
                 layer=layer,
-                data=data.contiguous(),
+                data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
                 global_scale_inv=made.get("global_scale_inv"),

@@ -57,6 +57,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "match",
         "assign",
         "quantize",
+        "fold",
         "share",
         "gather_in_fp8",
         "fuse_linears",

@@ -1,0 +1,274 @@
+"""Write what was trained as an FP8 checkpoint: the bytes and scales that fprop multiplies, as an engine loads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fp8graph.backend import Backend, backend_of
+from fp8graph.backend.multiplied import Multiplied, multiplied_by
+from fp8graph.checkpoints import LayerFormat, QuantizedWeight, compressed_tensors, write_checkpoint
+from fp8graph.checkpoints.compressed_tensors import CompressedTensors
+from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
+from fp8graph.checkpoints.modelopt import ALGORITHMS, ModelOpt
+from fp8graph.checkpoints.quantization import Quantization
+from fp8graph.checkpoints.writing import SHARD_BYTES
+from fp8graph.compat.distributed import local
+from fp8graph.compat.wrappers import original_module
+from fp8graph.errors import CheckpointError, ConfigError
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import FP8_MAX
+from fp8graph.tools.calibration import input_amaxes
+
+_log = logging.getLogger("fp8graph")
+AUTO: Final = "auto"
+
+
+def _hugging_face(**settings: Any) -> LayerFormat:
+    return HuggingFaceFP8(**settings).linear()
+
+
+# By format, then by kind of scaling and tile: how the library that owns the format stores such a weight. Its GEMMs
+# quantize the input as the recipe does, or (static) with a scale from the checkpoint.
+_FORMATS: Final[Mapping[str, tuple[type[Quantization], Mapping[tuple[str, tuple[int, int]], LayerFormat]]]] = {
+    "fp8": (
+        HuggingFaceFP8,
+        {
+            ("block", (128, 128)): _hugging_face(block=(128, 128)),
+            ("block_e8m0", (128, 128)): _hugging_face(block=(128, 128), scale_format="ue8m0"),
+            ("tensor", (0, 0)): _hugging_face(block=None),
+        },
+    ),
+    "compressed-tensors": (
+        CompressedTensors,
+        {
+            ("row", (0, 0)): compressed_tensors.layer_format("FP8_DYNAMIC"),
+            ("block", (128, 128)): compressed_tensors.layer_format("FP8_BLOCK"),
+            ("tensor", (0, 0)): compressed_tensors.layer_format("FP8"),
+            ("delayed", (0, 0)): compressed_tensors.layer_format("FP8"),
+            ("mxfp8", (1, 32)): compressed_tensors.layer_format("MXFP8"),
+            ("nvfp4", (1, 16)): compressed_tensors.layer_format("NVFP4"),
+        },
+    ),
+    "modelopt": (
+        ModelOpt,
+        {
+            ("row", (0, 0)): ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"],
+            ("tensor", (0, 0)): ALGORITHMS["FP8"],
+            ("delayed", (0, 0)): ALGORITHMS["FP8"],
+            ("mxfp8", (1, 32)): ALGORITHMS["MXFP8"],
+            ("nvfp4", (1, 16)): ALGORITHMS["NVFP4"],
+        },
+    ),
+}
+FORMAT_NAMES: Final = tuple(_FORMATS)
+
+
+def export(
+    model: nn.Module,
+    folder: Path | str,
+    format: str = AUTO,  # noqa: A002  (the public name)
+    *,
+    calibration: Iterable[Any] | None = None,
+    copy_from: Path | str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Path:
+    """Write a compiled model as an FP8 checkpoint that vLLM, SGLang and transformers load.
+
+    The bytes and scales are those that the next forward multiplies. Linears that run in high precision are written so,
+    and listed in the config. The folder is there whole or not at all.
+
+    Args:
+        model: compiled with fp8graph, and called at least once. Merge adapters before.
+        folder: must not exist.
+        format: "fp8" (Hugging Face and DeepSeek, 128x128 tiles or one scale), "compressed-tensors", "modelopt", or
+            "auto": the first of these that has a form for every layer's recipe.
+        calibration: batches (a tensor, a tuple of arguments, or a dict of keyword arguments) that the model is called
+            with in eager, for the static scales of inputs that "nvfp4" and "tensorwise" need in some formats. Delayed
+            scaling has them.
+        copy_from: a folder whose other files (tokenizer, generation config, license) are copied as they are; None: that
+            of ``model.config``, if it is on this machine.
+        max_shard_bytes, overwrite, progress: see :func:`fp8graph.checkpoints.write_checkpoint`.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, or is sharded.
+        CheckpointError: no format has a form for its recipes, or the folder cannot be written.
+    """
+    plan = _Plan(model, format, calibration)
+    config = getattr(plan.model, "config", None)
+    source = copy_from if copy_from is not None else _folder_of(config)
+    return write_checkpoint(
+        folder,
+        layers=plan.layers(),
+        others=plan.others(),
+        quantization=plan.quantization,
+        ignore=plan.ignore(),
+        config=_written(config, plan.model),
+        copy_from=source,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    )
+
+
+def quantized_state(
+    model: nn.Module,
+    format: str = AUTO,  # noqa: A002
+    *,
+    calibration: Iterable[Any] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """``(name, tensor)`` of all that :func:`export` writes, one layer after the other and without a disk.
+
+    For weight updates of an inference engine during training. Same arguments and errors as :func:`export`.
+    """
+    plan = _Plan(model, format, calibration)
+    for layer, stored, weight in plan.layers():
+        yield from stored.write(layer, weight)
+    yield from plan.others()
+
+
+class _Plan:
+    """Which tensors are written how."""
+
+    def __init__(self, model: nn.Module, name: str, calibration: Iterable[Any] | None) -> None:
+        self.model = original_module(model)
+        self._backend: Backend = backend_of(model)
+        sharded = next((n for n, p in self.model.named_parameters() if local(p) is not p), None)
+        if sharded is not None:
+            raise ConfigError(f"{sharded} is sharded: gather the model on one rank before it is exported.")
+        owners: dict[int, set[str]] = {}
+        for parameter, tensor in self.model.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(tensor), set()).add(parameter.rpartition(".")[0])
+        self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
+        found = {weight.layer: weight for weight in multiplied_by(self._backend, self.model, data=False)}
+        if not found:
+            raise ConfigError(
+                f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. Compile it "
+                "with fp8graph.compile(model), call it once, and print fp8graph.backend_of(model).report."
+            )
+        kept = {layer: reason for layer, weight in found.items() if (reason := self._why_kept(weight))}
+        for layer, reason in kept.items():
+            _log.warning("%s is exported in high precision: %s", layer, reason)
+        self._kinds = {layer: _kind(weight) for layer, weight in found.items() if layer not in kept}
+        if not self._kinds:
+            raise ConfigError(
+                f"no linear of {type(self.model).__name__} can be written in FP8: see the warnings above."
+            )
+        self._amaxes = input_amaxes(self.model, self._kinds, calibration) if calibration is not None else {}
+        inputs = {layer for layer, weight in found.items() if weight.input_scale_inv is not None} | self._amaxes.keys()
+        self.quantization, self._forms = _chosen(name, self._kinds, inputs)
+
+    def _why_kept(self, weight: Multiplied) -> str:
+        if weight.flipped:
+            return "its weight is [K, N] (Conv1D), and no format has such layers"
+        if weight.layer in self._tied:
+            return "another layer has the same weight, in high precision"
+        if not isinstance(self.model.get_submodule(weight.layer), nn.Linear):
+            return f"no format has a {type(self.model.get_submodule(weight.layer)).__name__}"
+        return ""
+
+    def layers(self) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
+        for weight in multiplied_by(self._backend, self.model):
+            if weight.layer in self._kinds:
+                stored = self._forms[self._kinds[weight.layer]]
+                yield weight.layer, stored, self._stored(weight, stored)
+
+    def _stored(self, weight: Multiplied, stored: LayerFormat) -> QuantizedWeight:
+        """The weight in the words of checkpoints."""
+        rows, columns = weight.data.shape[0], weight.data.shape[1] * SCALINGS[weight.quantizer.scaling].packed
+        tile = stored.tile((rows, columns))
+        scales = weight.scale_inv
+        if scales.ndim == 2 and (repeats := weight.quantizer.block[0] // tile[0]) > 1:  # 16x16 tiles as 1x16
+            scales = scales.repeat_interleave(repeats, 0)[:rows]
+        static = stored.activation is not None and stored.activation.scale != "dynamic"
+        input_scale = weight.input_scale_inv
+        if static and input_scale is None:
+            largest = weight.quantizer.fp8_max * (FP8_MAX[torch.float8_e4m3fn] if stored.packed else 1.0)
+            input_scale = self._amaxes[weight.layer] / largest
+        return QuantizedWeight(
+            data=weight.data,
+            scale_inv=scales.reshape(stored.grid((rows, columns))),
+            block=tile,
+            global_scale_inv=weight.global_scale_inv,
+            input_scale_inv=input_scale if static else None,
+        )
+
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """All other tensors of the model's state dict; of tied ones, the first."""
+        written = {f"{layer}.weight" for layer in self._kinds}
+        seen: set[tuple[Any, ...]] = set()
+        for name, tensor in self.model.state_dict().items():
+            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            if name not in written and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
+                seen.add(key)
+                yield name, tensor
+
+    def ignore(self) -> list[str]:
+        """The linears that are written in high precision."""
+        modules = self.model.named_modules()
+        return [name for name, module in modules if isinstance(module, nn.Linear) and name not in self._kinds]
+
+
+def _kind(weight: Multiplied) -> tuple[str, tuple[int, int]]:
+    rows, columns = weight.quantizer.block
+    return weight.quantizer.scaling, (1 if SCALINGS[weight.quantizer.scaling].packed > 1 else rows, columns)
+
+
+def _chosen(
+    name: str, kinds: Mapping[str, tuple[str, tuple[int, int]]], inputs: Collection[str]
+) -> tuple[type[Quantization], dict[tuple[str, tuple[int, int]], LayerFormat]]:
+    """The format, and how it stores each kind of weight.
+
+    ``inputs``: the layers of whose input a static scale is known.
+    """
+    if name not in (*FORMAT_NAMES, AUTO):
+        raise ConfigError(f"format must be one of {', '.join((AUTO, *FORMAT_NAMES))}, not {name!r}.")
+    problems: list[str] = []
+    for title in FORMAT_NAMES if name == AUTO else (name,):
+        quantization, forms = _FORMATS[title]
+        problem = next((p for layer, kind in kinds.items() if (p := _why_not(layer, kind, forms, inputs))), None)
+        if problem is None and quantization is HuggingFaceFP8 and len(set(kinds.values())) > 1:
+            problem = "it has one form for all layers, and these have several"
+        if problem is None:
+            return quantization, {kind: forms[kind] for kind in kinds.values()}
+        problems.append(f"{title}: {problem}")
+    raise CheckpointError("the model cannot be written: " + "; ".join(problems) + ".")
+
+
+def _why_not(
+    layer: str, kind: tuple[str, tuple[int, int]], forms: Mapping[Any, LayerFormat], inputs: Collection[str]
+) -> str | None:
+    scaling, (rows, columns) = kind
+    if kind not in forms:
+        tiles = f" with {rows}x{columns} tiles" if columns else ""
+        return f"{layer} is quantized as {scaling!r}{tiles}, for which it has no form"
+    activation = forms[kind].activation
+    if activation is not None and activation.scale != "dynamic" and layer not in inputs:
+        return f"it stores a static scale of the input of {layer}: give calibration=[batch, ...]"
+    return None
+
+
+def _folder_of(config: Any) -> Path | None:
+    """The folder that a model was loaded from, if it is one on this machine."""
+    path = getattr(config, "_name_or_path", "")
+    return Path(path) if path and Path(path).is_dir() else None
+
+
+def _written(config: Any, model: nn.Module) -> dict[str, Any] | None:
+    """The model's config as transformers writes it; None for other models."""
+    if not hasattr(config, "to_diff_dict"):
+        return None
+    values = json.loads(config.to_json_string(use_diff=True))
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return {"architectures": [type(model).__name__], "dtype": dtype, **values}
