@@ -174,6 +174,7 @@ class Program:
             known.append(variant := self._compiler.variant(situation, names, inputs))
             announce(variant.decided.view)
         self._variants[situation, names] = variant
+        self._shared.names.note_graph(names, bound=bool(names or not self._graph.positions))
         self._taken.append(variant.findings)
         self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:

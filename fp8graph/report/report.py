@@ -18,7 +18,7 @@ from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
-from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, refusal_rows, size_text, summary
+from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, refusal_rows, sites, size_text, summary
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -78,6 +78,7 @@ class Report:
     identities: frozenset[str]  # of the policy, as it is for each family of models
     eager_frames: list[str] = field(default_factory=list[str])  # frames that fell back to eager, and why
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
+    in_no_graph: list[str] = field(default_factory=list[str])  # layers not called yet, or run in eager
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
     forgotten: int = 0  # graphs that are gone with their models and no longer listed
     pass_seconds: float = 0.0  # the time that fp8graph's own passes took
@@ -144,6 +145,7 @@ class Report:
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
             "skipped_frames": self.skipped_frames,
+            "in_no_graph": self.in_no_graph,
             "unused_state": self.unused_state,
             "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
             "weights": self.weights,
@@ -215,6 +217,8 @@ class Report:
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"runs in eager, with its own matmuls in high precision: {frame}" for frame in self.skipped_frames]
+        if self.graphs and self.in_no_graph:
+            lines.append(f"in no graph (not called yet, or run in eager): {sites(self.in_no_graph)}")
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
 

@@ -81,13 +81,17 @@ def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:
     """One row per reason, with the sites that it holds for."""
     groups: dict[tuple[str, str], list[str]] = {}
     for refusal in refusals:
-        groups.setdefault((refusal.what, refusal.reason), []).append(any_layer(refusal.fqn) or "(root)")
+        groups.setdefault((refusal.what, refusal.reason), []).append(refusal.fqn)
     rows: list[tuple[str, ...]] = [("not done", "sites", "count", "reason")]
     for (what, reason), names in groups.items():
-        sites = list(dict.fromkeys(names))
-        some = ", ".join(sites[:4]) + (", ..." if len(sites) > 4 else "")
-        rows.append((what, some, str(len(names)), reason))
+        rows.append((what, sites(names), str(len(names)), reason))
     return rows
+
+
+def sites(names: Iterable[str]) -> str:
+    """The first names, as in :func:`gemm_rows`."""
+    known = list(dict.fromkeys(any_layer(name) or "(root)" for name in names))
+    return ", ".join(known[:4]) + (", ..." if len(known) > 4 else "")
 
 
 def any_layer(name: str) -> str:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
+from typing import Final
 
 import torch
+from torch import nn
 
 from fp8graph.compat import fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.runtime.call import Epoch
+
+# modules whose parameters of several dims are looked up or convolved
+_NO_LINEARS: Final = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
 
 
 class Names:
@@ -22,6 +28,7 @@ class Names:
         self._epoch = epoch
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
         self._models: dict[weakref.ref[torch.nn.Module], str] = {}  # and their names
+        self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
     def __bool__(self) -> bool:
         return bool(self._names or self._models)
@@ -60,12 +67,32 @@ class Names:
             known = ((reference(), name) for reference, name in list(self._names.values()) if name)
             return next((n for real, n in known if real is not None and fakes.is_fake_of(parameter, real)), "")
         if not self._has(parameter):
-            for reference, name in list(self._models.items()):
-                if (model := reference()) is not None:
-                    self._learn(model, name)
+            for model, name in self._bound():
+                self._learn(model, name)
             if not self._has(parameter):
                 self._keep(parameter, "")  # none was found: do not search again
         return self._names[id(parameter)][1]
+
+    def note_graph(self, names: Iterable[str], *, bound: bool) -> None:
+        """Remember that a graph has parameters of these names; not ``bound``: its parameters had no names yet."""
+        self._in_graphs = {*self._in_graphs, *names} if bound and self._in_graphs is not None else None
+
+    def in_no_graph(self) -> list[str]:
+        """The layers of bound models whose matrices no graph has taken: not called yet, or run in eager."""
+        if self._in_graphs is None:
+            return []
+        layers: dict[str, None] = {}
+        for model, name in self._bound():
+            for prefix, module in model.named_modules(prefix=name):
+                if not isinstance(module, _NO_LINEARS):
+                    for own, parameter in module.named_parameters(recurse=False):
+                        fqn = wrappers.name_in_original(f"{prefix}.{own}" if prefix else own)
+                        if parameter.ndim in (2, 3) and not {fqn, self.get(parameter)} & self._in_graphs:
+                            layers[fqn.rpartition(".")[0] or fqn] = None
+        return list(layers)
+
+    def _bound(self) -> list[tuple[nn.Module, str]]:
+        return [(model, name) for reference, name in self._models.items() if (model := reference()) is not None]
 
     def _has(self, parameter: torch.Tensor) -> bool:
         reference, _ = self._names.get(id(parameter), (None, ""))
