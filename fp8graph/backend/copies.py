@@ -15,11 +15,15 @@ from typing import Any, Final
 from torch import nn
 
 from fp8graph.backend.backend import Backend
-from fp8graph.compat import wrappers
+from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
 _EXPORTED: Final = "%s is exported as it was written, in high precision: torch.export leaves compiled code out."
+_WITHIN: Final = (
+    "%s is compiled again, by torch.compile(backend=%s), and runs in high precision there: the outer compilation "
+    "decides. Leave it out: fp8graph.compile has compiled the model in place."
+)
 _log = logging.getLogger("fp8graph")
 
 
@@ -47,7 +51,22 @@ def check_compiled(backend: Backend, model: str) -> None:
     graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
     because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
     lines = [f"{model} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
-    text = "\n  ".join(lines)
+    _say(backend, "\n  ".join(lines))
+
+
+def check_within(backend: Backend, model: str) -> None:
+    """While Dynamo traces ``model`` (a class) for another ``torch.compile`` call: warn if its backend is no fp8graph.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    outer = dynamo.backend_of_frame()
+    if wrappers.fp8graph_backends(outer) is None:
+        name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", outer)
+        _say(backend, _WITHIN % (model, name))
+
+
+def _say(backend: Backend, text: str) -> None:
     if backend.settings.strict:
         raise Fp8CoverageError(f"strict mode: {text}")
     _log.warning("%s", text)
@@ -78,8 +97,12 @@ class Compiled:
             backend.names.bind_later(module)
         if arguments is not None:
             name = type(module).__name__
-            first, export = lambda: check_compiled(backend, name), lambda: _log.warning(_EXPORTED, name)
-            wrappers.compile_in_place(module, first, export, backend=backend, **arguments)
+            wrappers.compile_in_place(
+                *(module, lambda: check_compiled(backend, name)),
+                *(lambda: _log.warning(_EXPORTED, name), lambda: check_within(backend, name)),
+                backend=backend,
+                **arguments,
+            )
         return Compiled(module, backend, arguments, named)
 
     def _holds(self) -> bool:

@@ -183,6 +183,11 @@ def modules_on_stack() -> list[torch.nn.Module]:
     return list(dict.fromkeys(original_module(owner) for owner in reversed(found)))
 
 
+def backend_of_frame() -> Any:
+    """The backend for which Dynamo is tracing a frame."""
+    return innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+
+
 def register_backend(backend: Any, name: str) -> None:
     """Let ``torch.compile`` find ``backend`` by name in a bare checkout, which lacks an installation's entry point."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):

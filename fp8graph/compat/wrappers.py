@@ -11,7 +11,11 @@ from torch._dynamo.external_utils import wrap_inline
 
 
 def compile_in_place(
-    module: torch.nn.Module, after_first_call: Callable[[], None], at_export: Callable[[], None], **kwargs: Any
+    module: torch.nn.Module,
+    after_first_call: Callable[[], None],
+    at_export: Callable[[], None],
+    within: Callable[[], None],
+    **kwargs: Any,
 ) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
 
@@ -22,6 +26,7 @@ def compile_in_place(
     Args:
         after_first_call: called once, when the module has been called.
         at_export: called when ``torch.export`` traces the module, which leaves compiled code out.
+        within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
     """
     function: Any = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
@@ -29,13 +34,15 @@ def compile_in_place(
         function.__code__ = function.__code__.replace()  # a copy
     call = torch.compile(function, **kwargs)
     first = True
+    within = torch.compiler.assume_constant_result(within)  # Dynamo calls it, and does not trace it
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
         result = call(*args, **kwargs)
-        if torch.compiler.is_compiling():  # this is a part of a larger graph
-            if torch.compiler.is_exporting():
-                at_export()
+        if torch.compiler.is_exporting():
+            at_export()
+        elif torch.compiler.is_compiling():  # this is a part of a larger graph
+            within()
         elif first:
             first = False
             after_first_call()

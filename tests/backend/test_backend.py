@@ -366,3 +366,22 @@ def test_an_export_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFi
         exported = torch.export.export(model, (x,))
     assert "MLP is exported as it was written, in high precision" in caplog.text
     assert "scaled_mm" not in str(exported.graph)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_compiled_model_that_another_backend_compiles_again_says_so(
+    strict: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch._dynamo.reset()
+    model = fp8graph.compile(MLP(), ALL, compiler="eager", strict=strict)
+    torch.compile(model, backend=eager_backend())(torch.randn(16, 32))
+    assert "again" not in caplog.text  # in FP8
+    again = torch.compile(model, backend="aot_eager")
+    if strict:
+        with pytest.raises(
+            Exception, match=r"strict mode: MLP is compiled again, by torch.compile\(backend=aot_eager\)"
+        ):
+            again(torch.randn(16, 32))
+        return
+    again(torch.randn(16, 32))
+    assert "MLP is compiled again, by torch.compile(backend=aot_eager), and runs in high precision there" in caplog.text

@@ -79,6 +79,13 @@ def test_a_model_that_is_compiled_no_more_has_plain_copies() -> None:
                 fp8graph.backend_of(copied)
 
 
+def test_a_shallow_copy_is_not_compiled() -> None:
+    """torch drops the compiled code, and calls nothing of the model that could bring it back."""
+    model = fp8graph.compile(MLP(), ALL, compiler="eager")
+    with pytest.raises(fp8graph.ConfigError, match="MLP was not compiled with the fp8graph backend"):
+        fp8graph.backend_of(copy.copy(model))
+
+
 def test_explain_traces_a_compiled_model_and_leaves_it() -> None:
     model = MLP()
     fp8graph.compile(model, ALL, compiler="eager")

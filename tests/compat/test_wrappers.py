@@ -34,7 +34,7 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     elif kind == "function":
         model = torch.compile(lambda x: x, backend=backend)
     else:
-        wrappers.compile_in_place(model, lambda: None, lambda: None, backend=backend)
+        wrappers.compile_in_place(model, lambda: None, lambda: None, lambda: None, backend=backend)
     assert wrappers.fp8graph_backends(wrappers.orig_backend(model)) is backend
 
 
@@ -53,7 +53,9 @@ def test_compiling_in_place_can_be_undone() -> None:
         return module.forward
 
     linear = nn.Linear(4, 4)
-    wrappers.compile_in_place(linear, lambda: seen.append(2), lambda: seen.append(3), backend=backend)
+    wrappers.compile_in_place(
+        linear, lambda: seen.append(2), lambda: seen.append(3), lambda: seen.append(4), backend=backend
+    )
     for _ in range(3):
         linear(torch.ones(2, 4))
     assert seen == [1, 2]
@@ -61,6 +63,17 @@ def test_compiling_in_place_can_be_undone() -> None:
     assert seen == [1, 2, 3]
     wrappers.undo_compile_in_place(linear)
     assert wrappers.orig_backend(linear) is None
+
+
+def test_a_compilation_around_one_in_place() -> None:
+    """Dynamo calls the note, without tracing it; it does not look at torch.nn's classes and at inner modules."""
+    for model, inside, noted in ((MLP(), False, True), (MLP(), True, False), (nn.Linear(32, 32), False, False)):
+        torch._dynamo.reset()
+        seen: list[int] = []
+        wrappers.compile_in_place(model, lambda: None, lambda: None, lambda seen=seen: seen.append(1), backend="eager")
+        outer = nn.Sequential(model) if inside else model
+        torch.compile(outer, backend="eager")(torch.ones(2, 32))
+        assert bool(seen) == noted
 
 
 def test_what_is_held_lives_as_long_as_its_owner_and_is_not_copied() -> None:
