@@ -44,8 +44,14 @@ class GraphView:
         By position, or by names made of them: ``L['fn']._modules['up']._parameters['weight']`` is ``up_weight``.
         """
         if self.load_module is None:
-            raise ValueError(f"graph {self.name!r} has text but no module: its model is gone, or it is from a file")
+            raise ValueError(
+                f"graph {self.name!r} has text but no module: its model is gone, or it is from a file or a pickle"
+            )
         return self.load_module()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: the text, without the module."""
+        return vars(self) | {"load_module": None}
 
     def __repr__(self) -> str:
         return f"<GraphView {self.name!r}: {summary(self.gemms)}>"
@@ -157,6 +163,10 @@ class Report:
             return self.policy.to_dict()
         except UnsupportedRecipeError:  # a recipe with functions cannot be read back
             return self.policy.identity()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled and copied: the rows and texts, without kernels that were not generated yet."""
+        return vars(self) | {"load_kernels": None}
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained HTML page: the table and every graph's text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,16 @@ def test_reports_survive_json_and_become_html(tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert "<td>down</td>" in page
     assert "fp8graph.quantize(" in page
+
+
+def test_a_report_can_be_pickled() -> None:
+    """A process that trains sends it to one that watches. Its text survives, the modules do not."""
+    report = fp8graph.explain(MLP(), torch.randn(16, 32))
+    loaded = pickle.loads(pickle.dumps(report))
+    assert str(loaded) == str(report)
+    assert loaded.to_dict() == report.to_dict()
+    with pytest.raises(ValueError, match="has text but no module"):
+        _ = loaded.graphs[0].module
 
 
 def test_stages_are_the_text_after_each_pass() -> None:
