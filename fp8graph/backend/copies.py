@@ -10,7 +10,7 @@ import logging
 import pickle
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -39,8 +39,8 @@ def compile_in_place(
     module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
 
 
-def check_compiled(backend: Backend, model: str) -> None:
-    """After the first call of ``model`` (a class): warn if no GEMM of it was compiled.
+def check_compiled(backend: Backend, model: nn.Module) -> None:
+    """After the first call of ``model``: warn if no GEMM of it was compiled.
 
     Raises:
         Fp8CoverageError: in strict mode.
@@ -50,7 +50,8 @@ def check_compiled(backend: Backend, model: str) -> None:
         return
     graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
     because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
-    lines = [f"{model} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
+    because += dynamo.switched_off(model)
+    lines = [f"{type(model).__name__} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
     _say(backend, "\n  ".join(lines))
 
 
@@ -96,9 +97,9 @@ class Compiled:
         if named:
             backend.names.bind_later(module)
         if arguments is not None:
-            name = type(module).__name__
+            name, this = type(module).__name__, weakref.ref(module)
             wrappers.compile_in_place(
-                *(module, lambda: check_compiled(backend, name)),
+                *(module, lambda: check_compiled(backend, cast(nn.Module, this()))),
                 *(lambda: _log.warning(_EXPORTED, name), lambda: check_within(backend, name)),
                 backend=backend,
                 **arguments,

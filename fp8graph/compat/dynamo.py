@@ -103,11 +103,23 @@ def skipped_frames(since: int) -> list[str]:
     """
     found: list[str] = []
     for metrics in get_compilation_metrics():
-        if metrics.fail_type == "Unsupported" and (metrics.start_time_us or 0) >= since:
+        at_limit = "recompile limit" in (metrics.fail_reason or "")  # in the report by on_recompile_limit
+        if metrics.fail_type == "Unsupported" and not at_limit and (metrics.start_time_us or 0) >= since:
             name = re.sub(r"^torch_dynamo_resume_in_(\w+)_at_\d+$", r"\1", metrics.co_name or "")
             place = f"{Path(metrics.co_filename or '').name}:{metrics.co_firstlineno}"
             found.append(f"{name} ({place}): {(metrics.fail_reason or '').splitlines()[0].rstrip('.')}")
     return list(dict.fromkeys(found))
+
+
+def switched_off(model: torch.nn.Module) -> Iterator[str]:
+    """Settings of Dynamo that keep it from tracing ``model``, and what they are called."""
+    config: Any = torch._dynamo.config
+    if config.disable:
+        yield "torch.compile is off (TORCHDYNAMO_DISABLE=1, or torch._dynamo.config.disable)"
+    if cast(Any, torch._dynamo).eval_frame._stance.stance == "force_eager":
+        yield 'torch.compiler.set_stance("force_eager") is in force'
+    if not config.allow_rnn and any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
+        yield "Dynamo traces nn.RNN, nn.GRU and nn.LSTM only if torch._dynamo.config.allow_rnn is True"
 
 
 def on_recompile_limit(owner: object, callback: Callable[[Any, str], None]) -> None:

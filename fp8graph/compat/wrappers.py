@@ -25,7 +25,7 @@ def compile_in_place(
 
     Args:
         after_first_call: called once, when the module has been called.
-        at_export: called when ``torch.export`` traces the module, which leaves compiled code out.
+        at_export: called when ``torch.export`` runs the module, which leaves compiled code out.
         within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
     """
     function: Any = module._call_impl
@@ -39,10 +39,10 @@ def compile_in_place(
     def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal first
         result = call(*args, **kwargs)
-        if torch.compiler.is_exporting():
-            at_export()
-        elif torch.compiler.is_compiling():  # this is a part of a larger graph
+        if torch.compiler.is_dynamo_compiling():  # this is a part of a larger graph
             within()
+        elif torch.compiler.is_exporting():  # asked second: to Dynamo of torch 2.11 every trace is an export
+            at_export()
         elif first:
             first = False
             after_first_call()

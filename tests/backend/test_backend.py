@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -358,6 +359,26 @@ def test_a_call_inside_other_compiled_code_is_not_asked_what_it_compiled(caplog:
     assert fp8graph.backend_of(model) is not fp8graph.backend_of(step)
 
 
+@pytest.mark.parametrize("switch", ["stance", "config", "recurrent"])
+def test_a_switch_that_keeps_dynamo_from_compiling_is_named(switch: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    off = {
+        "stance": lambda: torch.compiler.set_stance("force_eager"),
+        "config": lambda: cast(Any, torch._dynamo).config.patch(disable=True),
+        "recurrent": contextlib.nullcontext,
+    }[switch]
+    model: Any = nn.GRU(32, 32) if switch == "recurrent" else MLP()
+    fp8graph.compile(model, ALL, compiler="eager")
+    with off():
+        model(torch.randn(16, 32))
+    names = {
+        "stance": 'torch.compiler.set_stance("force_eager") is in force',
+        "config": "torch.compile is off (TORCHDYNAMO_DISABLE=1, or torch._dynamo.config.disable)",
+        "recurrent": "Dynamo traces nn.RNN, nn.GRU and nn.LSTM only if torch._dynamo.config.allow_rnn is True",
+    }
+    assert names[switch] in caplog.text
+
+
 def test_an_export_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFixture) -> None:
     model, x = MLP(), torch.randn(16, 32)
     fp8graph.compile(model, ALL, compiler="eager")
@@ -366,6 +387,9 @@ def test_an_export_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFi
         exported = torch.export.export(model, (x,))
     assert "MLP is exported as it was written, in high precision" in caplog.text
     assert "scaled_mm" not in str(exported.graph)
+    caplog.clear()
+    torch.export.export(model, (x,), strict=True)  # Dynamo traces it inside a module of its own
+    assert "is exported" not in caplog.text
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -375,7 +399,7 @@ def test_a_compiled_model_that_another_backend_compiles_again_says_so(
     torch._dynamo.reset()
     model = fp8graph.compile(MLP(), ALL, compiler="eager", strict=strict)
     torch.compile(model, backend=eager_backend())(torch.randn(16, 32))
-    assert "again" not in caplog.text  # in FP8
+    assert not re.search("again|exported", caplog.text)  # in FP8
     again = torch.compile(model, backend="aot_eager")
     if strict:
         with pytest.raises(

@@ -119,6 +119,7 @@ def test_without_strict_mode_the_report_says_what_met_the_recompile_limit() -> N
         compiled(torch.ones(4, 16), factor)
     (frame,) = backend.report.eager_frames
     assert "recompile limit is exceeded; new shapes or values run in eager" in frame
+    assert backend.report.skipped_frames == []  # said once
     for n in range(70):  # more than Dynamo's metrics remember
         torch._dynamo.reset()
         other: Any = torch.compile(lambda x, n: x * n, backend="eager")
