@@ -3,7 +3,8 @@
 A linear layer ``X`` has ``X.weight`` [n, k] in E4M3 and ``X.weight_scale_inv``, which multiplies: one number for each
 tile of ``weight_block_size``, or one for the tensor. ``scale_fmt: "ue8m0"``: powers of two, as E8M0 (or its bytes in
 uint8), or in FP32 (DeepSeek-V3.1). Static activations have one scale, ``X.activation_scale``: x = q * scale.
-Fused experts [experts, n, k] have no ``.weight``: ``gate_up_proj``, ``gate_up_proj_scale_inv``.
+Fused experts [experts, n, k] have no ``.weight``: ``gate_up_proj``, ``gate_up_proj_scale_inv``. transformers saves
+their weights one by one, ``experts.0.gate_proj.weight``, and their scales as they are.
 
 ``dequantize`` is the arithmetic of transformers' ``Fp8Dequantize``.
 """
@@ -17,7 +18,7 @@ from typing import Any, ClassVar, Final, Self, cast
 
 import torch
 
-from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Suffixes
+from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Part, Suffixes
 from fp8graph.checkpoints.quantization import Fields, Quantization, is_names, is_pair
 from fp8graph.errors import CheckpointError
 
@@ -71,7 +72,9 @@ class HuggingFaceFP8(Quantization):
 
     @classmethod
     def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
-        linears = {replace(stored, suffixes=_LINEAR, least_rows=1, scale_dims=2) for stored in layers.values()}
+        linears = {
+            replace(stored, suffixes=_LINEAR, least_rows=1, scale_dims=2, part=None) for stored in layers.values()
+        }
         if not linears:
             return cls(modules_to_not_convert=tuple(ignore))
         first, *more = sorted(linears, key=lambda stored: stored.scheme)
@@ -114,13 +117,15 @@ class HuggingFaceFP8(Quantization):
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         if not converts(layer, self.modules_to_not_convert):
             return ()
-        if layer.rpartition(".")[2] in FUSED and ".experts." in layer:
+        if layer.rpartition(".")[2] in FUSED and layer.split(".")[-2:-1] == ["experts"]:
             # the two halves of gate_up_proj never share a scale
             experts = replace(self.experts(), least_rows=2 if layer.endswith("gate_up_proj") else 1)
             linears = (experts, self.experts(), self.linear())
         else:
             others = [replace(o, input_scale=o.input_scale if self.static else None) for o in _OTHERS]
             linears = (self.linear(), *(replace(self.linear(), suffixes=other) for other in others))
+            if (part := _among_experts(layer)) is not None:
+                linears = (*linears, replace(self.linear(), part=part))
         if self.packed_experts and ".experts." in layer:  # DeepSeek-V4: MXFP4
             packed = {"scheme": "fp4 1x32", "packed": True, "block": (1, 32), "scale_dtypes": E8M0, "scale_dims": 2}
             return tuple(replace(linear, **packed) for linear in linears)
@@ -134,6 +139,17 @@ class HuggingFaceFP8(Quantization):
             "scale_fmt": self.scale_format,
             "weight_block_size": None if self.block is None else list(self.block),
         }
+
+
+def _among_experts(layer: str) -> Part | None:
+    """Where the scales of one expert are among those of all."""
+    found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
+    if found is None:
+        return None
+    experts, expert, which = found.groups()
+    fused = "down_proj" if which == "down" else "gate_up_proj"
+    half = {"gate": 0, "up": 1, "down": None}[which]
+    return Part(tensor=f"{experts}.{fused}{_EXPERTS.scale}", expert=int(expert), half=half)
 
 
 def are_patterns(value: object) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,9 @@ def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None =
 
 
 def _bytes(checkpoint: Checkpoint, layer: str) -> int:
-    names = checkpoint.layers[layer].names(layer).values()
-    return sum(checkpoint.shards.tensors[name].bytes for name in names if name in checkpoint.shards)
+    stored = checkpoint.layers[layer]
+    names = {what: name for what, name in stored.names(layer).items() if what != "scale" or stored.part is None}
+    return sum(checkpoint.shards.tensors[name].bytes for name in names.values() if name in checkpoint.shards)
 
 
 def _numbers(checkpoint: Checkpoint, layer: str) -> int:
@@ -159,7 +160,7 @@ def _schemes(checkpoint: Checkpoint) -> list[Scheme]:
     tensors, found = checkpoint.shards.tensors, Counter[tuple[LayerFormat, str]]()
     for layer, stored in checkpoint.layers.items():
         scale = tensors.get(stored.names(layer)["scale"])
-        found[stored, "missing" if scale is None else scale.stored_as] += 1
+        found[replace(stored, part=None), "missing" if scale is None else scale.stored_as] += 1
     return [
         Scheme(
             name=stored.scheme,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -41,12 +41,35 @@ class Activation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """The scales of one expert among those of all experts, [experts, tiles, tiles].
+
+    ``half``: of gate_up_proj, whose tiles of gate_proj come first; None: all of them.
+    """
+
+    tensor: str
+    expert: int
+    half: int | None = None
+
+    def shape(self, of_all: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the part, from that of the scales of all experts; empty if there is no such part."""
+        if len(of_all) != 3 or self.expert >= of_all[0] or (self.half is not None and of_all[1] % 2):
+            return ()
+        return (of_all[1] // (1 if self.half is None else 2), of_all[2])
+
+    def of(self, scales: Tensor) -> Tensor:
+        scale = scales[self.expert]
+        return scale if self.half is None else scale.chunk(2)[self.half]
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerFormat:
     """One way to store a quantized linear layer.
 
     ``scheme``: its name in its library. ``block``: (rows, columns) of the weight that share a scale; ``WHOLE``: all.
     ``scale_dims``: how many dims a stored scale has for a weight of two. ``divides``: scales of the whole tensor are
-    stored as divisors. ``activation``: None, if the input stays in high precision.
+    stored as divisors. ``activation``: None, if the input stays in high precision. ``part``: where the scales are, if
+    they have no tensor of their own; written, they get one.
     """
 
     scheme: str
@@ -58,6 +81,7 @@ class LayerFormat:
     divides: bool = False
     activation: Activation | None = None
     least_rows: int = 1  # of scales, even for a weight of fewer rows than a tile
+    part: Part | None = None
 
     @property
     def data_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -79,7 +103,8 @@ class LayerFormat:
         """The tensors of a layer, by what they are. Those of the input are there only if they are static."""
         s = self.suffixes
         found = {"weight": s.weight, "scale": s.scale, "global scale": s.global_scale, "input scale": s.input_scale}
-        return {what: layer + suffix for what, suffix in found.items() if suffix is not None}
+        names = {what: layer + suffix for what, suffix in found.items() if suffix is not None}
+        return names if self.part is None else names | {"scale": self.part.tensor}
 
     def problems(self, layer: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
         """What is wrong with the tensors of a layer, from their headers alone."""
@@ -108,7 +133,8 @@ class LayerFormat:
             if what == "weight" or name not in tensors:
                 continue
             scale = tensors[name]
-            if scale.shape not in (of_scales if what == "scale" else one):
+            held = self.part.shape(scale.shape) if self.part is not None and what == "scale" else scale.shape
+            if held not in (of_scales if what == "scale" else one):
                 yield (
                     f"{scale.file}: tensor {name!r} has shape {list(scale.shape)}, and {weight.name!r} of shape "
                     f"{list(weight.shape)} needs {list(self.stored_shape(shape)) if what == 'scale' else 'one number'} "
@@ -132,6 +158,8 @@ class LayerFormat:
         for problem in self.problems(layer, tensors):
             raise CheckpointError(f"{problem}.")
         read = {what: tensor(name) for what, name in self.names(layer).items()}
+        if self.part is not None:
+            read["scale"] = self.part.of(read["scale"])
         data = read["weight"]
         shape = (*data.shape[:-1], data.shape[-1] * (1 + is_packed(data.dtype)))
         one = {what: _one_each(read[what]) for what in ("global scale", "input scale") if what in read}
@@ -151,7 +179,7 @@ class LayerFormat:
         """
         if (reason := self._refuses(weight)) is not None:
             raise CheckpointError(f"layer {layer!r} cannot be written as {self.scheme}: {reason}.")
-        names = self.names(layer)
+        names = replace(self, part=None).names(layer)
         yield names["weight"], weight.data
         yield names["scale"], weight.scale_inv.reshape(self.stored_shape(weight.shape))
         for what in ("global scale", "input scale"):

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import fp8_checkpoints
 from fp8_checkpoints import LINEARS
@@ -56,8 +58,6 @@ def written_by_its_library(tmp_path_factory: pytest.TempPathFactory) -> Callable
 def decoded_by_its_library(name: str, tensors: dict[str, Tensor], folder: Path) -> Tensor:
     """The weight of one layer, from its tensors by their own names."""
     if name.startswith("hf"):
-        from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
         return Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
     if name.startswith("compressed"):
         quantization = importlib.import_module("compressed_tensors.quantization")
@@ -150,6 +150,56 @@ def test_libraries_load_what_is_written(
     for key in source.shards:
         theirs = source.shards.tensor(key).flatten()
         assert torch.equal(loaded[key].flatten().view(torch.uint8), theirs.view(torch.uint8)), key
+
+
+def test_experts_that_transformers_writes(tmp_path: Path) -> None:
+    """Weights one by one, scales of all experts in one tensor; written again, each has its own."""
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=256,
+        moe_intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=3,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).bfloat16().save_pretrained(tmp_path / "bf16")
+    with fp8_checkpoints.any_device():
+        model: Any = Qwen3MoeForCausalLM.from_pretrained(
+            tmp_path / "bf16", quantization_config=FineGrainedFP8Config(), dtype=torch.bfloat16
+        )
+        model.save_pretrained(tmp_path / "fp8")
+    experts = model.model.layers[0].mlp.experts
+    source = Checkpoint(tmp_path / "fp8")
+    source.check()
+    write_checkpoint(
+        tmp_path / "again",
+        layers=((layer, stored, source.weight(layer)) for layer, stored in source.layers.items()),
+        others=((other, source.shards.tensor(other)) for other in source.others),
+        quantization=HuggingFaceFP8,
+        copy_from=tmp_path / "fp8",
+    )
+    again = Checkpoint(tmp_path / "again")
+    again.check()
+    assert "model.layers.0.mlp.experts.2.up_proj.weight_scale_inv" in again.shards
+    assert all(stored.part is None for stored in again.layers.values())
+    for checkpoint in (source, again):
+        for i in range(3):
+            both = torch.cat(
+                [checkpoint.dequantize(f"model.layers.0.mlp.experts.{i}.{which}_proj") for which in ("gate", "up")]
+            )
+            data, scales = experts.gate_up_proj[i], experts.gate_up_proj_scale_inv[i]
+            assert torch.equal(both, Fp8Dequantize(None)._dequantize_one(data, scales, torch.float32))
+            down = Fp8Dequantize(None)._dequantize_one(
+                experts.down_proj[i], experts.down_proj_scale_inv[i], torch.float32
+            )
+            assert torch.equal(checkpoint.dequantize(f"model.layers.0.mlp.experts.{i}.down_proj"), down)
+    with fp8_checkpoints.any_device():
+        loaded: Any = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    theirs = loaded.model.layers[0].mlp.experts
+    assert torch.equal(theirs.gate_up_proj_scale_inv, experts.gate_up_proj_scale_inv)
+    assert torch.equal(theirs.down_proj.view(torch.uint8), experts.down_proj.view(torch.uint8))
 
 
 # Without any library: one layer in FP8, one in high precision.

@@ -125,6 +125,21 @@ def test_experts() -> None:
     assert not packed.layer_formats("model.layers.1.self_attn.q_proj")[0].packed
 
 
+def test_scales_of_one_expert_among_those_of_all() -> None:
+    gate, down = (parsed().layer_formats(f"a.experts.3.{which}_proj")[-1] for which in ("gate", "down"))
+    assert gate.names("x") == {"weight": "x.weight", "scale": "a.experts.gate_up_proj_scale_inv"}
+    assert down.names("x")["scale"] == "a.experts.down_proj_scale_inv"
+    assert gate.part is not None
+    assert gate.part.shape((8, 4, 2)) == (2, 2)
+    assert gate.part.shape((3, 4, 2)) == gate.part.shape((8, 3, 2)) == gate.part.shape((8, 4)) == ()
+    scales = torch.arange(64.0).reshape(8, 4, 2)
+    up = parsed().layer_formats("a.experts.3.up_proj")[-1].part
+    assert up is not None
+    assert torch.equal(gate.part.of(scales), scales[3, :2])
+    assert torch.equal(up.of(scales), scales[3, 2:])
+    assert HuggingFaceFP8.of({"x": gate, "y": down}, []) == HuggingFaceFP8()
+
+
 def test_one_scale_per_tensor() -> None:
     assert parsed(weight_block_size=None).linear().block == (WHOLE, WHOLE)
 
