@@ -1,4 +1,4 @@
-"""The ``fp8graph`` command: demo, explain, inspect, doctor and bench.
+"""The ``fp8graph`` command: demo, explain, export, inspect, doctor and bench.
 
 Exit codes: 0 success, 1 failure, 2 cannot run, 130 interrupted.
 """
@@ -81,6 +81,17 @@ def _parser() -> argparse.ArgumentParser:
     printed.add_argument("--json", action="store_true", help="print the report as JSON")
     explain.add_argument("--html", type=Path, help="write the report as an HTML page too")
     explain.set_defaults(run=_explain)
+
+    export = commands.add_parser(
+        "export", help="quantize a checkpoint for an inference engine (of a trained model: fp8graph.export in Python)"
+    )
+    export.add_argument("source", type=Path, help="a folder with config.json and safetensors files in high precision")
+    export.add_argument("folder", type=Path, help="the folder to write, which must not exist")
+    export.add_argument("--recipe", default="blockwise", help="(default blockwise)")
+    export.add_argument("--policy", type=Path, metavar="FILE", help="a policy file, in place of the default policy")
+    export.add_argument("--format", default="auto", help="auto, fp8, compressed-tensors or modelopt (default auto)")
+    export.add_argument("--overwrite", action="store_true", help="replace a checkpoint in the folder")
+    export.set_defaults(run=_export)
 
     inspect = commands.add_parser(
         "inspect", help="show what is in an FP8 checkpoint: formats, layers, outliers, and what does not fit together"
@@ -198,6 +209,16 @@ def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
             f"cannot trace {type(model).__name__} with inputs made from its config ({reason}). "
             "Call fp8graph.explain(model, ...) with inputs of your own."
         ) from error
+
+
+def _export(options: argparse.Namespace) -> int:
+    from fp8graph.tools import inspect_checkpoint
+    from fp8graph.tools.export_folder import export_folder
+
+    settings = {name: getattr(options, name) for name in ("recipe", "policy", "format", "overwrite")}
+    folder = export_folder(options.source, options.folder, **settings)
+    print(inspect_checkpoint.text(inspect_checkpoint.inspected(folder)))
+    return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -4,70 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fp8graph.backend import Backend, backend_of
 from fp8graph.backend.multiplied import Multiplied, multiplied_by
-from fp8graph.checkpoints import LayerFormat, QuantizedWeight, compressed_tensors, write_checkpoint
-from fp8graph.checkpoints.compressed_tensors import CompressedTensors
-from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
-from fp8graph.checkpoints.modelopt import ALGORITHMS, ModelOpt
-from fp8graph.checkpoints.quantization import Quantization
+from fp8graph.checkpoints import LayerFormat, QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import original_module
-from fp8graph.errors import CheckpointError, ConfigError
-from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.recipes import FP8_MAX
+from fp8graph.errors import ConfigError
 from fp8graph.tools.calibration import input_amaxes
+from fp8graph.tools.forms import AUTO, as_stored, chosen, kind_of
 
 _log = logging.getLogger("fp8graph")
-AUTO: Final = "auto"
-
-
-def _hugging_face(**settings: Any) -> LayerFormat:
-    return HuggingFaceFP8(**settings).linear()
-
-
-# By format, then by kind of scaling and tile: how the library that owns the format stores such a weight. Its GEMMs
-# quantize the input as the recipe does, or (static) with a scale from the checkpoint.
-_FORMATS: Final[Mapping[str, tuple[type[Quantization], Mapping[tuple[str, tuple[int, int]], LayerFormat]]]] = {
-    "fp8": (
-        HuggingFaceFP8,
-        {
-            ("block", (128, 128)): _hugging_face(block=(128, 128)),
-            ("block_e8m0", (128, 128)): _hugging_face(block=(128, 128), scale_format="ue8m0"),
-            ("tensor", (0, 0)): _hugging_face(block=None),
-        },
-    ),
-    "compressed-tensors": (
-        CompressedTensors,
-        {
-            ("row", (0, 0)): compressed_tensors.layer_format("FP8_DYNAMIC"),
-            ("block", (128, 128)): compressed_tensors.layer_format("FP8_BLOCK"),
-            ("tensor", (0, 0)): compressed_tensors.layer_format("FP8"),
-            ("delayed", (0, 0)): compressed_tensors.layer_format("FP8"),
-            ("mxfp8", (1, 32)): compressed_tensors.layer_format("MXFP8"),
-            ("nvfp4", (1, 16)): compressed_tensors.layer_format("NVFP4"),
-        },
-    ),
-    "modelopt": (
-        ModelOpt,
-        {
-            ("row", (0, 0)): ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"],
-            ("tensor", (0, 0)): ALGORITHMS["FP8"],
-            ("delayed", (0, 0)): ALGORITHMS["FP8"],
-            ("mxfp8", (1, 32)): ALGORITHMS["MXFP8"],
-            ("nvfp4", (1, 16)): ALGORITHMS["NVFP4"],
-        },
-    ),
-}
-FORMAT_NAMES: Final = tuple(_FORMATS)
 
 
 def export(
@@ -160,14 +113,14 @@ class _Plan:
         kept = {layer: reason for layer, weight in found.items() if (reason := self._why_kept(weight))}
         for layer, reason in kept.items():
             _log.warning("%s is exported in high precision: %s", layer, reason)
-        self._kinds = {layer: _kind(weight) for layer, weight in found.items() if layer not in kept}
+        self._kinds = {layer: kind_of(weight) for layer, weight in found.items() if layer not in kept}
         if not self._kinds:
             raise ConfigError(
                 f"no linear of {type(self.model).__name__} can be written in FP8: see the warnings above."
             )
         self._amaxes = input_amaxes(self.model, self._kinds, calibration) if calibration is not None else {}
         inputs = {layer for layer, weight in found.items() if weight.input_scale_inv is not None} | self._amaxes.keys()
-        self.quantization, self._forms = _chosen(name, self._kinds, inputs)
+        self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
     def _why_kept(self, weight: Multiplied) -> str:
         if weight.flipped:
@@ -182,27 +135,7 @@ class _Plan:
         for weight in multiplied_by(self._backend, self.model):
             if weight.layer in self._kinds:
                 stored = self._forms[self._kinds[weight.layer]]
-                yield weight.layer, stored, self._stored(weight, stored)
-
-    def _stored(self, weight: Multiplied, stored: LayerFormat) -> QuantizedWeight:
-        """The weight in the words of checkpoints."""
-        rows, columns = weight.data.shape[0], weight.data.shape[1] * SCALINGS[weight.quantizer.scaling].packed
-        tile = stored.tile((rows, columns))
-        scales = weight.scale_inv
-        if scales.ndim == 2 and (repeats := weight.quantizer.block[0] // tile[0]) > 1:  # 16x16 tiles as 1x16
-            scales = scales.repeat_interleave(repeats, 0)[:rows]
-        static = stored.activation is not None and stored.activation.scale != "dynamic"
-        input_scale = weight.input_scale_inv
-        if static and input_scale is None:
-            largest = weight.quantizer.fp8_max * (FP8_MAX[torch.float8_e4m3fn] if stored.packed else 1.0)
-            input_scale = self._amaxes[weight.layer] / largest
-        return QuantizedWeight(
-            data=weight.data,
-            scale_inv=scales.reshape(stored.grid((rows, columns))),
-            block=tile,
-            global_scale_inv=weight.global_scale_inv,
-            input_scale_inv=input_scale if static else None,
-        )
+                yield weight.layer, stored, as_stored(weight, stored, self._amaxes.get(weight.layer))
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """All other tensors of the model's state dict; of tied ones, the first."""
@@ -218,45 +151,6 @@ class _Plan:
         """The linears that are written in high precision."""
         modules = self.model.named_modules()
         return [name for name, module in modules if isinstance(module, nn.Linear) and name not in self._kinds]
-
-
-def _kind(weight: Multiplied) -> tuple[str, tuple[int, int]]:
-    rows, columns = weight.quantizer.block
-    return weight.quantizer.scaling, (1 if SCALINGS[weight.quantizer.scaling].packed > 1 else rows, columns)
-
-
-def _chosen(
-    name: str, kinds: Mapping[str, tuple[str, tuple[int, int]]], inputs: Collection[str]
-) -> tuple[type[Quantization], dict[tuple[str, tuple[int, int]], LayerFormat]]:
-    """The format, and how it stores each kind of weight.
-
-    ``inputs``: the layers of whose input a static scale is known.
-    """
-    if name not in (*FORMAT_NAMES, AUTO):
-        raise ConfigError(f"format must be one of {', '.join((AUTO, *FORMAT_NAMES))}, not {name!r}.")
-    problems: list[str] = []
-    for title in FORMAT_NAMES if name == AUTO else (name,):
-        quantization, forms = _FORMATS[title]
-        problem = next((p for layer, kind in kinds.items() if (p := _why_not(layer, kind, forms, inputs))), None)
-        if problem is None and quantization is HuggingFaceFP8 and len(set(kinds.values())) > 1:
-            problem = "it has one form for all layers, and these have several"
-        if problem is None:
-            return quantization, {kind: forms[kind] for kind in kinds.values()}
-        problems.append(f"{title}: {problem}")
-    raise CheckpointError("the model cannot be written: " + "; ".join(problems) + ".")
-
-
-def _why_not(
-    layer: str, kind: tuple[str, tuple[int, int]], forms: Mapping[Any, LayerFormat], inputs: Collection[str]
-) -> str | None:
-    scaling, (rows, columns) = kind
-    if kind not in forms:
-        tiles = f" with {rows}x{columns} tiles" if columns else ""
-        return f"{layer} is quantized as {scaling!r}{tiles}, for which it has no form"
-    activation = forms[kind].activation
-    if activation is not None and activation.scale != "dynamic" and layer not in inputs:
-        return f"it stores a static scale of the input of {layer}: give calibration=[batch, ...]"
-    return None
 
 
 def _folder_of(config: Any) -> Path | None:

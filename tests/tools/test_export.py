@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy, Rule
-from fp8graph.backend.multiplied import multiplied_by
+from fp8graph.backend.multiplied import Multiplied, multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import decoding
+from fp8graph.recipes import resolve_recipe
+from fp8graph.tools.forms import chosen, kind_of
 from helpers import same_bits
 
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -231,3 +234,24 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(fp8graph.CheckpointError, match="exists"):
         fp8graph.export(model, tmp_path / "out")
     fp8graph.export(model, tmp_path / "out", overwrite=True)
+
+
+def test_the_table_of_the_documentation() -> None:
+    """Each recipe, and the formats that have a form for it."""
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    columns = [re.search(r'"([\w-]+)"', cell) for cell in rows[0][1:]]
+    names = [found[1] for found in columns if found is not None]
+    for name, *cells in rows[1:]:
+        recipe = resolve_recipe(name)
+        assert recipe is not None
+        weight = Multiplied(layer="a", data=(x := torch.zeros(1)), scale_inv=x, quantizer=recipe.quantizer("weight"))
+        for title, cell in zip(names, cells, strict=True):
+            for inputs in ((), ("a",)):  # without a static scale, and with one
+                if cell and (inputs or "calibration" not in cell and name != "delayed"):
+                    _, forms = chosen(title, {"a": kind_of(weight)}, inputs)
+                    (stored,) = forms.values()
+                    assert title == "fp8" or stored.scheme == re.split(r"[;,]", cell)[0]
+                else:
+                    with pytest.raises(fp8graph.CheckpointError):
+                        chosen(title, {"a": kind_of(weight)}, inputs)
