@@ -136,6 +136,8 @@ def _page(page: PageLayout, layers: Sequence[str], state: Mapping[str, Tensor], 
 
 
 def _input_scale(page: PageLayout | None, layer: str, state: Mapping[str, Tensor]) -> Tensor | None:
-    """FP32 []: the delayed scale of a layer's input; it multiplies."""
-    name = f"{layer}.input|{recipe_text(page.recipe)}|scale" if page is not None else ""
-    return state[name].reshape(()).reciprocal() if name in state else None
+    """FP32 []: the delayed scale of a layer's input; it multiplies. None before training has recorded any amax."""
+    name = f"{layer}.input|{recipe_text(page.recipe)}" if page is not None else ""
+    if f"{name}|scale" not in state or not state[f"{name}|amax_history"].any():
+        return None
+    return state[f"{name}|scale"].reshape(()).reciprocal()

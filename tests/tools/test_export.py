@@ -183,6 +183,15 @@ def test_static_scales_from_calibration(recipe: str, form: str, tmp_path: Path) 
         assert torch.allclose(dequantize(stored), decoded, rtol=1e-6)
 
 
+def test_delayed_scales_need_a_step_of_training(tmp_path: Path) -> None:
+    model = trained("delayed", steps=0)
+    with torch.no_grad():
+        model(input_ids=IDS, use_cache=False)  # with a scale of 1: nothing was recorded
+    with pytest.raises(fp8graph.CheckpointError, match="it stores a static scale of the input of"):
+        fp8graph.export(model, tmp_path / "out")
+    written(model, tmp_path, calibration=[IDS])
+
+
 def test_layers_that_no_format_has_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=256)
     model = fp8graph.compile(transformers.GPT2LMHeadModel(config).bfloat16(), recipe="rowwise", compiler="eager")
