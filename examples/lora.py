@@ -35,4 +35,4 @@ for step in range(8):
 
 print(backend.report)  # base_layer: fprop and dgrad, no wgrad; lora_A and lora_B: high precision
 print(f"{backend.weights.quantized} weights quantized in 8 steps")
-# merge_adapter() writes through .data, which nobody can see: fp8graph.refresh_weights(backend) after it
+# merge_adapter() is noticed: the merged weights are quantized again
