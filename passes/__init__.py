@@ -22,6 +22,7 @@ from fp8graph.passes.hoist_weights import hoist_weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.quantize import quantize
+from fp8graph.passes.recognize import recognize
 from fp8graph.passes.save_for_backward import save_for_backward
 from fp8graph.passes.share import share
 from fp8graph.passes.unpack import unpack
@@ -32,6 +33,7 @@ Pass = Callable[[fx.Graph, Compilation], None]
 # Runs on the joint forward + backward graph (or the forward graph of inference), before the partitioner.
 JOINT_PIPELINE: tuple[Pass, ...] = (
     unpack,
+    recognize,
     match,
     assign,
     quantize,

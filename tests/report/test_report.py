@@ -65,6 +65,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs[0]
     assert list(view.stages) == [
         "unpack",
+        "recognize",
         "match",
         "assign",
         "quantize",

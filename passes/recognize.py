@@ -1,0 +1,204 @@
+"""Find weights that arrive quantized, behind the operations with which the program decodes them.
+
+    w = mul(to(data, bf16), scale [N, 1])                          ->   w = stored_weight(data, scale, bf16, "row")
+    w = view(mul(view(to(data), [n, 128, k, 128]), unsqueeze(scale)))   ->   w = stored_weight(data, scale, "block")
+
+A chain is one product of an FP8 input and an input of scales, each behind casts, views, transposes and expansions: one
+scale, one per row, or one per tile. Which elements share a scale is followed through the views (``factored.py``), so it
+does not matter how a library writes them. Roundings of the program on the way (HF rounds scales to bf16) are left out:
+the GEMM multiplies bytes and scales as they are stored, as an engine does.
+
+Refuses (leaves unchanged) chains of other operations, such as exponents that are computed (MX) and numbers of 4 bits,
+scales of anything else, and data or scales that are no inputs of the graph; an FP8 input that reaches a matmul so is
+reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph.analysis.factored import (
+    SAME,
+    VIEWS,
+    Dims,
+    expanded,
+    is_row_major,
+    permuted,
+    sizes,
+    stored,
+    tile_of,
+    viewed,
+)
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.nodes import MATMULS, aten, matmul_arguments, module_path, nodes, static_size, value
+from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
+
+_NAME: Final = "recognize"
+_CONVERT: Final = torch.ops.prims.convert_element_type.default
+_CASTS: Final = (_CONVERT, aten._to_copy.default)
+_HIGH: Final = (torch.bfloat16, torch.float16, torch.float32)
+_PER_ROW: Final = Float8RowwiseScaling().quantizer("weight").scaling
+_TILES: Final = {  # by whether scales are bytes of E8M0, and whether tiles are 1x32
+    (False, False): Float8BlockScaling().quantizer("weight").scaling,
+    (False, True): Float8BlockScaling().quantizer("weight").scaling,
+    (True, False): Float8BlockScaling(scale_format="ue8m0").quantizer("weight").scaling,
+    (True, True): MXFP8BlockScaling().quantizer("weight").scaling,
+}
+_SCALES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
+
+
+def recognize(graph: fx.Graph, compilation: Compilation) -> None:
+    if not any(_is_fp8(node) for node in graph.find_nodes(op="placeholder")):
+        return
+    found: dict[Any, fx.Node] = {}  # one weight for forward and backward
+    for matmul in list(nodes(graph, MATMULS)):
+        for argument in matmul_arguments(matmul):
+            if not _reads_fp8(argument):
+                continue
+            product = _product(argument)
+            if isinstance(product, str):
+                compilation.refuse_at("stored weight", module_path(matmul), 0, product)
+                continue
+            matmul.replace_input_with(argument, _weight(product, argument, found))
+    graph.eliminate_dead_code()
+
+
+@dataclass(frozen=True)
+class _Product:
+    data: fx.Node
+    scale: fx.Node
+    block: tuple[int, int]
+    grid: tuple[int, int]
+    transposed: bool  # the operand is [K, N]
+
+
+def _is_fp8(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.dtype in FP8_MAX and val.dtype != E2M1X2
+
+
+def _reads_fp8(argument: fx.Node) -> bool:
+    """Whether ``argument`` is computed from an FP8 input, and not by a matmul or from a weight that is known."""
+    pending, seen, found = [argument], set[fx.Node](), False
+    while pending:
+        node = pending.pop()
+        if node.target is ops.stored_weight or node.target in MATMULS:
+            return False
+        if node not in seen:
+            seen.add(node)
+            found |= node.op == "placeholder" and _is_fp8(node)
+            pending.extend(node.all_input_nodes)
+    return found
+
+
+def _weight(product: _Product, argument: fx.Node, found: dict[Any, fx.Node]) -> fx.Node:
+    """The node that takes the place of ``argument``."""
+    key = product.data, product.scale, value(argument).dtype
+
+    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with argument.graph.inserting_before(argument):
+            return insert(argument.graph, target, args, like=argument, made_by=_NAME, kwargs=kwargs)
+
+    if key not in found:
+        (rows, columns), (down, across), scale = product.block, product.grid, product.scale
+        bytes_of_e8m0 = value(scale).dtype == torch.float8_e8m0fnu
+        if bytes_of_e8m0:
+            scale = emit(aten.view.dtype, scale, torch.uint8)
+        elif value(scale).dtype != torch.float32:
+            scale = emit(_CONVERT, scale, torch.float32)
+        settings: dict[str, Any] = {}
+        if across == 1 and not bytes_of_e8m0:  # a scale of the tensor, or one per row
+            shape = [1] if down == 1 else [down, 1]
+            settings = {} if down == 1 else {"scaling": _PER_ROW}
+        else:
+            shape = [down, across]
+            settings = {"scaling": _TILES[bytes_of_e8m0, (rows, columns) == (1, 32)], "block": [rows, columns]}
+        scale = emit(aten.view.default, scale, shape)
+        found[key] = emit(ops.stored_weight, product.data, scale, value(argument).dtype, **settings)
+    return emit(aten.permute.default, found[key], [1, 0]) if product.transposed else found[key]
+
+
+def _product(argument: fx.Node) -> _Product | str:
+    """The two factors of the weight ``argument``, or the reason why it is not understood."""
+    if any(static_size(size) is None for size in value(argument).shape):
+        return "its size is dynamic"
+    parts = _followed(argument)
+    if isinstance(parts, str):
+        return parts
+    of_data = [(node, dims) for node, dims in parts if value(node).dtype in FP8_MAX]
+    of_scale = [(node, dims) for node, dims in parts if value(node).dtype in _SCALES]
+    if len(of_data) != 1 or len(of_scale) != 1 or value(argument).ndim != 2:
+        return "it is not the product of FP8 numbers and scales"
+    (data, numbers), (scale, scales) = of_data[0], of_scale[0]
+    transposed = not is_row_major(numbers)
+    if transposed:
+        numbers, scales = numbers[::-1], scales[::-1]
+    if value(data).ndim != 2 or not value(data).is_contiguous() or not is_row_major(numbers):
+        return "its numbers are not stored row by row"
+    tile = tile_of(scales)
+    if tile is None or not value(scale).is_contiguous() or value(scale).numel() != tile.grid[0] * tile.grid[1]:
+        return "its scales are not those of rows or tiles"
+    if tile.block == (1, 1):
+        return "each of its numbers has a scale of its own"
+    if tile.block[1] == 1:
+        return "its scales are not those of rows or tiles"
+    if tile.grid[1] == 1 < tile.block[0] and tile.grid[0] > 1:
+        return f"{tile.block[0]} of its rows share a scale"
+    return _Product(data, scale, tile.block, tile.grid, transposed)
+
+
+def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
+    """The inputs that ``node`` is the product of, each with the place of its elements, or why it is no product."""
+    if node.op == "placeholder":
+        return [(node, stored([int(size) for size in value(node).shape]))]
+    if node.op != "call_function" or not node.args:
+        return f"{node.op} {node.name} is not understood"
+    target, shape = node.target, [int(size) for size in value(node).shape]
+    if target is aten.mul.Tensor:
+        if not all(isinstance(part, fx.Node) for part in node.args):
+            return "it is multiplied by a number"
+        both = [_followed(cast(fx.Node, part)) for part in node.args]
+        if wrong := next((part for part in both if isinstance(part, str)), None):
+            return wrong
+        return [(source, expanded(dims, shape)) for part in both for source, dims in cast(Any, part)]
+    first = cast(fx.Node, node.args[0])
+    if target in _CASTS and value(node).dtype not in _HIGH:
+        return f"it is cast to {value(node).dtype}"
+    inner = _followed(first) if isinstance(first, fx.Node) else "it is computed from several tensors"
+    if isinstance(inner, str):
+        return inner
+    result: list[tuple[fx.Node, Dims]] = []
+    for source, dims in inner:
+        moved = _moved(target, dims, shape, node.args[1:])
+        if moved is None:
+            return f"{getattr(target, '__name__', target)} of {tuple(sizes(dims))} is not understood"
+        result.append((source, moved))
+    return result
+
+
+def _moved(target: Any, dims: Dims, shape: Sequence[int], args: tuple[Any, ...]) -> Dims | None:
+    """``dims`` after one operation with a result of ``shape``; None if it is not understood."""
+    rank = len(dims)
+    if target in (*_CASTS, *SAME):
+        return dims
+    if target in VIEWS or target in (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):
+        return viewed(dims, shape)
+    if target is aten.expand.default:
+        return expanded(dims, shape)
+    if target is aten.t.default:
+        return dims[::-1]
+    if target is aten.permute.default:
+        return permuted(dims, [d % rank for d in args[0]])
+    if target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = args[0] % rank, args[1] % rank
+        order[a], order[b] = b, a
+        return permuted(dims, order)
+    return None

@@ -1,0 +1,154 @@
+"""recognize: the ways in which programs dequantize a weight, and those that are not understood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8graph import Policy
+from fp8graph.numerics import sqnr_db
+from helpers import eager_backend, view_of
+from stored_weights import stored
+
+N, K = 256, 384
+DEFAULT = Policy(extends="default")
+Decode = Callable[[Tensor, Tensor, torch.dtype], Tensor]
+
+
+class Written(nn.Module):
+    """A linear whose weight the program decodes itself."""
+
+    def __init__(self, data: Tensor, scale: Tensor, decode: Decode, *, transposed: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.decode, self.transposed = decode, transposed
+
+    def forward(self, x: Tensor) -> Any:
+        weight = self.decode(self.weight, self.get_buffer("scale"), x.dtype)
+        return x @ weight if self.transposed else nn.functional.linear(x, weight)
+
+
+def x() -> Tensor:
+    return torch.randn(16, K, dtype=torch.bfloat16, requires_grad=True)
+
+
+def repeated(scale: Tensor) -> Tensor:
+    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def hugging_face(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``_dequantize_fp8_weight``: the scale is rounded first, and repeated along the rows alone."""
+    rows = s.to(dtype).repeat_interleave(128, -2)
+    return (w.to(dtype).view(N, K // 128, 128) * rows.unsqueeze(-1)).view(N, K)
+
+
+def compressed_tensors(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
+    tiles = w.view(N // 128, 128, K // 128, 128).transpose(1, 2).to(dtype)
+    return (tiles * s.unsqueeze(-1).unsqueeze(-1).to(dtype)).transpose(1, 2).reshape(N, K)
+
+
+WAYS: dict[str, tuple[str, Decode]] = {
+    "one scale": ("tensor", lambda w, s, dtype: w.to(dtype) * s.to(dtype)),
+    "one scale in FP32": ("tensor", lambda w, s, dtype: (w.float() * s).to(dtype)),
+    "rows": ("row", lambda w, s, dtype: (w.float() * s).to(dtype)),
+    "rows, scale first": ("row", lambda w, s, dtype: (s * w.float()).to(dtype)),
+    "rows, [N]": ("row", lambda w, s, dtype: (w.float() * s.flatten().unsqueeze(1)).to(dtype)),
+    "rows, transposed": ("row", lambda w, s, dtype: (w.t().float() * s.t()).to(dtype).t()),
+    "tiles, repeated": ("block", lambda w, s, dtype: (w.float() * repeated(s)).to(dtype)),
+    "tiles, Hugging Face": ("block", hugging_face),
+    "tiles, compressed-tensors": ("block", compressed_tensors),
+    "tiles, E8M0": ("block_e8m0", lambda w, s, dtype: (w.float() * repeated(s.float())).to(dtype)),
+    "tiles 1x32, E8M0": (
+        "mxfp8",
+        lambda w, s, dtype: (w.float().view(N, -1, 32) * s.float().unsqueeze(-1)).view(N, K).to(dtype),
+    ),
+}
+
+
+def written(way: str) -> tuple[Written, Any]:
+    """The module of ``WAYS`` and the same weight as a ``stored_weight``."""
+    kind, decode = WAYS[way]
+    known = stored(kind, N, K)
+    scale = known.get_parameter("scale_inv").detach()
+    if scale.dtype == torch.uint8:
+        scale = scale.view(torch.float8_e8m0fnu)
+    return Written(known.weight.detach(), scale, decode), known
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_chain_becomes_a_stored_weight(way: str) -> None:
+    module, known = written(way)
+    given = x()
+    view = view_of(module, given, policy=DEFAULT)
+    before, after = view.stages["unpack"], view.stages["recognize"]
+    assert "stored_weight" not in before
+    assert after.count("fp8graph.stored_weight(") == 1  # for forward and backward
+    assert [gemm.reason.partition(";")[0] for gemm in view.gemms][0].startswith("weight stored in E4M3FN with")
+    expected = view_of(known, given, policy=DEFAULT)
+    assert [(g.gemm, g.recipe, g.execution) for g in view.gemms] == [
+        (g.gemm, g.recipe, g.execution) for g in expected.gemms
+    ]
+    assert "quantize_weight" not in view.after
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers(way: str) -> None:
+    module, known = written(way)
+    given = x()
+    compiled: Any = torch.compile(module, backend=eager_backend(DEFAULT))
+    y = compiled(given)
+    y.float().sum().backward()
+    weight = known.dequantized()
+    assert sqnr_db(given.detach().double() @ weight.t(), y) > 30
+    assert given.grad is not None
+    assert sqnr_db(torch.ones(16, N).double() @ weight, given.grad) > 26
+
+
+def test_a_weight_on_the_right_of_a_matmul() -> None:
+    known = stored("row", N, K)
+    module = Written(
+        known.weight.detach(),
+        known.get_parameter("scale_inv").detach(),
+        lambda w, s, d: (w.float() * s).to(d).t(),
+        transposed=True,
+    )
+    view = view_of(module, x(), policy=DEFAULT)
+    assert {gemm.recipe for gemm in view.gemms} == {"rowwise"}
+
+
+SCALES: dict[str, tuple[tuple[int, ...], Decode, str]] = {
+    "of columns": ((1, K), lambda w, s, d: (w.float() * s).to(d), "its scales are not those of rows or tiles"),
+    "of each number": ((N, K), lambda w, s, d: (w.float() * s).to(d), "each of its numbers has a scale of its own"),
+    "of several rows": (
+        (2, 1),
+        lambda w, s, d: (w.float().view(2, 128, K) * s.unsqueeze(-1)).view(N, K).to(d),
+        "128 of its rows share a scale",
+    ),
+    "transposed tiles": (
+        (3, 2),
+        lambda w, s, d: (w.float() * repeated(s.t())).to(d),
+        "its scales are not those of rows or tiles",
+    ),
+    "added": ((1,), lambda w, s, d: (w.float() + s).to(d), "add.Tensor of (256, 384) is not understood"),
+    "divided": ((1,), lambda w, s, d: (w.float() / s).to(d), "div.Tensor of (256, 384) is not understood"),
+    "none": ((1,), lambda w, s, d: w.to(d), "it is not the product of FP8 numbers and scales"),
+    "computed": ((1,), lambda w, s, d: (w.float() * s.exp()).to(d), "exp.default of (1,) is not understood"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_what_is_not_understood_is_reported(name: str) -> None:
+    shape, decode, reason = SCALES[name]
+    module = Written(stored("tensor", N, K).weight.detach(), torch.rand(shape) + 0.5, decode)
+    backend = eager_backend(DEFAULT)
+    torch.compile(module, backend=backend)(x()).sum().backward()
+    refused = [refusal.reason for refusal in backend.report.refusals if refusal.what == "stored weight"]
+    assert refused == [reason]
+    assert reason in str(backend.report)
+    (view,) = backend.report.graphs
+    assert "stored_weight" not in view.stages["recognize"]
