@@ -4,6 +4,11 @@ from fp8graph.models.bert import FAMILY as bert
 from fp8graph.models.bloom import FAMILY as bloom
 from fp8graph.models.clip import FAMILY as clip
 from fp8graph.models.deepseek_v3 import FAMILY as deepseek_v3
+from fp8graph.models.diffusers_dit import FAMILY as diffusers_dit
+from fp8graph.models.diffusers_flux import FAMILY as diffusers_flux
+from fp8graph.models.diffusers_pixart import FAMILY as diffusers_pixart
+from fp8graph.models.diffusers_sd3 import FAMILY as diffusers_sd3
+from fp8graph.models.diffusers_unet import FAMILY as diffusers_unet
 from fp8graph.models.falcon import FAMILY as falcon
 from fp8graph.models.family import Family
 from fp8graph.models.gemma2 import FAMILY as gemma2
@@ -25,6 +30,8 @@ from fp8graph.models.qwen3_moe import FAMILY as qwen3_moe
 from fp8graph.models.roberta import FAMILY as roberta
 from fp8graph.models.starcoder2 import FAMILY as starcoder2
 from fp8graph.models.t5 import FAMILY as t5
+from fp8graph.models.timm_vit import FAMILY as timm_vit
+from fp8graph.models.torchvision_vit import FAMILY as torchvision_vit
 from fp8graph.models.vit import FAMILY as vit
 from fp8graph.models.whisper import FAMILY as whisper
 
@@ -35,6 +42,11 @@ FAMILIES: dict[str, Family] = {
         bloom,
         clip,
         deepseek_v3,
+        diffusers_dit,
+        diffusers_flux,
+        diffusers_pixart,
+        diffusers_sd3,
+        diffusers_unet,
         falcon,
         gemma2,
         gemma3,
@@ -55,6 +67,8 @@ FAMILIES: dict[str, Family] = {
         roberta,
         starcoder2,
         t5,
+        timm_vit,
+        torchvision_vit,
         vit,
         whisper,
     )

@@ -10,6 +10,7 @@ from typing import Any, Final
 # Why linears stay in high precision. The patterns are globs on the whole FQN.
 HEAD: Final = "the output is the loss's input: no later layer averages its errors out"
 ROUTER: Final = "experts are chosen by comparing logits: a small error is another expert"
+EMBEDDER: Final = "every block reads its output, and it multiplies next to nothing: one row per image, or few features"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +32,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family of models of Hugging Face transformers."""
+    """One family of models of Hugging Face transformers or another library."""
 
-    name: str  # name of its folder in transformers.models
+    name: str  # name of its folder in transformers.models; elsewhere <library>_<architecture>
     keep: Mapping[str, str]  # pattern -> why it stays in high precision; in addition to the general policy's
     tiny: Callable[[int], Any]  # number of layers -> a model of its class with random weights, on the CPU
     inputs: Callable[[Any], dict[str, Any]]  # the tiny model -> arguments of one training step
@@ -41,6 +42,11 @@ class Family:
     rest: Counts  # counts of the rest; negative if the first layers have less than a further one
     graphs: int = 1  # number of graphs that Dynamo makes
     generates: bool = True
+    model: str = ""  # elsewhere: full name of the model's class; a block alone has the block's names, and no exceptions
+
+    @property
+    def library(self) -> str:
+        return self.model.partition(".")[0] or "transformers"
 
     def counts(self, layers: int) -> Counts:
         return self.layer * layers + self.rest
@@ -76,8 +82,14 @@ def tokens(_model: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
+def noise(*shape: int) -> Any:
+    """Random numbers, the same in each run."""
+    import torch
+
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
 def pixels(_model: Any) -> dict[str, Any]:
     import torch
 
-    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": images, "labels": torch.tensor([1, 2])}
+    return {"pixel_values": noise(2, 3, 32, 32), "labels": torch.tensor([1, 2])}

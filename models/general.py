@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -20,11 +21,14 @@ HEADS: Final = (
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 # Adapters (PEFT's names): trained, with ranks so low that a GEMM is mostly overhead; fine-tuning keeps only them.
 ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-# The last layers of other libraries' models, by the library: whole names.
-LAST_LAYERS: Final[Mapping[str, tuple[str, ...]]] = {
-    "timm": ("head", "head.fc", "fc"),
-    "torchvision": ("heads.head", "head", "fc"),
+# What models of other libraries keep besides, by globs on the models' full class names. The patterns match whole names:
+# a block's proj_out stays in FP8, in a model and alone. Diffusers' are embedders and what follows the blocks.
+LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
+    "diffusers.models.*Model": ("*embed*", "norm_out.*", "proj_out*"),
+    "timm.models.*": ("head", "head.fc", "fc"),
+    "torchvision.models.*": ("heads.head", "head", "fc"),
 }
+_ELSEWHERE: Final = {family.model: name for name, family in FAMILIES.items() if family.model}
 _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 
 
@@ -48,7 +52,7 @@ def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Pol
     kept = dict.fromkeys(
         pattern
         for name in families
-        for pattern in (FAMILIES[name].keep if name in FAMILIES else LAST_LAYERS.get(name, ()))
+        for pattern in (FAMILIES[name].keep if name in FAMILIES else LIBRARIES.get(name, ()))
     )
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
@@ -68,12 +72,14 @@ def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def families_of(classes: Iterable[Any]) -> list[str]:
-    """The families of classes (or of their full names), each once, by folder in transformers.models, or by library."""
+    """The families of classes (or of their full names), each once; they may be unknown ones."""
     found: dict[str, None] = {}
-    for owner in classes:
-        parts = (owner if isinstance(owner, str) else owner.__module__).split(".")
+    for owner in dict.fromkeys(classes):
+        name = owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"
+        parts = name.split(".")
         if parts[:2] == ["transformers", "models"] and len(parts) > 2:
             found[parts[2]] = None
-        elif parts[1:2] == ["models"] and parts[0] in LAST_LAYERS:
-            found[parts[0]] = None
+        elif name in _ELSEWHERE:
+            found[_ELSEWHERE[name]] = None
+        found |= dict.fromkeys(library for library in LIBRARIES if fnmatch.fnmatchcase(name, library))
     return list(found)

@@ -44,7 +44,7 @@ class DynamoGraph:
         self.fake_inputs = [
             fakes.fake_input(node, x, self.context) for node, x in zip(placeholders, example_inputs, strict=True)
         ]
-        self.families = tuple(families_of(_module_classes(module)))
+        self.families = tuple(families_of([*_called_classes(), *_module_classes(module)]))
         self.device = accelerator_of(example_inputs)
 
     @property
@@ -116,6 +116,13 @@ class DynamoGraph:
                 facts = tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, x.requires_grad
                 digest.update(repr((facts, str(x.device))).encode())
         return digest.hexdigest()
+
+
+def _called_classes() -> Iterator[type]:
+    """The class of the module whose call is compiled: no node of Dynamo's graph is in its stack."""
+    for module, called in dynamo.modules_of_frame():
+        if called:
+            yield type(module)
 
 
 def _module_classes(module: fx.GraphModule) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,12 +14,12 @@ import torch
 from torch import nn
 
 import fp8graph
-from benchmarks.coverage import agreement, model_and_inputs, step
+from benchmarks.coverage import agreement, model_and_inputs, result_and_loss, step
 from fp8graph.analysis import heads
 from fp8graph.models import FAMILIES, general_policy, policy_for
 from fp8graph.models.family import Counts, Family, causal_lm
 from fp8graph.report import Report
-from helpers import counted_passes, dialect_counts, eager_backend
+from helpers import counted_passes, dialect_counts, eager_backend, needs_library
 
 # dB of logits, of all gradients and of the deepest layer's, at least, against the same model in bf16, tensorwise and
 # rowwise: what was measured (docs/coverage.md), less 1 to 2. Norms behind the blocks (gemma, olmo2, glm4) and T5's
@@ -29,6 +30,11 @@ BOUNDS = {
     "bloom": (46, 42, 22),
     "clip": (19, 15, 14),
     "deepseek_v3": (25, 21, 19),
+    "diffusers_dit": (33, 28, 22),
+    "diffusers_flux": (42, 36, 24),
+    "diffusers_pixart": (39, 36, 29),
+    "diffusers_sd3": (43, 41, 26),
+    "diffusers_unet": (24, 24, 22),
     "falcon": (24, 20, 19),
     "gemma2": (17, 15, 15),
     "gemma3": (18, 15, 15),
@@ -49,6 +55,8 @@ BOUNDS = {
     "roberta": (43, 41, 26),
     "starcoder2": (24, 22, 21),
     "t5": (23, 13, 13),
+    "timm_vit": (21, 20, 20),
+    "torchvision_vit": (18, 13, 14),
     "vit": (21, 23, 22),
     "whisper": (24, 22, 22),
 }
@@ -59,7 +67,14 @@ LAYERS_DIFFER = {"deepseek_v3", "gemma2", "gemma3", "gpt_oss"}
 
 def some(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
     """All ``names`` as parameters; those that are not in ``fast`` show again what these show."""
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(name, marks=[*needs_library(name), *(() if name in fast else (pytest.mark.slow,))])
+        for name in names
+    ]
+
+
+# more than ten seconds each: many GEMMs per layer, or convolutions
+LONG = {"diffusers_flux", "diffusers_unet"}
 
 
 # the first family of those with the same counts
@@ -109,7 +124,7 @@ def assert_agrees(found: dict[str, float], name: str) -> None:
     assert [value >= bound for value, bound in zip(found.values(), BOUNDS[name], strict=True)] == [True] * 3, found
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, DISTINCT))
+@pytest.mark.parametrize("name", some(FAMILIES, set(DISTINCT) - LONG))
 def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the counts of two: what is said of each further layer, and of everything else."""
     traced = counted_passes(monkeypatch)
@@ -120,7 +135,7 @@ def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", some(FAMILIES, FAMILIES.keys() - LONG))
 def test_counts_and_agreement_with_bf16(name: str) -> None:
     model, inputs = model_and_inputs(FAMILIES[name])
     backend = eager_backend(None, recipe="tensorwise")
@@ -147,7 +162,7 @@ def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPat
     losses: list[float] = []
     for _ in range(3):
         optimizer.zero_grad()
-        loss = compiled(**inputs).loss
+        _, loss = result_and_loss(compiled(**inputs))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -196,6 +211,21 @@ def test_a_backend_by_name_finds_the_family() -> None:
     chosen = eager_backend(fp8graph.Policy(default="tensorwise"))
     torch.compile(model, backend=chosen)(**inputs)
     assert "visual_projection" in {g.fqn for g in chosen.report.gemms if g.recipe}  # the user's policy is the user's
+
+
+@pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
+def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
+    """The model's proj_out is its result; a single block's is most of that block's work, wherever it runs."""
+    model, inputs = model_and_inputs(FAMILIES["diffusers_flux"], 1)
+    with torch.no_grad():
+        explained = fp8graph.explain(model, **inputs)
+        left = {g.fqn for g in explained.gemms if not g.recipe}
+        assert left >= {"proj_out", "norm_out.linear", "x_embedder"}
+        assert {g.fqn for g in explained.gemms} - left >= {"single_transformer_blocks.0.proj_out"}
+        block = model.single_transformer_blocks[0]
+        x, text, condition = (torch.zeros(2, *size).bfloat16() for size in ((16, 64), (8, 64), (64,)))
+        alone = fp8graph.explain(block, hidden_states=x, encoder_hidden_states=text, temb=condition)
+    assert "proj_out" in {g.fqn for g in alone.gemms if g.recipe}
 
 
 @pytest.mark.parametrize("copied", [False, True])

@@ -28,7 +28,7 @@ from generated import (
     triton_kernels,
     write_weights,
 )
-from helpers import NONE
+from helpers import NONE, needs_library
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -204,7 +204,7 @@ def test_an_embedding_and_a_loss(recipe: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "training"), [("sm_90", True), ("sm_100", False)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_library(name)) for name in FAMILIES])
 def test_every_family_whole(family: str, target: str, training: bool) -> None:
     model, inputs = model_and_inputs(FAMILIES[family], 1)
     policy = dataclasses.replace(policy_for(model), min_speedup=0)
