@@ -15,6 +15,7 @@ from fp8graph.errors import (
     UnsupportedRecipeError,
 )
 from fp8graph.hardware.support import supports
+from fp8graph.libraries import adopt
 from fp8graph.numerics import QuantizedTensor
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes import (
@@ -65,6 +66,7 @@ __all__ = [
     "StateError",
     "UnsupportedRecipeError",
     "__version__",
+    "adopt",
     "autocast",
     "backend_of",
     "compile",

@@ -18,7 +18,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("offline",),
     ("recipes",),
     ("numerics",),
-    ("hardware", "models", "checkpoints"),
+    ("hardware", "models", "checkpoints", "libraries"),
     ("ir",),
     ("analysis",),
     ("passes", "runtime", "report"),
@@ -173,6 +173,7 @@ TESTED_ELSEWHERE = set(
     backend.compiling backend.dynamo_graph backend.program
     compat.lowerings
     ir.keys ir.places
+    libraries.linear
     """.split()
 )
 # Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute.

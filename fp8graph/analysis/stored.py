@@ -37,6 +37,10 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(square_weight_blocks=False),
 }
+_STATIC: Final = (
+    "the checkpoint has one static scale for activations, and many for the weight: no GEMM takes both; the weight is "
+    "dequantized"
+)
 
 
 def stored_weight(site: Site) -> fx.Node | None:
@@ -57,6 +61,8 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
     given = named_arguments(stored)
     if given["activations"] == "none":
         return Resolution(dict.fromkeys(GEMMS), source="the checkpoint quantizes weights only: they are dequantized")
+    if given["activations"] == "static" and not SCALINGS[given["scaling"]].one_scale:
+        return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
     return Resolution(dict.fromkeys(GEMMS, recipe_of(stored)), source=f"weight stored in {_described(given)}")
 
 

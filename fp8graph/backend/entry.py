@@ -14,6 +14,7 @@ from fp8graph.backend.regions import Regions, regions_of
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
+from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
 
 
@@ -75,7 +76,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     if (mode := kwargs.pop("mode", None)) is not None:
         options["mode"] = mode
     backend = NamedBackend().make(None, options)
-    backend.bind(model)
+    backend.bind(adopt(model))
     compiled = [model] if regions is None else regions_of(model, regions)
     for module in compiled:
         copies.compile_in_place(module, backend, kwargs, named=module is model)

@@ -156,6 +156,13 @@ def test_a_checkpoint_of_weights_only_is_dequantized() -> None:
     assert dialect_counts(view.after)["stored_weight"] == 2  # once forward, once backward
 
 
+@pytest.mark.parametrize("kind", ["block", "row"])
+def test_a_static_scale_goes_with_one_scale_of_the_weight(kind: str) -> None:
+    view = view_of(stored(kind, N, K, input_scale_inv=0.02), x(), policy=DEFAULT)
+    assert {gemm.recipe for gemm in view.gemms} == {None}
+    assert all("one static scale for activations" in gemm.reason for gemm in view.gemms)
+
+
 def test_scales_may_be_buffers() -> None:
     given, results = x(), list[Tensor]()
     for buffers in (False, True):

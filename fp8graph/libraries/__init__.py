@@ -1,0 +1,44 @@
+"""Models that libraries loaded from FP8 checkpoints: their layers are multiplied as they are stored.
+
+A layer of a library keeps its weight in FP8 and multiplies it with kernels of the library's own, which do not trace or
+dequantize. ``adopt`` gives each such layer a ``forward`` of its own, an attribute of the instance: while Dynamo traces
+it, it is ``F.linear`` with the dialect's ``stored_weight``; in eager it is the library's. No module is swapped and no
+parameter is replaced: names, ``state_dict`` and files stay.
+
+There is one file per library. None imports its library: layers are known by the names of their classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, Final, TypeVar
+
+from torch import nn
+
+from fp8graph.libraries import compressed_tensors, torchao, transformers
+from fp8graph.libraries.linear import StoredWeight, forward_of
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+# How the weight of a layer is read (None if the layer is of another library), and whether it is read in eager, too.
+_READERS: Final[tuple[tuple[Callable[[Any], Callable[[Any], StoredWeight] | None], bool], ...]] = (
+    (transformers.reader, False),
+    (torchao.reader, False),
+    (compressed_tensors.reader, True),
+)
+
+
+def adopt(model: _Model) -> _Model:
+    """Let the FP8 layers of ``model``, which a library loaded, compile to FP8 GEMMs. Returns the model.
+
+    ``fp8graph.compile`` does this itself; call it before ``torch.compile(model, backend="fp8graph")``, and once more
+    for a model that was unpickled or got new layers. The FP8 weights are frozen: they get no gradient, whatever
+    ``requires_grad`` says.
+    """
+    for module in model.modules():
+        for reader, in_eager in _READERS:
+            if (read := reader(module)) is not None:
+                module.__dict__["forward"] = MethodType(forward_of(read, in_eager), module)
+    compressed_tensors.keep_compressed(model)
+    return model

@@ -1,0 +1,296 @@
+"""FP8Linear of transformers: multiplied as it is stored, and trained on with LoRA."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.utils.quantization_config import FineGrainedFP8Config
+
+import fp8graph
+from fp8_checkpoints import BF16, CONFIG, E4M3, E8M0, F32, IDS, any_device
+from fp8graph.numerics import sqnr_db
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+    # PEFT expects experts in every DeepSeek-V3
+    pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning"),
+]
+
+N, K = 256, 384
+
+
+def layer(n: int = N, k: int = K, **settings: Any) -> FP8Linear:
+    """An FP8Linear with random numbers; its weight asks for a gradient, as after from_pretrained."""
+    random = torch.Generator().manual_seed(n + k)
+    made = cast(Any, FP8Linear)(k, n, **{"block_size": (128, 128), **settings})
+    with torch.no_grad():
+        made.weight.copy_((torch.randn(n, k, generator=random) * 100).clamp(-448, 448))
+        scales = torch.rand(made.weight_scale_inv.shape, generator=random) / 1000 + 0.001
+        made.weight_scale_inv.copy_(scales)
+        if made.activation_scale is not None:
+            made.activation_scale.fill_(0.02)
+    return made
+
+
+def numbers(module: Any) -> Tensor:
+    """The weight in float64."""
+    scale = module.weight_scale_inv.detach().double()
+    if scale.ndim:
+        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: module.weight.shape[0]]
+    return module.weight.detach().double() * (scale[:, : module.weight.shape[1]] if scale.ndim else scale)
+
+
+def run(module: nn.Module, **settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, fp8graph.Report]:
+    fp8graph.compile(module, compiler="eager", fullgraph=True, **settings)
+    x = torch.randn(64, K, dtype=BF16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = module(x)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    return x.detach(), y.detach(), dy, cast(Tensor, x.grad), fp8graph.backend_of(module).report
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe"),
+    [
+        ({}, "blockwise"),
+        ({"scale_fmt": "ue8m0"}, "blockwise"),
+        ({"block_size": None}, "tensorwise"),
+        ({"block_size": None, "activation_scheme": "static"}, "tensorwise"),
+    ],
+)
+def test_numbers(settings: dict[str, Any], recipe: str) -> None:
+    module = layer(**settings)
+    x, y, dy, dx, report = run(module)
+    assert [(gemm.gemm, gemm.recipe) for gemm in report.gemms] == [("fprop", recipe), ("dgrad", recipe)]
+    assert sqnr_db(x.double() @ numbers(module).t(), y) > 27
+    assert sqnr_db(dy.double() @ numbers(module), dx) > 25
+    assert module.weight.requires_grad
+    assert module.weight.grad is None
+    assert "quantize_weight" not in report.graphs[0].after
+
+
+def test_rows_that_fill_no_tile_are_multiplied_as_they_are() -> None:  # DeepSeek-V3: 576 = 4.5 tiles
+    module = layer(n=160)
+    x, y, dy, dx, report = run(module)
+    assert {gemm.recipe for gemm in report.gemms} == {"blockwise"}
+    assert sqnr_db(x.double() @ numbers(module).t(), y) > 27
+    assert sqnr_db(dy.double() @ numbers(module), dx) > 25
+
+
+def test_static_activations_with_tiles_of_the_weight_are_left() -> None:
+    module = layer(activation_scheme="static")
+    x, y, _, _, report = run(module)
+    assert all("one static scale for activations" in gemm.reason for gemm in report.gemms)
+    assert sqnr_db(x.double() @ numbers(module).t(), y) > 45
+
+
+def test_the_device_multiplies_each_natively() -> None:
+    model = nn.Sequential(layer(512, 512), layer(512, 512, block_size=None))
+    fp8graph.adopt(model)
+    x = torch.randn(64, 512, dtype=BF16, requires_grad=True)
+    report = fp8graph.explain(model, x, target="sm_90")
+    assert {gemm.execution for gemm in report.gemms} == {"native"}
+
+
+def test_in_eager_the_library_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = layer()
+    state = {name: x.data_ptr() for name, x in module.state_dict().items()}
+    fp8graph.adopt(module)
+    assert {name: x.data_ptr() for name, x in module.state_dict().items()} == state
+    monkeypatch.setattr(FP8Linear, "forward", lambda _, x: x + 1)
+    assert torch.equal(module(torch.zeros(1)), torch.ones(1))
+
+
+def test_by_name() -> None:
+    model = torch.compile(fp8graph.adopt(layer()), backend="fp8graph", options={"compiler": "eager"}, fullgraph=True)
+    with torch.no_grad():
+        model(torch.randn(64, K, dtype=BF16))
+    assert {gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms} == {"blockwise"}
+
+
+def _pickled(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: fp8graph.adopt(_pickled(model))])
+def test_copies_are_adopted(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = fp8graph.compile(nn.Sequential(layer()), compiler="eager", fullgraph=True)
+    other: Any = copied(model)
+    x = torch.randn(64, K, dtype=BF16)
+    with torch.no_grad():
+        other[0].weight_scale_inv.mul_(2)
+        assert sqnr_db(2 * model(x).double(), other(x)) > 45  # its own scales
+
+
+def test_layers_share_code() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = layer(K, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    counters["stats"].clear()
+    fp8graph.compile(model, regions=["Block"], compiler="eager", fullgraph=True)
+    with torch.no_grad():
+        model(torch.randn(64, K, dtype=BF16))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_autocast_multiplies_the_bytes() -> None:
+    module = fp8graph.compile(layer(), compiler="eager", fullgraph=True)
+    with torch.no_grad(), torch.autocast("cpu", BF16):
+        module(torch.randn(64, K))
+    assert {gemm.recipe for gemm in fp8graph.backend_of(module).report.gemms} == {"blockwise"}
+
+
+# LoRA
+
+SIZES: Any = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "dtype": BF16,
+}
+DEEPSEEK: Any = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_rope_head_dim": 128,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "first_k_dense_replace": 2,
+}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: LlamaForCausalLM(copy.deepcopy(CONFIG)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=64)),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, **DEEPSEEK)),
+}
+
+
+def checkpoint(name: str, folder: Path) -> Any:
+    """A model in FP8 as transformers loads it from a folder that it wrote."""
+    torch.manual_seed(0)
+    whole: Any = MODELS[name]()
+    whole.to(BF16).save_pretrained(folder / "bf16")
+    kind: Any = type(whole)
+    with any_device():
+        made = kind.from_pretrained(folder / "bf16", quantization_config=FineGrainedFP8Config(), dtype=BF16)
+        made.save_pretrained(folder / "fp8")
+        return kind.from_pretrained(folder / "fp8", dtype=BF16)
+
+
+def dequantized(model: Any) -> Any:
+    """The same model in bf16."""
+    other = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            linear = nn.Linear(module.in_features, module.out_features, bias=False, dtype=BF16)
+            linear.weight.data.copy_(numbers(module))
+            other.set_submodule(name, linear)
+    return other
+
+
+def adapted(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+
+
+def losses(model: Any, steps: int = 4) -> list[float]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found = list[float]()
+    for _ in range(steps):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "deepseek_v3"))]
+)
+def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    loaded = checkpoint(name, tmp_path)
+    stored = {name: module for name, module in loaded.named_modules() if isinstance(module, FP8Linear)}
+    assert len(stored) == 2 * (8 if name == "deepseek_v3" else 7)
+    before = {name: module.weight.detach().view(torch.uint8).clone() for name, module in stored.items()}
+    pointers = {name: module.weight.data_ptr() for name, module in stored.items()}
+    reference = losses(adapted(dequantized(loaded)))
+
+    model = fp8graph.compile(adapted(loaded), compiler="eager", fullgraph=True)
+    saved = list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        found = losses(model)
+    assert found == pytest.approx(reference, rel=0.02)
+    assert min(found) < found[0], found
+
+    # every FP8 linear is native, by the checkpoint's bytes, forward and backward
+    backend = fp8graph.backend_of(model)
+    (view,) = backend.report.graphs
+    base = [gemm for gemm in view.gemms if any(gemm.fqn.startswith(f"base_model.model.{name}") for name in stored)]
+    base = [gemm for gemm in base if ".lora_" not in gemm.fqn]
+    assert {gemm.recipe for gemm in base} == {"blockwise"}
+    assert {gemm.gemm for gemm in base} == {"fprop", "dgrad"}
+    assert "stored_weight" not in view.after
+    assert "quantize_weight" not in view.after
+
+    # one byte per weight: no copy in high precision among the inputs, in the graph, or kept for backward
+    shapes = {tuple(module.weight.shape) for module in stored.values()}
+    either = shapes | {shape[::-1] for shape in shapes}
+    lines = [line for line in view.after.splitlines() if ": " in line]
+    head = {"[512, 256]", "[256, 512]"}  # of embeddings and the head, in bf16
+    for shape in either:
+        text = str([*shape])
+        results = [line.split(" = ")[0] for line in lines]
+        wide = [line for line in results if line.endswith(f": bf16{text}")]  # FP32: of a GEMM that a CPU emulates
+        assert text in head or not wide, wide
+    whole: Any = model
+    kept = {id(x) for x in whole.get_base_model().get_output_embeddings().parameters()}
+    kept |= {id(x) for x in whole.get_base_model().get_input_embeddings().parameters()}
+    for x in saved:
+        assert x.dtype not in (BF16, F32) or tuple(x.shape) not in either or id(x) in kept or x.ndim != 2
+    sizes = sum(module.weight.numel() for module in stored.values())
+    scales = sum(4 * module.weight_scale_inv.numel() for module in stored.values())
+    assert backend.weights.bytes <= sizes + scales  # one transposed copy, in FP8
+
+    for name, module in stored.items():
+        assert module.weight.dtype == E4M3
+        assert module.weight.data_ptr() == pointers[name]
+        assert torch.equal(module.weight.detach().view(torch.uint8), before[name])
+
+
+def test_scales_of_exponents_are_read_as_they_are() -> None:
+    module = layer(scale_fmt="ue8m0")
+    assert module.weight_scale_inv.dtype == E8M0
+    *_, report = run(module)
+    assert "float8_e8m0fnu[2, 3]" in report.graphs[0].after
