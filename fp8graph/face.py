@@ -36,6 +36,7 @@ from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
+from fp8graph.tools.load import load_checkpoint
 from fp8graph.version import __version__
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "compile",
     "explain",
     "export",
+    "load_checkpoint",
     "models",
     "numerics",
     "planning",

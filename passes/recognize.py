@@ -15,25 +15,13 @@ reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
-from fp8graph.analysis.factored import (
-    SAME,
-    VIEWS,
-    Dims,
-    expanded,
-    is_row_major,
-    permuted,
-    sizes,
-    stored,
-    tile_of,
-    viewed,
-)
+from fp8graph.analysis.factored import CASTS, Dims, expanded, is_row_major, moved, sizes, stored, tile_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
@@ -42,7 +30,6 @@ from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseS
 
 _NAME: Final = "recognize"
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
-_CASTS: Final = (_CONVERT, aten._to_copy.default)
 _HIGH: Final = (torch.bfloat16, torch.float16, torch.float32)
 _PER_ROW: Final = Float8RowwiseScaling().quantizer("weight").scaling
 _TILES: Final = {  # by whether scales are bytes of E8M0, and whether tiles are 1x32
@@ -169,36 +156,15 @@ def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
             return wrong
         return [(source, expanded(dims, shape)) for part in both for source, dims in cast(Any, part)]
     first = cast(fx.Node, node.args[0])
-    if target in _CASTS and value(node).dtype not in _HIGH:
+    if target in CASTS and value(node).dtype not in _HIGH:
         return f"it is cast to {value(node).dtype}"
     inner = _followed(first) if isinstance(first, fx.Node) else "it is computed from several tensors"
     if isinstance(inner, str):
         return inner
     result: list[tuple[fx.Node, Dims]] = []
     for source, dims in inner:
-        moved = _moved(target, dims, shape, node.args[1:])
-        if moved is None:
+        after = moved(target, dims, shape, node.args[1:])
+        if after is None:
             return f"{getattr(target, '__name__', target)} of {tuple(sizes(dims))} is not understood"
-        result.append((source, moved))
+        result.append((source, after))
     return result
-
-
-def _moved(target: Any, dims: Dims, shape: Sequence[int], args: tuple[Any, ...]) -> Dims | None:
-    """``dims`` after one operation with a result of ``shape``; None if it is not understood."""
-    rank = len(dims)
-    if target in (*_CASTS, *SAME):
-        return dims
-    if target in VIEWS or target in (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims):
-        return viewed(dims, shape)
-    if target is aten.expand.default:
-        return expanded(dims, shape)
-    if target is aten.t.default:
-        return dims[::-1]
-    if target is aten.permute.default:
-        return permuted(dims, [d % rank for d in args[0]])
-    if target is aten.transpose.int:
-        order = list(range(rank))
-        a, b = args[0] % rank, args[1] % rank
-        order[a], order[b] = b, a
-        return permuted(dims, order)
-    return None

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+import torch
 
 from fp8graph.ir.nodes import aten
 
 Factor = tuple[int, int]  # size, stride
 Dims = list[list[Factor]]
-VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-SAME: Final = (aten.alias.default, aten.detach.default, aten.clone.default)
+CASTS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_VIEWS: Final = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+)
+_SAME: Final = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 
 def stored(shape: Sequence[int]) -> Dims:
@@ -67,6 +73,27 @@ def expanded(dims: Dims, shape: Sequence[int]) -> Dims:
     padded: Dims = [[(1, 0)]] * (len(shape) - len(dims)) + dims
     pairs = zip(padded, shape, strict=True)
     return [[(size, 0)] if _size(own) == 1 and size != 1 else own for own, size in pairs]
+
+
+def moved(target: Any, dims: Dims, shape: Sequence[int], args: tuple[Any, ...]) -> Dims | None:
+    """``dims`` after one operation with a result of ``shape`` and more ``args``; None if it is not understood."""
+    rank = len(dims)
+    if target in (*CASTS, *_SAME):
+        return dims
+    if target in _VIEWS:
+        return viewed(dims, shape)
+    if target is aten.expand.default:
+        return expanded(dims, shape)
+    if target is aten.t.default:
+        return dims[::-1]
+    if target is aten.permute.default:
+        return permuted(dims, [d % rank for d in args[0]])
+    if target is aten.transpose.int:
+        order = list(range(rank))
+        a, b = args[0] % rank, args[1] % rank
+        order[a], order[b] = b, a
+        return permuted(dims, order)
+    return None
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
     "nvfp4": NVFP4BlockScaling(square_weight_blocks=False),
 }
 _STATIC: Final = (
-    "the checkpoint has one static scale for activations, and many for the weight: no GEMM takes both; the weight is "
-    "dequantized"
+    "the checkpoint has an FP32 scale for activations, and E8M0 scales for the weight: no GEMM takes both; the weight "
+    "is dequantized"
 )
 
 
@@ -61,7 +61,7 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
     given = named_arguments(stored)
     if given["activations"] == "none":
         return Resolution(dict.fromkeys(GEMMS), source="the checkpoint quantizes weights only: they are dequantized")
-    if given["activations"] == "static" and not SCALINGS[given["scaling"]].one_scale:
+    if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
     return Resolution(dict.fromkeys(GEMMS, recipe_of(stored)), source=f"weight stored in {_described(given)}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8graph.libraries.linear import StoredWeight
+from fp8graph.libraries.linear import StoredWeight, one_scale
 
 _HOOK = "ct_decompress_hook"
 
@@ -32,7 +32,11 @@ def reader(module: Any) -> Callable[[Any], StoredWeight] | None:
         ("block", 8): _tiles if weights.block_structure == [128, 128] else None,
         ("group", 8): _mx if (weights.group_size, module.weight_scale.dtype) == (32, torch.uint8) else None,
         ("tensor_group", 4): _nvfp4 if weights.group_size == 16 else None,
-    }.get((str(getattr(weights.strategy, "value", weights.strategy)), weights.num_bits))
+    }.get((_name(weights.strategy), weights.num_bits))
+
+
+def _name(strategy: Any) -> str:
+    return str(getattr(strategy, "value", strategy))
 
 
 def _is_linear(module: object) -> bool:
@@ -51,14 +55,18 @@ def _inputs(module: Any) -> dict[str, Any]:
     inputs = module.quantization_scheme.input_activations
     if inputs is None:
         return {"activations": "none"}
-    if inputs.dynamic is not False:  # True, or "local": scales of tiles are dynamic
+    if inputs.dynamic is True:
         return {"activations": "dynamic"}
+    if inputs.dynamic == "local":  # scales of tiles are dynamic; that of the whole tensor divides
+        one = module.input_global_scale.detach().to(torch.float32).reciprocal()
+        return {"activations": "static", "input_scale_inv": one}
     return {"activations": "static", "input_scale_inv": module.input_scale.detach().to(torch.float32)}
 
 
 def _one_scale(module: Any) -> StoredWeight:
-    scale = module.weight_scale.detach().to(torch.float32).reshape(())
-    return StoredWeight(data=module.weight, scale_inv=scale, scaling="tensor", **_inputs(module))
+    inputs = module.quantization_scheme.input_activations
+    per_token = inputs is not None and _name(inputs.strategy) == "token"
+    return one_scale(module.weight, module.weight_scale, per_token=per_token, **_inputs(module))
 
 
 def _rows(module: Any) -> StoredWeight:

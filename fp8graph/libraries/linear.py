@@ -25,6 +25,14 @@ class StoredWeight:
     input_scale_inv: Tensor | None = None
 
 
+def one_scale(data: Tensor, scale_inv: Tensor, *, per_token: bool, **inputs: Any) -> StoredWeight:
+    """A weight with one scale. ``per_token``: its input has one per token, so the weight's stands for each row's."""
+    scale_inv = scale_inv.detach().to(torch.float32).reshape(())
+    if per_token:
+        return StoredWeight(data=data, scale_inv=scale_inv.expand(data.shape[0], 1).clone(), scaling="row", **inputs)
+    return StoredWeight(data=data, scale_inv=scale_inv, scaling="tensor", **inputs)
+
+
 def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a frozen weight: nothing of ``weight`` gets a gradient, whatever it asks for."""
     kind = x.device.type

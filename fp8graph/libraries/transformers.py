@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fp8graph.libraries.linear import StoredWeight
+from fp8graph.libraries.linear import StoredWeight, one_scale
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 
@@ -21,14 +21,18 @@ def reader(module: Any) -> Callable[[Any], StoredWeight] | None:
 
 def _read(module: Any) -> StoredWeight:
     scale, block, static = module.weight_scale_inv, module.block_size, module.activation_scale
-    scaling = "tensor" if block is None else "block"
+    if block is None:  # its kernels quantize tokens alone
+        activations = "dynamic" if static is None else "static"
+        weight, per_token = module.weight, static is None
+        return one_scale(weight, scale, per_token=per_token, activations=activations, input_scale_inv=static)
+    scaling = "block"
     if scale.dtype == torch.float8_e8m0fnu:
         scaling, scale = "block_e8m0", scale.detach().view(torch.uint8)
     return StoredWeight(
         data=module.weight,
-        scale_inv=scale if block is not None else scale.detach().reshape(()),
+        scale_inv=scale,
         scaling=scaling,
-        block=[] if block is None else [*block],
+        block=[*block],
         activations="dynamic" if static is None else "static",
         input_scale_inv=static,
     )

@@ -29,8 +29,8 @@ class QuantizeArguments(Generic[T]):
         carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
             for that, an infinite element becomes NaN.
         scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
-            ``scale_inv`` has shape [1], and one amax per row is returned. For "tensor", ``scales`` replace those from
-            its amax.
+            ``scale_inv`` has shape [1], and one amax per row is returned. For other kinds with ``takes_scale``,
+            ``scales`` replace those from amaxes: of all rows or tiles, or nvfp4's scale of the whole tensor.
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
         more, dim: the tensor is ``x`` and these, joined along rows (-2) or columns (-1); the sizes of each are
             multiples of the tiles and of the multiples for padding.

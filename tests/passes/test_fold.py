@@ -110,8 +110,9 @@ def test_numbers(kind: str) -> None:
     assert sqnr_db(dy.double() @ weight, cast(Tensor, given.grad)) > (50 if kind in ("mxfp8", "nvfp4") else 25)
 
 
-def test_a_static_scale_replaces_the_amax() -> None:
-    model, given = stored("tensor", N, K, input_scale_inv=0.02), x()
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])  # of rows and tiles: the same for all
+def test_a_static_scale_replaces_the_amax(kind: str) -> None:
+    model, given = stored(kind, N, K, input_scale_inv=0.02), x()
     view = view_of(model, given, policy=DEFAULT)
     assert "scales=cat_default" in view.after
     with torch.no_grad():
@@ -156,11 +157,25 @@ def test_a_checkpoint_of_weights_only_is_dequantized() -> None:
     assert dialect_counts(view.after)["stored_weight"] == 2  # once forward, once backward
 
 
-@pytest.mark.parametrize("kind", ["block", "row"])
-def test_a_static_scale_goes_with_one_scale_of_the_weight(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["block_e8m0", "mxfp8"])
+def test_a_static_scale_does_not_go_with_exponents(kind: str) -> None:
     view = view_of(stored(kind, N, K, input_scale_inv=0.02), x(), policy=DEFAULT)
     assert {gemm.recipe for gemm in view.gemms} == {None}
-    assert all("one static scale for activations" in gemm.reason for gemm in view.gemms)
+    assert all("an FP32 scale for activations, and E8M0 scales" in gemm.reason for gemm in view.gemms)
+
+
+@pytest.mark.parametrize("size", [1, 1e9])  # far beyond the scale: clamped
+def test_a_static_scale_of_the_tensor_is_that_of_e2m1s_tiles(size: float) -> None:
+    model, given = stored("nvfp4", N, K, input_scale_inv=4 / (448 * 6)), x() * size
+    with torch.no_grad():
+        y = torch.compile(model, backend=eager_backend(DEFAULT))(given)
+    tiles = given.detach().float().reshape(-1, K // 16, 16)
+    one = torch.tensor(4 / (448 * 6))
+    scales = (tiles.abs().amax(-1, keepdim=True) / 6 / one).clamp(max=448).to(torch.float8_e4m3fn).float() * one
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    steps = ((tiles / scales).abs().clamp(max=6).unsqueeze(-1) - grid).abs().argmin(-1)  # ties are rare
+    quantized = (grid[steps] * tiles.sign() * scales).reshape(given.shape).double()
+    assert sqnr_db(quantized @ model.dequantized().t(), y) > 40
 
 
 def test_scales_may_be_buffers() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, TorchAoConfig
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
@@ -79,11 +80,11 @@ def any_device() -> Generator[None]:
         yield
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     """The model as its library loads it, frozen: FP8 parameters ask for gradients after from_pretrained.
     ModelOpt's folders are for engines: transformers loads their codes as bf16 numbers, without their scales."""
     with any_device():
-        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).requires_grad_(False)
+        return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False)
 
 
 Shape = Callable[[int, int], tuple[int, ...]]  # of a linear's N and K
@@ -110,8 +111,16 @@ def _quantized_while_loading(folder: Path, config: Any) -> None:
         llama.save_pretrained(folder)
 
 
-def _hf(**options: Any) -> Callable[[Path], None]:
-    return lambda folder: _quantized_while_loading(folder, FineGrainedFP8Config(**options))
+def _hf(*, activation_scale: float | None = None, **options: Any) -> Callable[[Path], None]:
+    def written(folder: Path) -> None:
+        _quantized_while_loading(folder, FineGrainedFP8Config(**options))
+        if activation_scale is not None:  # transformers does not calibrate: it writes memory as it was
+            file = folder / "model.safetensors"
+            tensors = load_file(file)
+            one = torch.tensor(activation_scale)
+            save_file({k: one.clone() if k.endswith(".activation_scale") else x for k, x in tensors.items()}, file)
+
+    return written
 
 
 # torchao
@@ -282,8 +291,8 @@ FORMATS: dict[str, Format] = {
         tensors={"weight": (E4M3, _whole), "weight_scale_inv": (E8M0, _tiles)},
         config=_hf_config(scale_fmt="ue8m0"),
     ),
-    "hf-static": Format(  # its activation scales are 1: transformers does not calibrate
-        write=_hf(activation_scheme="static"),
+    "hf-static": Format(
+        write=_hf(activation_scheme="static", activation_scale=0.05),
         tensors={"weight": (E4M3, _whole), "weight_scale_inv": (F32, _tiles), "activation_scale": (F32, _fixed())},
         config=_hf_config(activation_scheme="static"),
     ),

@@ -45,6 +45,7 @@ class Scaling(ABC):
     tiled: ClassVar[bool] = False  # one scale per tile of ``QuantizeArguments.block``
     one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are the rowwise data, transposed
     has_state: ClassVar[bool] = False  # the scale comes from earlier steps
+    takes_scale: ClassVar[bool] = True  # ``QuantizeArguments.scales`` may replace the scales from an amax
     columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
     not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized
     columns_not_sent: ClassVar[str | None] = None  # why none sends them if the columnwise layout is needed

@@ -19,6 +19,7 @@ from fp8graph.recipes import FP8_MAX
 class BlockE8M0(Block):
     name = "block_e8m0"  # ``gemm`` is that of FP32 scales
     scale_dtype = torch.uint8
+    takes_scale = False  # FP32
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         amax = amax.clamp_min(asked.amax_epsilon)  # NaN passes through

@@ -15,6 +15,7 @@ class MXFP8(Tiled):
     name = gemm = "mxfp8"
     gemm_title = "MXFP8 GEMM"
     scale_dtype = torch.uint8  # E8M0
+    takes_scale = False  # FP32
     reads, launches, gemm_launches = (0, 1), (1.0, 2.75), 3
     # one scale per tensor trains a dense Llama 3.1 405B 10 % faster on GB300 (1,048 against 952 tokens/s/GPU:
     # Megatron-Bridge's performance summary, whose two runs are sharded differently); this is the part due to GEMMs

@@ -43,6 +43,8 @@ class NVFP4(Tiled):
         return [[]]
 
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
+        if asked.scales is not None:
+            return Shared(global_scale=asked.scales[asked.row, 0], scale_inv=asked.scales[asked.row, 1].clone())
         return _shared(largest_of([amax_of(part) for part in parts]))
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
@@ -67,8 +69,9 @@ class NVFP4(Tiled):
         return join([pack_e2m1(cast_to_e2m1(untile(x)))[..., :rows, :].contiguous() for x in scaled], axis)
 
     def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
-        scale_inv, amax = cast(Tensor, shared.scale_inv), cast(Tensor, shared.amax)
-        return [with_overflow(scale_inv, amax) if asked.carry_overflow else scale_inv]
+        scale_inv = cast(Tensor, shared.scale_inv)
+        carried = asked.carry_overflow and shared.amax is not None
+        return [with_overflow(scale_inv, cast(Tensor, shared.amax)) if carried else scale_inv]
 
     def values(self, data: Tensor) -> Tensor:
         return unpack_e2m1(data)

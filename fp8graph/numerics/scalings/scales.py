@@ -14,7 +14,13 @@ from fp8graph.recipes import FLT_MAX, FP8_MAX
 def fp8_scales(
     amax: Tensor, asked: Asked, *, carry_overflow: bool = False, largest: float = FLT_MAX
 ) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`."""
+    """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`.
+
+    The scales that were asked for (``QuantizeArguments.scales``) replace them: the same for every amax.
+    """
+    if asked.scales is not None:
+        scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (0, 1))
+        return scale, scale_inv.clone()
     scale = scale_from_amax(
         amax,
         FP8_MAX[asked.dtype],

@@ -1,0 +1,187 @@
+"""Load an FP8 checkpoint of any format into a model that was made in high precision, without the format's library."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
+from fp8graph.errors import CheckpointError
+from fp8graph.libraries.linear import StoredWeight, one_scale
+from fp8graph.libraries.stored_linear import StoredLinear
+
+_log = logging.getLogger("fp8graph")
+_Model = TypeVar("_Model", bound=nn.Module)
+_E8M0: Final = (torch.float8_e8m0fnu, torch.uint8)
+
+
+def load_checkpoint(
+    model: _Model, folder: Path | str, *, strict: bool = True, progress: Callable[[int], None] | None = None
+) -> _Model:
+    """Load an FP8 checkpoint of Hugging Face, compressed-tensors or ModelOpt into ``model``, in place.
+
+    Each linear layer that the checkpoint quantizes becomes a :class:`StoredLinear`, which keeps bytes and scales as
+    they are stored; all other tensors are copied. One tensor is read at a time. Compile the model afterwards.
+
+    Args:
+        model: of the checkpoint's architecture and with its names, in high precision. Weights may be on the meta
+            device: those are loaded to the CPU, all others to where they are.
+        folder: with config.json and safetensors.
+        strict: False: tensors that only the model or only the checkpoint has are logged, not refused.
+        progress: is called with the bytes of each tensor that was read.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, of no known format, or does not fit ``model``, which is unchanged.
+    """
+    checkpoint = Checkpoint(folder)
+    checkpoint.check()
+    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    _compare(checkpoint, model, targets, strict)
+    shards = checkpoint.shards
+    for name in checkpoint.others:
+        if name in targets:
+            _put(model, targets, name, shards.tensor(name))
+            if progress is not None:
+                progress(shards.info(name).bytes)
+    for layer, stored in checkpoint.layers.items():
+        linear: Any = model.get_submodule(layer)
+        device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
+        made = StoredLinear(_stored(stored, checkpoint.weight(layer)), linear.bias).to(device)
+        model.set_submodule(layer, made.train(linear.training))
+        if progress is not None:
+            progress(sum(shards.info(name).bytes for name in stored.names(layer).values()))
+    shards.close()
+    return model
+
+
+def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Tensor], strict: bool) -> None:
+    """
+    Raises:
+        CheckpointError: ``checkpoint`` does not fit ``model``, whose state dict is ``targets``.
+    """
+    folder = checkpoint.folder
+    for layer, stored in checkpoint.layers.items():
+        weight = checkpoint.shards.info(stored.names(layer)["weight"])
+        shape = (*weight.shape[:-1], weight.shape[-1] * (1 + stored.packed))
+        try:
+            module = model.get_submodule(layer)
+        except AttributeError:
+            text = "the model has no such layer. Was it made from the config of this checkpoint?"
+            raise CheckpointError(f"{folder}: layer {layer!r} is quantized, and {text}") from None
+        if not isinstance(module, nn.Linear):
+            raise CheckpointError(
+                f"{folder}: layer {layer!r} is quantized, and in the model it is a {type(module).__name__}: only "
+                "linears are loaded so. Load it with the library of the format, and call fp8graph.compile."
+            )
+        if tuple(module.weight.shape) != shape:
+            raise CheckpointError(
+                f"{weight.file}: {weight.name!r} is a weight {list(shape)}, and {layer!r} of the model has "
+                f"{list(module.weight.shape)}."
+            )
+        if (reason := _why_not(stored)) is not None:
+            raise CheckpointError(f"{folder}: layer {layer!r} ({stored.scheme}) cannot be loaded: {reason}.")
+    for name in checkpoint.others:
+        info = checkpoint.shards.info(name)
+        if name in targets and tuple(targets[name].shape) != info.shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and that of the model has "
+                f"{list(targets[name].shape)}."
+            )
+    loaded = {*checkpoint.others, *(f"{layer}.weight" for layer in checkpoint.layers)}
+    there = {id(targets[name]) for name in loaded if name in targets}  # tied weights are in one file once
+    missing = [name for name, x in targets.items() if name not in loaded and id(x) not in there]
+    unknown = [name for name in checkpoint.others if name not in targets]
+    for names, text in ((missing, "the checkpoint lacks"), (unknown, "the model has no place for")):
+        if names:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            if strict:
+                raise CheckpointError(f"{folder}: {text} {shown}. With strict=False that is a warning.")
+            _log.warning("%s: %s %s", folder, text, shown)
+    kept = [name for name, x in model.named_buffers() if x.is_meta and name not in targets]
+    if kept or any(targets[name].is_meta for name in missing):
+        name = kept[0] if kept else next(name for name in missing if targets[name].is_meta)
+        raise CheckpointError(
+            f"{folder}: {name} is on the meta device, and not in the checkpoint. Make the model on a real device, or "
+            "with only what is saved on meta."
+        )
+
+
+def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) -> None:
+    """Copy ``x`` to what is called ``name``; a tensor on the meta device is replaced, wherever it is."""
+    there = targets[name]
+    if not there.is_meta:
+        with torch.no_grad():
+            there.copy_(x)
+        return
+    new = x.to(there.dtype)
+    if isinstance(there, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=there.requires_grad)
+    for other, one in targets.items():
+        if one is there:
+            owner, _, leaf = other.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, new)
+
+
+def _why_not(stored: LayerFormat) -> str | None:
+    """Why no scaled matmul multiplies weights that are stored so."""
+    inputs = {(WHOLE, WHOLE): [(WHOLE, WHOLE), (1, WHOLE)], (1, WHOLE): [(1, WHOLE)]}
+    rows, columns = stored.block
+    e8m0 = all(dtype in _E8M0 for dtype in stored.scale_dtypes)
+    if stored.packed:
+        if stored.block != (1, 16):
+            return f"no GEMM multiplies 4-bit numbers in tiles of {rows}x{columns}"
+    elif stored.block not in inputs and rows != columns and not (e8m0 and stored.block == (1, 32)):
+        return f"no GEMM multiplies weights in tiles of {rows}x{columns}"
+    activation = stored.activation
+    if activation is None or activation.scale != "dynamic":
+        return None
+    if activation.block not in inputs.get(stored.block, [(1, columns)]):
+        return f"no GEMM takes a weight with scales of {_tile(stored.block)} and an input of {_tile(activation.block)}"
+    return None
+
+
+def _tile(block: Sequence[int]) -> str:
+    return "x".join(str(size) if size != WHOLE else "all" for size in block)
+
+
+def _stored(stored: LayerFormat, weight: QuantizedWeight) -> StoredWeight:
+    """``weight`` in the words of the dialect."""
+    scale, (rows, columns) = weight.scale_inv, weight.block
+    activation = stored.activation
+    inputs: dict[str, Any] = {
+        "activations": "none" if activation is None else "dynamic" if activation.scale == "dynamic" else "static",
+        "input_scale_inv": _factor(weight.input_scale_inv, weight.input_scale),
+    }
+    if stored.block == (WHOLE, WHOLE):
+        per_token = activation is not None and activation.block == (1, WHOLE)
+        return one_scale(weight.data, scale, per_token=per_token, **inputs)
+    if stored.block == (1, WHOLE):
+        return StoredWeight(data=weight.data, scale_inv=scale.to(torch.float32), scaling="row", **inputs)
+    if weight.packed:
+        return StoredWeight(
+            data=weight.data.view(torch.uint8),
+            scale_inv=scale,
+            scaling="nvfp4",
+            block=[rows, columns],
+            global_scale_inv=_factor(weight.global_scale_inv, weight.global_scale),
+            **inputs,
+        )
+    if scale.dtype not in _E8M0:
+        scaling, scale = "block", scale.to(torch.float32)
+    else:
+        scaling, scale = "mxfp8" if (rows, columns) == (1, 32) else "block_e8m0", scale.view(torch.uint8)
+    return StoredWeight(data=weight.data, scale_inv=scale, scaling=scaling, block=[rows, columns], **inputs)
+
+
+def _factor(factor: Tensor | None, divisor: Tensor | None) -> Tensor | None:
+    if factor is None and divisor is not None:
+        factor = divisor.to(torch.float32).reciprocal()
+    return None if factor is None else factor.to(torch.float32).reshape(())

@@ -1,0 +1,67 @@
+"""StoredLinear: a linear that keeps its weight as it is stored, compiled and in eager."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import fp8graph
+from fp8graph.libraries.linear import StoredWeight
+from fp8graph.libraries.stored_linear import StoredLinear
+from fp8graph.numerics import sqnr_db
+from helpers import same_bits
+
+N, K = 256, 384
+
+
+def layer(bias: bool = False, **settings: object) -> StoredLinear:
+    random = torch.Generator().manual_seed(0)
+    data = (torch.randn(N, K, generator=random) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    scale_inv = torch.rand(N // 128, K // 128, generator=random) / 1000
+    weight = StoredWeight(data=data, scale_inv=scale_inv, scaling="block", block=[128, 128], **settings)  # pyright: ignore[reportArgumentType]
+    return StoredLinear(weight, nn.Parameter(torch.randn(N, dtype=torch.bfloat16, generator=random)) if bias else None)
+
+
+def numbers(module: StoredLinear) -> torch.Tensor:
+    scale = module.weight_scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return module.weight.double() * scale
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_dequantized_in_eager_and_multiplied_when_compiled(bias: bool) -> None:
+    module, x = layer(bias), torch.randn(32, K, dtype=torch.bfloat16, requires_grad=True)
+    exact = nn.functional.linear(x.double(), numbers(module), module.bias.double() if bias else None)
+    assert sqnr_db(exact.detach(), module(x).detach()) > 45
+    fp8graph.compile(module, compiler="eager", fullgraph=True)
+    y = module(x)
+    y.backward(dy := torch.randn_like(y))
+    assert {gemm.recipe for gemm in fp8graph.backend_of(module).report.gemms} == {"blockwise"}
+    assert 27 < sqnr_db(exact.detach(), y.detach()) < 45
+    assert x.grad is not None
+    assert sqnr_db(dy.double() @ numbers(module), x.grad) > 25
+    assert module.weight.grad is None
+    assert not bias or same_bits([module.bias.grad], [dy.sum(0)])
+
+
+def _pickled(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
+    module = layer(activations="static", input_scale_inv=torch.tensor(0.02))
+    x = torch.randn(4, K, dtype=torch.bfloat16)
+    assert same_bits([module(x)], [copied(module)(x)])
+    assert list(module.state_dict()) == ["weight", "weight_scale_inv", "input_scale_inv"]
+
+
+def test_what_it_says_of_itself() -> None:
+    assert repr(layer(bias=True)) == "StoredLinear(384, 256, block 128x128, activations=dynamic, bias=True)"

@@ -1,0 +1,166 @@
+"""load_checkpoint: what fits, what does not, and what stays of the model then."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+import fp8graph
+from fp8_checkpoints import CONFIG
+from fp8graph import CheckpointError
+from fp8graph.libraries.stored_linear import StoredLinear
+from helpers import same_bits
+
+N, K = 256, 384
+HF: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(K)
+        self.up = nn.Linear(K, N)
+        self.down = nn.Linear(N, K, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(self.norm(x)))
+
+
+def tensors() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    found: dict[str, Tensor] = {}
+    for name, (n, k) in {"up": (N, K), "down": (K, N)}.items():
+        found[f"{name}.weight"] = (torch.randn(n, k, generator=random) * 50).to(torch.float8_e4m3fn)
+        found[f"{name}.weight_scale_inv"] = torch.rand(n // 128, k // 128, generator=random) / 1000 + 0.001
+    found["up.bias"] = torch.randn(N, generator=random)
+    found["norm.weight"], found["norm.bias"] = torch.randn(K, generator=random), torch.randn(K, generator=random)
+    return found
+
+
+def written(folder: Path, given: dict[str, Tensor] | None = None, config: Any = HF) -> Path:
+    save_file(tensors() if given is None else given, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return folder
+
+
+def test_bytes_and_scales_are_those_of_the_file(tmp_path: Path) -> None:
+    sizes: list[int] = []
+    model = fp8graph.load_checkpoint(Model().eval(), written(tmp_path), progress=sizes.append)
+    assert isinstance(model.up, StoredLinear)
+    assert not model.up.training
+    file = load_file(tmp_path / "model.safetensors")
+    state = model.state_dict()
+    assert state.keys() == file.keys()
+    assert same_bits([state[name] for name in file], list(file.values()))
+    assert sum(sizes) == sum(x.nbytes for x in file.values())
+
+
+def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Model()
+    fp8graph.load_checkpoint(model, written(tmp_path))
+    assert {x.device.type for x in model.state_dict().values()} == {"cpu"}
+    assert model.up.bias.requires_grad
+    assert model(torch.randn(4, K)).isfinite().all()
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Embedding(16, K), nn.Linear(K, 16, bias=False)
+            self.last.weight = self.first.weight
+
+    one = {"first.weight": torch.randn(16, K)}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Tied()
+        fp8graph.load_checkpoint(model, written(tmp_path, tensors() | one))
+        assert model.last.weight is model.first.weight
+        assert torch.equal(model.last.weight, one["first.weight"])
+
+
+def changed(**changes: Tensor | None) -> dict[str, Tensor]:
+    found: dict[str, Any] = tensors() | {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (changed(norm__bias=None), "the checkpoint lacks norm.bias. With strict=False that is a warning."),
+        (changed(more=torch.ones(1)), "the model has no place for more. With strict=False"),
+        (changed(norm__weight=torch.ones(3)), r"'norm.weight' has shape \[3\], and that of the model has \[384\]"),
+        (
+            changed(
+                up__weight=torch.ones(128, K).to(torch.float8_e4m3fn), up__weight_scale_inv=torch.ones(1, K // 128)
+            ),
+            r"'up.weight' is a weight \[128, 384\], and 'up' of the model has \[256, 384\]",
+        ),
+        (
+            changed(norm__weight=torch.ones(128, 128).to(torch.float8_e4m3fn), norm__weight_scale_inv=torch.ones(1, 1)),
+            "layer 'norm' is quantized, and in the model it is a LayerNorm",
+        ),
+        (
+            changed(
+                nosuch__weight=torch.ones(128, 128).to(torch.float8_e4m3fn), nosuch__weight_scale_inv=torch.ones(1, 1)
+            ),
+            "layer 'nosuch' is quantized, and the model has no such layer. Was it made from the config",
+        ),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(given: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    model = Model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message) as raised:
+        fp8graph.load_checkpoint(model, written(tmp_path, given))
+    assert str(tmp_path) in str(raised.value)
+    assert same_bits(list(model.state_dict().values()), list(before.values()))
+
+
+def test_tensors_that_one_side_lacks_may_be_left(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(tmp_path, changed(norm__bias=None, up__k_scale=torch.ones(1)))
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        fp8graph.load_checkpoint(Model(), folder, strict=False)
+    said = [record.getMessage().partition(": ")[2] for record in caplog.records]
+    assert said == ["the checkpoint lacks norm.bias", "the model has no place for up.k_scale"]
+
+
+def test_what_would_stay_on_the_meta_device(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = Model()
+        model.register_buffer("frequencies", torch.ones(3), persistent=False)
+    with pytest.raises(CheckpointError, match="frequencies is on the meta device, and not in the checkpoint"):
+        fp8graph.load_checkpoint(model, written(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "make", "message"),
+    [
+        (HF | {"weight_block_size": [64, 128]}, lambda n, k: (n // 64, k // 128), "weights in tiles of 64x128"),
+    ],
+)
+def test_forms_that_no_gemm_takes(
+    config: Any, make: Callable[[int, int], tuple[int, int]], message: str, tmp_path: Path
+) -> None:
+    scales = {name: torch.ones(make(*size)) for name, size in {"up": (N, K), "down": (K, N)}.items()}
+    given = tensors() | {f"{name}.weight_scale_inv": x for name, x in scales.items()}
+    with pytest.raises(CheckpointError, match=message):
+        fp8graph.load_checkpoint(Model(), written(tmp_path, given, config))
+
+
+def test_a_llama_of_the_meta_device_says_what_is_missing(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model: Any = LlamaForCausalLM(copy.deepcopy(CONFIG))
+    with pytest.raises(CheckpointError, match="the model has no such layer. Was it made from the config"):
+        fp8graph.load_checkpoint(model, written(tmp_path))
