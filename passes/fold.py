@@ -74,7 +74,7 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
         if tensor is weight:
             again = _insert(matmul, ops.stored_weight, *weight.args, **weight.kwargs)
             if transposed:
-                again = _insert(matmul, aten.permute.default, again, [1, 0])
+                again = _insert(matmul, aten.permute.default, again, [*range(value(again).ndim - 2), -1, -2])
             matmul.replace_input_with(argument, again)
 
 

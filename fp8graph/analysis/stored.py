@@ -41,6 +41,10 @@ _STATIC: Final = (
     "the checkpoint has an FP32 scale for activations, and E8M0 scales for the weight: no GEMM takes both; the weight "
     "is dequantized"
 )
+_STATIC_EXPERTS: Final = (
+    "the checkpoint has a static scale for the activations of each expert: no grouped GEMM takes them; the weights are "
+    "dequantized"
+)
 
 
 def stored_weight(site: Site) -> fx.Node | None:
@@ -61,6 +65,8 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
     given = named_arguments(stored)
     if given["activations"] == "none":
         return Resolution(dict.fromkeys(GEMMS), source="the checkpoint quantizes weights only: they are dequantized")
+    if given["activations"] == "static" and value(given["data"]).ndim == 3:
+        return Resolution(dict.fromkeys(GEMMS), source=_STATIC_EXPERTS)
     if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
     return Resolution(dict.fromkeys(GEMMS, recipe_of(stored)), source=f"weight stored in {_described(given)}")
@@ -86,6 +92,8 @@ def recipe_of(stored: fx.Node) -> Recipe:
 def why_not_as_stored(gemm: Gemm, stored: fx.Node) -> str | None:
     """Why ``gemm`` cannot multiply the bytes of ``stored``; None if it can."""
     given = named_arguments(stored)
+    if gemm.gemm != "fprop" and value(given["data"]).ndim == 3:
+        return f"{gemm.gemm} of experts would need a transposed copy of each: they are dequantized"
     if (
         gemm.gemm == "fprop"
         or transposes(given)

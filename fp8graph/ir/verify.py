@@ -240,10 +240,11 @@ def _dequantize(node: fx.Node) -> str | None:
 def _stored_weight(node: fx.Node) -> str | None:
     given = named_arguments(node)
     data, scale, kind = value(given["data"]), value(given["scale_inv"]), SCALINGS[given["scaling"]]
-    if (data.dtype not in FP8_MAX and data.dtype != torch.uint8) or data.ndim != 2:
+    if (data.dtype not in FP8_MAX and data.dtype != torch.uint8) or data.ndim not in (2, 3):
         return f"a stored weight of {data.dtype} {tuple(data.shape)}"
-    wanted = kind.scale_shape(data.shape[0], data.shape[1] * kind.packed, given["block"])
-    shapes = [(), (1,)] if wanted is None else [tuple(wanted)]
+    *experts, rows, columns = data.shape
+    wanted = kind.scale_shape(rows, columns * kind.packed, given["block"])
+    shapes = [(), (1,)] if wanted is None else [(*experts, *wanted)]
     if tuple(scale.shape) not in shapes or scale.dtype != kind.scale_dtype:
         return f"a stored weight of {tuple(data.shape)} with scales {scale.dtype} {tuple(scale.shape)}"
     return None

@@ -40,5 +40,7 @@ def adopt(model: _Model) -> _Model:
         for reader, in_eager in _READERS:
             if (read := reader(module)) is not None:
                 module.__dict__["forward"] = MethodType(forward_of(read, in_eager), module)
+        if (forward := transformers.forward_of_experts(module)) is not None:
+            module.__dict__["forward"] = MethodType(forward, module)
     compressed_tensors.keep_compressed(model)
     return model

@@ -16,7 +16,7 @@ from torch.nn import functional
 class StoredWeight:
     """The tensors of one weight, as the dialect's ``stored_weight`` takes them."""
 
-    data: Tensor  # [N, K], or bytes [N, K/2] of two E2M1 numbers
+    data: Tensor  # [N, K], or bytes [N, K/2] of two E2M1 numbers; of experts [experts, N, K]
     scale_inv: Tensor  # it multiplies
     scaling: str
     block: Sequence[int] = ()
@@ -37,7 +37,12 @@ def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     """``F.linear`` with a frozen weight: nothing of ``weight`` gets a gradient, whatever it asks for."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    high_precision = torch.ops.fp8graph.stored_weight(
+    return functional.linear(x, high_precision(weight, dtype), bias)
+
+
+def high_precision(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """The dialect's ``stored_weight``."""
+    return torch.ops.fp8graph.stored_weight(
         weight.data.detach(),
         weight.scale_inv.detach(),
         dtype,
@@ -47,7 +52,6 @@ def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
         activations=weight.activations,
         input_scale_inv=None if weight.input_scale_inv is None else weight.input_scale_inv.detach(),
     )
-    return functional.linear(x, high_precision, bias)
 
 
 @functools.cache  # Dynamo guards a forward by its identity: layers that share it share compiled code

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-from transformers.integrations.finegrained_fp8 import FP8Linear
+from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import fp8graph
@@ -56,6 +56,16 @@ def numbers(module: Any) -> Tensor:
     if scale.ndim:
         scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: module.weight.shape[0]]
     return module.weight.detach().double() * (scale[:, : module.weight.shape[1]] if scale.ndim else scale)
+
+
+def of_experts(module: Any, name: str) -> Tensor:
+    """The weights of experts in float64."""
+    data, scale = getattr(module, name).detach().double(), getattr(module, f"{name}_scale_inv").detach().double()
+    rows, columns = module.block_size
+    if name == "gate_up_proj" and data.shape[1] <= rows:
+        rows = data.shape[1] // 2
+    scale = scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+    return data * scale[:, : data.shape[1], : data.shape[2]]
 
 
 def run(module: nn.Module, **settings: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, fp8graph.Report]:
@@ -187,7 +197,12 @@ DEEPSEEK: Any = {
     "qk_rope_head_dim": 128,
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
-    "first_k_dense_replace": 2,
+    "first_k_dense_replace": 1,  # then experts
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 128,
 }
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(copy.deepcopy(CONFIG)),
@@ -216,13 +231,21 @@ def dequantized(model: Any) -> Any:
             linear = nn.Linear(module.in_features, module.out_features, bias=False, dtype=BF16)
             linear.weight.data.copy_(numbers(module))
             other.set_submodule(name, linear)
+        if isinstance(module, FP8Experts):
+            experts: Any = other.get_submodule(name)
+            for weight in ("gate_up_proj", "down_proj"):
+                setattr(experts, weight, nn.Parameter(of_experts(module, weight).to(BF16), requires_grad=False))
+            experts.config._experts_implementation = "eager"
     return other
 
 
 def adapted(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
     torch.manual_seed(1)
-    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear"))
+    # of a model with experts, PEFT adapts router and experts with other linears: parametrizations, which do not trace
+    experts = any(isinstance(module, FP8Experts) for module in model.modules())
+    targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"] if experts else "all-linear"
+    return peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=targets))
 
 
 def losses(model: Any, steps: int = 4) -> list[float]:
@@ -262,7 +285,9 @@ def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) 
     base = [gemm for gemm in base if ".lora_" not in gemm.fqn]
     assert {gemm.recipe for gemm in base} == {"blockwise"}
     assert {gemm.gemm for gemm in base} == {"fprop", "dgrad"}
-    assert "stored_weight" not in view.after
+    decoded = [line for line in view.after.splitlines() if "fp8graph.stored_weight(" in line]
+    assert len(decoded) == (2 if name == "deepseek_v3" else 0)  # dgrad of experts
+    assert all(": bf16[4, " in line for line in decoded)
     assert "quantize_weight" not in view.after
 
     # one byte per weight: no copy in high precision among the inputs, in the graph, or kept for backward
@@ -288,6 +313,86 @@ def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) 
         assert module.weight.dtype == E4M3
         assert module.weight.data_ptr() == pointers[name]
         assert torch.equal(module.weight.detach().view(torch.uint8), before[name])
+
+
+# Experts
+
+TOKENS, EXPERTS = 48, 4
+
+
+def experts(**settings: Any) -> Any:
+    """Four experts with random numbers."""
+    config = DeepseekV3Config(**SIZES, **DEEPSEEK)
+    config._experts_implementation = "grouped_mm"
+    replaced: Any = nn.ModuleDict({"mlp": nn.ModuleDict({"experts": nn.Module()})})
+    replaced.config = replaced["mlp"]["experts"].config = config
+    replace_with_fp8_linear(replaced, quantization_config=FineGrainedFP8Config(**settings))
+    made: Any = replaced["mlp"]["experts"].to_empty(device="cpu")
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, x in made.named_parameters():
+            if x.dtype == E4M3:
+                x.copy_((torch.randn(x.shape, generator=random) * 100).clamp(-448, 448))
+            elif "activation" in name:
+                x.fill_(0.02)
+            else:
+                x.copy_(torch.rand(x.shape, generator=random) / 1000 + 0.001)
+    return made.requires_grad_(False)
+
+
+def routed() -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(TOKENS, 256, generator=random).to(BF16)
+    weights, index = torch.rand(TOKENS, EXPERTS, generator=random).topk(2)
+    return x, index, weights.to(BF16)
+
+
+def of_all_experts(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Their output in float64, every token through every expert."""
+    gate_up, down = (of_experts(module, name) for name in ("gate_up_proj", "down_proj"))
+    gate, up = torch.einsum("tk,enk->etn", x, gate_up).chunk(2, -1)
+    each = torch.einsum("etk,enk->etn", nn.functional.silu(gate) * up, down)
+    chosen = torch.zeros(TOKENS, EXPERTS, dtype=torch.double).scatter(1, index, weights.double())
+    return torch.einsum("te,etn->tn", chosen, each)
+
+
+@pytest.mark.parametrize("settings", [{}, {"scale_fmt": "ue8m0"}, {"weight_block_size": [96, 128]}])
+def test_experts_are_multiplied_as_they_are(settings: dict[str, Any]) -> None:
+    module, (x, *route) = experts(**settings), routed()
+    given = x.clone().requires_grad_()
+    exact = x.double().requires_grad_()
+    expected = of_all_experts(module, exact, *route)
+    fp8graph.compile(module, compiler="eager", fullgraph=True)
+    y = module(given, *route)
+    y.backward(dy := torch.randn_like(y))
+    expected.backward(dy.double())
+    assert sqnr_db(expected.detach(), y.detach()) > 22
+    assert sqnr_db(cast(Tensor, exact.grad), cast(Tensor, given.grad)) > 22
+    (view,) = fp8graph.backend_of(module).report.graphs
+    assert {(gemm.op, gemm.gemm): gemm.recipe for gemm in view.gemms} == {
+        ("grouped_mm", "fprop"): "blockwise",
+        ("grouped_mm", "dgrad"): None,
+    }
+    assert "quantize_weight" not in view.after
+    assert all("a transposed copy of each" in gemm.reason for gemm in view.gemms if gemm.gemm == "dgrad")
+
+
+def test_experts_where_no_grouped_gemm_takes_tiles() -> None:
+    module, (x, *route) = fp8graph.adopt(experts()), routed()
+    with torch.no_grad():
+        report = fp8graph.explain(module, x, *route, target="sm_90")
+    assert {gemm.execution for gemm in report.gemms} == {"high precision"}
+    assert all("no grouped FP8 GEMM with one scale per tile; a rule" in gemm.reason for gemm in report.gemms)
+
+
+def test_experts_with_static_scales_of_their_own() -> None:
+    module, (x, *route) = experts(activation_scheme="static"), routed()
+    expected = of_all_experts(module, x.double(), *route)
+    fp8graph.compile(module, compiler="eager", fullgraph=True)
+    with torch.no_grad():
+        assert sqnr_db(expected, module(x, *route)) > 40
+    report = fp8graph.backend_of(module).report
+    assert all("a static scale for the activations of each expert" in gemm.reason for gemm in report.gemms)
 
 
 def test_scales_of_exponents_are_read_as_they_are() -> None:
