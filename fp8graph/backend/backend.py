@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -143,9 +144,8 @@ class Backend:
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
 
-        It is cheap if the new policy makes the same decisions as the last one, so a training loop can call
-        ``backend.set_policy(policy.at_step(step))`` at every step. A policy with a schedule advances by itself, with
-        the steps of optimizers.
+        It is cheap if the new policy decides as the last one did: a training loop can call it at every step, with
+        ``policy.at_step(step)``. A policy with a schedule advances by itself, with the steps of optimizers.
         """
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
@@ -261,9 +261,8 @@ class Backend:
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use. Call it after writing to weights through ``.data``.
 
-        Such writes change neither a tensor's version nor its address, and no optimizer step announces them. Updates
-        by torch's optimizers, in-place writes and PEFT's merges are detected without this call; strict mode raises
-        for others.
+        Such writes change neither version nor address, and no optimizer step announces them. Updates by torch's
+        optimizers, in-place writes and PEFT's merges are detected without this call; strict mode raises for others.
         """
         self._shared.weights.refresh()
 
@@ -280,14 +279,15 @@ class Backend:
         """Return this backend itself: a copied model (EMA) shares compiled code and report with the original."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], ScalingState]]:
+    def __reduce__(self) -> tuple[Callable[..., Backend], tuple[dict[str, Any], bytes]]:
         """Pickle the settings and the scaling state with the model, which is compiled again where it is loaded."""
-        return _restored, (self.arguments(), self.state_dict())
+        # as bytes: torch sends tensors to a process that it starts by their memory, which would be gone by then
+        return _restored, (self.arguments(), pickle.dumps(self.state_dict()))
 
 
-def _restored(arguments: dict[str, Any], state: Mapping[str, Any]) -> Backend:
+def _restored(arguments: dict[str, Any], state: bytes) -> Backend:
     backend = Backend(**arguments)
-    backend.load_state_dict(state)
+    backend.load_state_dict(pickle.loads(state))
     return backend
 
 

@@ -6,7 +6,8 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,6 +78,35 @@ def test_a_model_that_is_compiled_no_more_has_plain_copies() -> None:
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             with pytest.raises(fp8graph.ConfigError, match="was not compiled"):
                 fp8graph.backend_of(copied)
+
+
+def test_a_spawned_process_gets_the_state_by_value() -> None:
+    """torch gives a started process tensors by their memory, which the state, made for the pickle, does not outlive."""
+    model = fp8graph.compile(MLP(), Policy(default="delayed", min_speedup=0), compiler="eager")
+    trained(model)
+    backend = fp8graph.backend_of(model)
+    sent = bytes(ForkingPickler.dumps(backend))
+    assert b"rebuild_storage" not in sent
+    assert dict(pickle.loads(sent).state_dict()).keys() == dict(backend.state_dict()).keys()
+
+
+def check_in_process(_rank: int, model: nn.Module) -> None:
+    trained(model, 1)
+    assert all(gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["in place", "by name"])
+def test_a_spawned_process_runs_a_model_that_ran_before(how: str) -> None:
+    model: nn.Module = MLP()
+    policy = Policy(default="delayed", min_speedup=0)
+    if how == "in place":
+        fp8graph.compile(model, policy, compiler="eager")
+    else:
+        options: dict[str, Any] = {"policy": policy, "compiler": "eager"}
+        model = cast(nn.Module, torch.compile(model, backend="fp8graph", options=options))
+    trained(model)
+    torch.multiprocessing.spawn(check_in_process, (model,), nprocs=2)
 
 
 def test_a_shallow_copy_is_not_compiled() -> None:
