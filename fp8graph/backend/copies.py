@@ -19,7 +19,7 @@ from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
-_EXPORTED: Final = "%s is exported as it was written, in high precision: torch.export leaves compiled code out."
+_EXPORTED: Final = "%s is exported as it was written, in high precision: %s leaves compiled code out."
 _WITHIN: Final = (
     "%s is compiled again, by torch.compile(backend=%s), and runs in high precision there: the outer compilation "
     "decides. Leave it out: fp8graph.compile has compiled the model in place."
@@ -99,8 +99,10 @@ class Compiled:
         if arguments is not None:
             name, this = type(module).__name__, weakref.ref(module)
             wrappers.compile_in_place(
-                *(module, lambda: check_compiled(backend, cast(nn.Module, this()))),
-                *(lambda: _log.warning(_EXPORTED, name), lambda: check_within(backend, name)),
+                module,
+                lambda: check_compiled(backend, cast(nn.Module, this())),
+                lambda by: _log.warning(_EXPORTED, name, by),
+                lambda: check_within(backend, name),
                 backend=backend,
                 **arguments,
             )

@@ -13,7 +13,7 @@ from torch._dynamo.external_utils import wrap_inline
 def compile_in_place(
     module: torch.nn.Module,
     after_first_call: Callable[[], None],
-    at_export: Callable[[], None],
+    at_export: Callable[[str], None],
     within: Callable[[], None],
     **kwargs: Any,
 ) -> None:
@@ -25,7 +25,7 @@ def compile_in_place(
 
     Args:
         after_first_call: called once, when the module has been called.
-        at_export: called when ``torch.export`` runs the module, which leaves compiled code out.
+        at_export: called with "torch.export" or "torch.jit.script", which read the module and leave compiled code out.
         within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
     """
     function: Any = module._call_impl
@@ -42,13 +42,18 @@ def compile_in_place(
         if torch.compiler.is_dynamo_compiling():  # this is a part of a larger graph
             within()
         elif torch.compiler.is_exporting():  # asked second: to Dynamo of torch 2.11 every trace is an export
-            at_export()
+            at_export("torch.export")
         elif first:
             first = False
             after_first_call()
         return result
 
+    def scripted() -> Any:  # torch.jit.script calls this of each function that it finds on a module
+        at_export("torch.jit.script")
+        return watched
+
     watched._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
+    watched.__prepare_scriptable__ = scripted  # pyright: ignore[reportFunctionMemberAccess]
     module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -392,6 +392,23 @@ def test_an_export_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFi
     assert "is exported" not in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_of_a_compiled_model_says_that_it_is_in_high_precision(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    fp8graph.compile(model, ALL, compiler="eager")
+    outer = nn.Sequential(model)
+    for module in (model, outer):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "fp8graph"):
+            scripted = torch.jit.script(module)
+        assert "MLP is exported as it was written, in high precision: torch.jit.script leaves" in caplog.text
+        assert torch.equal(scripted(x), MLP.forward(model, x))
+    with pytest.raises(RuntimeError, match="trace a dynamo-optimized function"):
+        torch.jit.trace(model, x)
+    with pytest.raises(ValueError, match="Unknown type annotation"):  # the wrapper of torch.compile
+        torch.jit.script(torch.compile(MLP(), backend="fp8graph"))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_compiled_model_that_another_backend_compiles_again_says_so(
     strict: bool, caplog: pytest.LogCaptureFixture

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     elif kind == "function":
         model = torch.compile(lambda x: x, backend=backend)
     else:
-        wrappers.compile_in_place(model, lambda: None, lambda: None, lambda: None, backend=backend)
+        wrappers.compile_in_place(model, lambda: None, lambda by: None, lambda: None, backend=backend)
     assert wrappers.fp8graph_backends(wrappers.orig_backend(model)) is backend
 
 
@@ -46,21 +46,19 @@ def test_there_is_none_behind_anything_else(what: Any) -> None:
 
 
 def test_compiling_in_place_can_be_undone() -> None:
-    seen: list[int] = []
+    seen: list[int | str] = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
         seen.append(1)
         return module.forward
 
     linear = nn.Linear(4, 4)
-    wrappers.compile_in_place(
-        linear, lambda: seen.append(2), lambda: seen.append(3), lambda: seen.append(4), backend=backend
-    )
+    wrappers.compile_in_place(linear, lambda: seen.append(2), seen.append, lambda: seen.append(4), backend=backend)
     for _ in range(3):
         linear(torch.ones(2, 4))
     assert seen == [1, 2]
     torch.export.export(linear, (torch.ones(2, 4),))
-    assert seen == [1, 2, 3]
+    assert seen == [1, 2, "torch.export"]
     wrappers.undo_compile_in_place(linear)
     assert wrappers.orig_backend(linear) is None
 
@@ -70,7 +68,8 @@ def test_a_compilation_around_one_in_place() -> None:
     for model, inside, noted in ((MLP(), False, True), (MLP(), True, False), (nn.Linear(32, 32), False, False)):
         torch._dynamo.reset()
         seen: list[int] = []
-        wrappers.compile_in_place(model, lambda: None, lambda: None, lambda seen=seen: seen.append(1), backend="eager")
+        within = cast(Any, lambda seen=seen: seen.append(1))
+        wrappers.compile_in_place(model, lambda: None, lambda by: None, within, backend="eager")
         outer = nn.Sequential(model) if inside else model
         torch.compile(outer, backend="eager")(torch.ones(2, 32))
         assert bool(seen) == noted
