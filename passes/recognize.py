@@ -55,6 +55,16 @@ def recognize(graph: fx.Graph, compilation: Compilation) -> None:
                 continue
             matmul.replace_input_with(argument, _weight(product, argument, found))
     graph.eliminate_dead_code()
+    _report_others(graph, compilation)
+
+
+def _report_others(graph: fx.Graph, compilation: Compilation) -> None:
+    """Report FP8 weights that a library's own kernels multiply."""
+    for node in graph.find_nodes(op="placeholder"):
+        for user in node.users if _is_fp8(node) and value(node).ndim > 1 else ():
+            if getattr(user.target, "namespace", "aten") not in ("aten", "prims", "fp8graph"):
+                reason = f"{user.target} reads it: an op that is not looked into"
+                compilation.refuse_at("stored weight", module_path(user), 0, reason)
 
 
 @dataclass(frozen=True)

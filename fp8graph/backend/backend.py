@@ -210,7 +210,7 @@ class Backend:
             skipped_frames=dynamo.skipped_frames(self._created),
             reductions=self.state.reductions(),
             unused_state=self.state.unused,
-            in_no_graph=self.names.in_no_graph(),
+            **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
             weights=len(self.weights),
             weight_bytes=self.weights.bytes,

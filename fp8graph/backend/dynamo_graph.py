@@ -36,7 +36,7 @@ class DynamoGraph:
         self._parameters = {
             index: source
             for index, (source, x) in enumerate(zip(self.sources, example_inputs, strict=True))
-            if isinstance(x, torch.nn.Parameter)
+            if isinstance(x, torch.nn.Parameter) or dynamo.is_part_of_parameter(source)
         }
         whole = distributed.gathered_by_fsdp()
         self.gathered = frozenset(index for index in self._parameters if id(example_inputs[index]) in whole)

@@ -38,6 +38,11 @@ def source_name(node: fx.Node) -> str:
     return cast(str, name() if callable(name) else name)
 
 
+def is_part_of_parameter(source: str) -> bool:
+    """Whether a source is an attribute of a parameter: a tensor that a tensor subclass wraps."""
+    return re.search(r"\._parameters\['[^']+'\]\.\w+$", source) is not None
+
+
 def copy_source(node: fx.Node, copy: fx.Node) -> None:
     """Give a copied node of a graph the source of the original, if that has one."""
     if hasattr(node, "_dynamo_source"):

@@ -16,6 +16,7 @@ from torch._guards import tracing as tracing
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
@@ -83,3 +84,10 @@ def without_device_guards() -> Generator[None]:
     }
     with mock.patch.dict(decomposition_table, cast(Any, shapes)), _Operators():
         yield
+
+
+def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a subclass like torchao's wraps; none of a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return []
+    return [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]

@@ -85,6 +85,7 @@ class Report:
     eager_frames: list[str] = field(default_factory=list[str])  # frames that fell back to eager, and why
     skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
     in_no_graph: list[str] = field(default_factory=list[str])  # layers not called yet, or run in eager
+    fp8_in_no_graph: list[str] = field(default_factory=list[str])  # those of them that hold FP8 weights
     unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
     forgotten: int = 0  # graphs that are gone with their models and no longer listed
     pass_seconds: float = 0.0  # the time that fp8graph's own passes took
@@ -152,6 +153,7 @@ class Report:
             "eager_frames": self.eager_frames,
             "skipped_frames": self.skipped_frames,
             "in_no_graph": self.in_no_graph,
+            "fp8_in_no_graph": self.fp8_in_no_graph,
             "unused_state": self.unused_state,
             "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
             "weights": self.weights,
@@ -229,6 +231,11 @@ class Report:
         lines += [f"runs in eager, with its own matmuls in high precision: {frame}" for frame in self.skipped_frames]
         if self.graphs and self.in_no_graph:
             lines.append(f"in no graph (not called yet, or run in eager): {sites(self.in_no_graph)}")
+        if self.graphs and self.fp8_in_no_graph:
+            lines.append(
+                f"of these, with FP8 weights: {sites(self.fp8_in_no_graph)}. Were they called, compile the model with "
+                "fp8graph.compile, or call fp8graph.adopt(model) before torch.compile"
+            )
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
 

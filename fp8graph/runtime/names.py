@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fp8graph.compat import fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.recipes import FP8_MAX
 from fp8graph.runtime.call import Epoch
 
 # modules whose parameters of several dims are looked up or convolved
@@ -46,7 +47,8 @@ class Names:
 
     def _learn(self, model: torch.nn.Module, name: str) -> None:
         for fqn, parameter in model.named_parameters(prefix=name):
-            self._keep(parameter, wrappers.name_in_original(fqn))
+            for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
+                self._keep(tensor, wrappers.name_in_original(fqn))
 
     def _keep(self, parameter: torch.Tensor, name: str) -> None:
         names, key = self._names, id(parameter)
@@ -77,19 +79,23 @@ class Names:
         """Remember that a graph has parameters of these names; not ``bound``: its parameters had no names yet."""
         self._in_graphs = {*self._in_graphs, *names} if bound and self._in_graphs is not None else None
 
-    def in_no_graph(self) -> list[str]:
-        """The layers of bound models whose matrices no graph has taken: not called yet, or run in eager."""
+    def in_no_graph(self) -> dict[str, Any]:
+        """``in_no_graph``: the layers of bound models whose matrices no graph has taken: not called yet, or in eager.
+
+        ``fp8_in_no_graph``: those of them that hold FP8 numbers.
+        """
+        layers: dict[str, bool] = {}
         if self._in_graphs is None:
-            return []
-        layers: dict[str, None] = {}
+            return {}
         for model, name in self._bound():
             for prefix, module in model.named_modules(prefix=name):
                 if not isinstance(module, _NO_LINEARS):
                     for own, parameter in module.named_parameters(recurse=False):
                         fqn = wrappers.name_in_original(f"{prefix}.{own}" if prefix else own)
                         if parameter.ndim in (2, 3) and not {fqn, self.get(parameter)} & self._in_graphs:
-                            layers[fqn.rpartition(".")[0] or fqn] = None
-        return list(layers)
+                            fp8 = any(x.dtype in FP8_MAX for x in (parameter, *fakes.wrapped_tensors(parameter)))
+                            layers[fqn.rpartition(".")[0] or fqn] = fp8
+        return {"in_no_graph": list(layers), "fp8_in_no_graph": [layer for layer, fp8 in layers.items() if fp8]}
 
     def _bound(self) -> list[tuple[nn.Module, str]]:
         return [(model, name) for reference, name in self._models.items() if (model := reference()) is not None]

@@ -65,3 +65,13 @@ def test_fake_tensors_of_a_gpu_are_copied_without_one() -> None:
     with FakeTensorMode(), fakes.without_device_guards():
         x, y = (torch.empty(4, 6, device="cuda") for _ in range(2))
         assert x.copy_(y) is x
+
+
+def test_the_tensors_that_a_subclass_wraps() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    a, b = torch.ones(2), torch.zeros(2)
+    assert fakes.wrapped_tensors(a) == []
+    found = fakes.wrapped_tensors(TwoTensor(a, b))
+    assert found[0] is a
+    assert found[1] is b

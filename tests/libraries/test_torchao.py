@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,14 @@ def test_a_linear_of_a_checkpoint(name: str, recipe: str | None, tmp_path: Path)
     assert sqnr_db(x.detach().double() @ weight.t(), y) > 27
     assert x.grad is not None
     assert sqnr_db(dy.double() @ weight, x.grad) > 25
+
+
+def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
+    FORMATS["torchao-tensorwise"].write(tmp_path)
+    model: Any = fp8graph.compile(load(tmp_path), compiler="eager", fullgraph=True)
+    for _ in range(2):
+        model(inputs_embeds=torch.randn(1, 16, 256, dtype=torch.bfloat16, requires_grad=True)).logits.sum().backward()
+    backend = fp8graph.backend_of(model)
+    assert backend.report.in_no_graph == []
+    stored = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    assert backend.weights.bytes == sum(module.weight.qdata.numel() for module in stored)  # transposed once, for dgrad

@@ -152,3 +152,32 @@ def test_what_is_not_understood_is_reported(name: str) -> None:
     assert reason in str(backend.report)
     (view,) = backend.report.graphs
     assert "stored_weight" not in view.stages["recognize"]
+
+
+@torch.library.custom_op("fp8graph_tests::kernel_of_a_library", mutates_args=())
+def kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return x @ (weight.float() * scale).to(x.dtype).t()
+
+
+@kernel.register_fake
+def _(x: Tensor, weight: Tensor, _scale: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def test_a_kernel_of_a_library_that_reads_fp8_is_reported() -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = stored("tensor", N, K)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return kernel(x, self.linear.weight, self.linear.get_parameter("scale_inv")) + 1
+
+    backend = eager_backend(DEFAULT)
+    with torch.no_grad():
+        torch.compile(Module(), backend=backend)(x())
+    (refusal,) = backend.report.refusals
+    assert (refusal.what, refusal.reason) == (
+        "stored weight",
+        "fp8graph_tests.kernel_of_a_library.default reads it: an op that is not looked into",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -80,3 +82,25 @@ def test_nothing_is_said_of_a_model_that_was_bound_after_its_graphs_were_made() 
     model(torch.randn(16, 32))
     backend.bind(model)
     assert backend.report.in_no_graph == []
+
+
+def test_fp8_weights_in_no_graph_are_named() -> None:
+    class Stored(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.weight = nn.Parameter(self.first.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+
+        @torch.compiler.disable
+        def project(self, x: Tensor) -> Tensor:  # a kernel of a library
+            return nn.functional.linear(x, self.first.weight.to(x.dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.mlp(self.project(x)))  # pyright: ignore
+
+    model: Any = Stored()
+    backend = eager_backend(ALL)
+    backend.bind(model)
+    torch.compile(model, backend=backend)(torch.randn(4, 32))
+    assert backend.report.fp8_in_no_graph == backend.report.to_dict()["fp8_in_no_graph"] == ["first"]
+    line = "of these, with FP8 weights: first. Were they called, compile the model with fp8graph.compile, or call"
+    assert line in str(backend.report)
