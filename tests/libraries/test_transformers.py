@@ -315,6 +315,14 @@ def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) 
         assert torch.equal(module.weight.detach().view(torch.uint8), before[name])
 
 
+def test_lora_is_native_where_the_device_multiplies_tiles(tmp_path: Path) -> None:
+    model = adapted(checkpoint("llama", tmp_path))
+    report = fp8graph.explain(fp8graph.adopt(model), input_ids=IDS, labels=IDS, use_cache=False, target="sm_90")
+    base = [gemm for gemm in report.gemms if gemm.fqn.endswith("base_layer")]
+    assert {(gemm.gemm, gemm.execution) for gemm in base} == {("fprop", "native"), ("dgrad", "native")}
+    assert len(base) == 2 * 14 - 3  # the first layer's q, k and v need no gradient of their input
+
+
 # Experts
 
 TOKENS, EXPERTS = 48, 4

@@ -22,6 +22,7 @@ SAYS = {  # the end of what each prints, as a regular expression
     r"42 of 42 GEMMs in FP8, \d+ % of their FLOPs, in 2 graphs",
     "layer_policy": r"model\.layers\.1\.mlp\.down_proj .* wgrad .* high precision",
     "lora": r"\n7 weights quantized in 8 steps",
+    "lora_fp8": r"\n655,360 bytes of base weights, 458,752 bytes of transposed copies",
     "moe": r"mlp\.gate fprop: high precision \(rule",
     "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "trainer": r"21 of 24 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
