@@ -6,9 +6,10 @@ from typing import Any, Final
 
 from torch import fx
 
+from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import module_path
-from fp8graph.ir.sources import split_source
+from fp8graph.ir.nodes import backward_nodes, module_path, value
+from fp8graph.ir.sources import graph_inputs, split_source
 
 _ENCODER: Final = "torch.backends.mha.set_fastpath_enabled(False) lets torch multiply by its weights one by one"
 _RECURRENT: Final = "nn.LSTMCell multiplies step by step, in linears"
@@ -20,16 +21,38 @@ _INSTEAD: Final[dict[str, str]] = {
 }
 
 
+_MATMULS: Final = ("mm", "bmm", "addmm", "baddbmm")
+_KNOWN: Final = ("aten", "prims", "fp8graph", "_c10d_functional", "c10d", "c10d_functional", "inductor")
+
+
 def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
     """Say in the report which ops are left as they are, where a linear in their place would be in FP8."""
+    inputs = dict(graph_inputs(graph))
+    matrices = {x for x, index in inputs.items() if index in compilation.known.parameters and value(x).ndim > 1}
+    backward = backward_nodes(graph)
     for node in graph.nodes:
-        target: Any = node.target
-        if (
-            getattr(target, "namespace", "") != "aten"
-            or (name := target._schema.name.partition("::")[2]) not in _INSTEAD
-        ):
+        # auto_functionalized, around an op that writes to its arguments, has it as its first argument
+        target: Any = node.args[0] if node.args and isinstance(node.args[0], OpOverload) else node.target
+        if not isinstance(target, OpOverload) or node in backward:
             continue
-        _, path = split_source(module_path(node))
-        if any(compilation.known.policy.resolve(path, "linear").recipes.values()):
+        name = schema(target).name.partition("::")[2]
+        reason = ""
+        if target.namespace == "aten" and name in _INSTEAD:
             reason = f"aten.{name} multiplies by weights inside one op of torch: {_INSTEAD[name]}"
+        elif target.namespace == "aten" and name in _MATMULS and schema(target).overload_name.startswith("dtype"):
+            reason = f"aten.{name} with out_dtype= stays in high precision: leave the argument out, and cast the result"
+        elif target.namespace not in _KNOWN and any(_origin(x) in matrices for x in node.all_input_nodes):
+            reason = (
+                f"{target.namespace}.{name} reads a parameter with two or more dims, and is no op of torch: fp8graph "
+                "does not look into it. If it multiplies by the parameter, F.linear in its place would be in FP8"
+            )
+        _, path = split_source(module_path(node))
+        if reason and any(compilation.known.policy.resolve(path, "linear").recipes.values()):
             compilation.refuse_at("FP8", path, 0, reason)
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The tensor that ``node`` is a cast, a view or a transpose of."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
