@@ -34,12 +34,17 @@ from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 
 # backward of torch.cond, while_loop, map and scan
+_NO_FORWARD: Final = "a backward matmul; no forward one of its operands was found"
 _FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its own, without the forward matmul"
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
-    orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else "a backward matmul without a forward one"
+    orphaned = (
+        _FORWARD_ELSEWHERE
+        if compilation.known.subgraph
+        else "a backward matmul; no forward one of its operands was found"
+    )
     for site in compilation.sites:
         resolution = resolve(site, compilation.known)
         stored = stored_weight(site)
@@ -159,12 +164,14 @@ def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
     *_, m, n = value(gemm.node).shape
     device = compilation.hardware_of(gemm.node)
     multiples = device.alignment(*(device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)))
-    sizes = {"m": static_size(m), "n": static_size(n), "k": static_size(contraction_size(gemm))}
-    return [
-        f"{name} {size} padded to {size + -size % multiple}"
-        for (name, size), multiple in zip(sizes.items(), multiples, strict=True)
-        if size is not None and size % multiple
-    ]
+    found: list[str] = []
+    for name, size, multiple in zip("mnk", (m, n, contraction_size(gemm)), multiples, strict=True):
+        known = static_size(size)
+        if multiple > 1 and known is None:
+            found.append(f"{name} {size} padded to a multiple of {multiple}")
+        elif known is not None and known % multiple:
+            found.append(f"{name} {known} padded to {known + -known % multiple}")
+    return found
 
 
 def contraction_size(gemm: Gemm) -> int | torch.SymInt:

@@ -33,10 +33,11 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     decision = compilation.decisions[gemm.node]
     out = value(gemm.node)
     a, b = map(value, matmul_arguments(gemm.node))
-    dtypes = [a.dtype, b.dtype]
+    dtypes = [_short(a.dtype), _short(b.dtype)]
     if decision.recipe is not None:
         device = compilation.hardware_of(gemm.node)
-        dtypes = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
+        stored = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
+        dtypes = ["fp4" if dtype == torch.uint8 else _short(dtype) for dtype in stored]  # two in one uint8
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
     batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m
@@ -51,7 +52,7 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         flops=2 * batch * m * n * k,
         recipe=decision.recipe.name if decision.recipe is not None else None,
         reason=decision.reason,
-        dtypes=(_short(dtypes[0]), _short(dtypes[1]), _short(out.dtype)),
+        dtypes=(dtypes[0], dtypes[1], _short(out.dtype)),
         execution=decision.execution,
         required=decision.required,
         by_profitability=decision.by_profitability,

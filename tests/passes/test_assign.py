@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy, Rule
-from helpers import ALL, MLP
+from helpers import ALL, MLP, eager_backend
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,6 +94,22 @@ def test_padding_is_in_the_reason() -> None:
         "default; n 20 padded to 32; k 40 padded to 48",
         "default; n 20 padded to 32; k 7 padded to 16",
     ]
+
+
+def test_padding_of_a_dynamic_size_is_in_the_reason() -> None:
+    """FP8 GEMMs take m of any size."""
+    backend = eager_backend(ALL)
+    torch.compile(nn.Linear(32, 32), backend=backend, dynamic=True)(x(50, 32).requires_grad_())
+    by_gemm = {gemm.gemm: gemm for gemm in backend.report.gemms}
+    assert by_gemm["fprop"].reason == by_gemm["dgrad"].reason == "default"
+    wgrad = by_gemm["wgrad"]
+    assert wgrad.reason == f"default; k {wgrad.k} padded to a multiple of 16"
+
+
+def test_fp4_is_called_fp4() -> None:
+    """Two numbers of four bits are one uint8."""
+    report = fp8graph.explain(nn.Linear(32, 32), x(32, 32), policy=Policy(default="nvfp4", min_speedup=0))
+    assert {gemm.dtypes for gemm in report.gemms} == {("fp4", "fp4", "fp32")}
 
 
 def test_four_tiles_along_k_where_one_side_has_square_ones() -> None:

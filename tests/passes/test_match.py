@@ -162,4 +162,4 @@ def test_a_backward_matmul_without_a_forward_one_is_reported() -> None:
 
     (gemm,) = fp8graph.explain(Model(), x(16, 32), policy=fp8graph.Policy(), training=True).gemms
     assert (gemm.op, gemm.gemm, gemm.recipe) == ("matmul", "dgrad", None)
-    assert gemm.reason == "a backward matmul without a forward one"
+    assert gemm.reason == "a backward matmul; no forward one of its operands was found"

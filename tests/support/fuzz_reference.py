@@ -375,7 +375,7 @@ def steps_of(model: Any, module: Module, end_of_step: Any = None) -> list[tuple[
 def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
     """What runs in FP8 is what the policy asks for, no more and no less; all GEMMs are there, each once."""
     expected = {(site.fqn, site.index, gemm): site for site in reference.sites.values() for gemm in site.ran}
-    orphans = [r for r in records if r.reason == "a backward matmul without a forward one"]
+    orphans = [r for r in records if r.reason == "a backward matmul; no forward one of its operands was found"]
     assert len(orphans) <= 2 * len(reference.small), [r.name for r in orphans]
     found = {(r.fqn, r.index, r.gemm): r for r in records if r not in orphans}
     assert len(found) + len(orphans) == len(records), "a GEMM is reported twice"
