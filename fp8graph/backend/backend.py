@@ -14,6 +14,7 @@ from torch import fx
 
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.compiling import Variants
+from fp8graph.backend.coverage import check_compiled
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
@@ -26,7 +27,6 @@ from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.autocast import amax_group
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import GemmRecord
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
@@ -216,9 +216,11 @@ class Backend:
             weight_bytes=self.weights.bytes,
         )
 
-    def check_strictly(self, *, everything: bool) -> None:
-        """In strict mode, raise at a call if code fell back to eager, or for ``everything`` that the report finds."""
-        if everything or self._fallen_back():
+    def check_call(self, *, second: bool, empty: bool) -> None:
+        """At a later call of a graph. At the second one every graph of the first step is known."""
+        if second and empty:
+            check_compiled(self, None)
+        if self.settings.strict and (second or self._fallen_back()):
             self.report.check()
 
     def _fallen_back(self) -> list[str]:
@@ -241,15 +243,6 @@ class Backend:
             backend._eager_frames.append(text)
 
         dynamo.on_recompile_limit(self, at_limit)
-
-    def check_records(self, records: Sequence[GemmRecord]) -> None:
-        """In strict mode, raise if GEMMs of one graph that a rule or region asks for do not run in FP8."""
-        if missing := [record for record in records if record.missing]:
-            lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
-            raise Fp8CoverageError(
-                f"strict mode: {len(missing)} GEMMs that a rule asks for cannot run in FP8:\n  {lines}\n"
-                "Give these layers recipe None, or compile without strict."
-            )
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""

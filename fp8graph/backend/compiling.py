@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from fp8graph.backend.codegen import add_spare_inputs, copy_dynamo_graph, run_eagerly, with_taken_inputs
+from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.foresee import spare_inputs
 from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, source_hash
@@ -81,7 +82,7 @@ class Compiler:
                 self.known(situation, names, spares),
                 None if any(has_code(recipe) for recipe in recipes) else identity,
                 first=first,
-                check=shared.generator.check_records if settings.strict else None,
+                check=check_records if settings.strict else None,
                 stopwatch=shared.stopwatch,
             )
             try:

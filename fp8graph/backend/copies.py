@@ -10,13 +10,13 @@ import logging
 import pickle
 import weakref
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch import nn
 
+from fp8graph.backend import coverage
 from fp8graph.backend.backend import Backend
 from fp8graph.compat import dynamo, wrappers
-from fp8graph.errors import Fp8CoverageError
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
 _EXPORTED: Final = "%s is exported as it was written, in high precision: %s leaves compiled code out."
@@ -39,22 +39,6 @@ def compile_in_place(
     module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
 
 
-def check_compiled(backend: Backend, model: nn.Module) -> None:
-    """After the first call of ``model``: warn if no GEMM of it was compiled.
-
-    Raises:
-        Fp8CoverageError: in strict mode.
-    """
-    report = backend.report
-    if report.gemms:
-        return
-    graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
-    because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
-    because += dynamo.switched_off(model)
-    lines = [f"{type(model).__name__} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
-    _say(backend, "\n  ".join(lines))
-
-
 def check_within(backend: Backend, model: str) -> None:
     """While Dynamo traces ``model`` (a class) for another ``torch.compile`` call: warn if its backend is no fp8graph.
 
@@ -64,13 +48,7 @@ def check_within(backend: Backend, model: str) -> None:
     outer = dynamo.backend_of_frame()
     if wrappers.fp8graph_backends(outer) is None:
         name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", outer)
-        _say(backend, _WITHIN % (model, name))
-
-
-def _say(backend: Backend, text: str) -> None:
-    if backend.settings.strict:
-        raise Fp8CoverageError(f"strict mode: {text}")
-    _log.warning("%s", text)
+        coverage.say(backend, _WITHIN % (model, name))
 
 
 def marks(model: nn.Module) -> list[Compiled]:
@@ -100,7 +78,7 @@ class Compiled:
             name, this = type(module).__name__, weakref.ref(module)
             wrappers.compile_in_place(
                 module,
-                lambda: check_compiled(backend, cast(nn.Module, this())),
+                lambda: coverage.check_compiled(backend, this()),
                 lambda by: _log.warning(_EXPORTED, name, by),
                 lambda: check_within(backend, name),
                 backend=backend,

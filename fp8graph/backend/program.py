@@ -16,6 +16,7 @@ import torch
 
 from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.compiling import Compiler, Variant, Variants
+from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
@@ -77,10 +78,11 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if fakes.called_to_trace(args):
             return self._run_on_fakes(args)
-        if self._strict:
+        if self._strict or self._calls < 2:
             self._calls += 1
-            if self._calls > 1:  # every graph of the first step is known now
-                self._shared.generator.check_strictly(everything=self._calls == 2)
+            if self._calls > 1:
+                empty = not any(view.gemms for view in self.views)
+                self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
         call = self._prepared.get(args, (current_region(), amax_group())) or self._prepare(args)
@@ -178,7 +180,7 @@ class Program:
         self._taken.append(variant.findings)
         self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
-            self._shared.generator.check_records(variant.decided.view.gemms)
+            check_records(variant.decided.view.gemms)
         return variant
 
 

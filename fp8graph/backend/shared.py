@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from fp8graph.backend.inductor_passes import Stopwatch, source_hash
 from fp8graph.backend.policies import Policies
 from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
-from fp8graph.records import GemmRecord
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
@@ -33,12 +32,12 @@ class Generator(Protocol):
         """A function that quantizes weights."""
         ...
 
-    def check_strictly(self, *, everything: bool) -> None:
-        """In strict mode, check at a call."""
-        ...
+    def check_call(self, *, second: bool, empty: bool) -> None:
+        """Check what was compiled so far, at the second call of a graph; in strict mode at later ones, too.
 
-    def check_records(self, records: Sequence[GemmRecord]) -> None:
-        """In strict mode, check the GEMMs of one graph."""
+        Args:
+            empty: the graph has no GEMM.
+        """
         ...
 
 

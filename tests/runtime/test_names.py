@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 from typing import cast
 
+import pytest
 import torch
 from torch import nn
 
+import fp8graph
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from helpers import MLP
@@ -54,3 +56,12 @@ def test_binding_ends_prepared_calls() -> None:
     epoch = Epoch()
     Names(epoch).bind(MLP())
     assert epoch.now == 1
+
+
+def test_torch_refuses_to_swap_a_bound_parameter() -> None:
+    """Names are known by weak references; the README says so. Conversions in place are no swaps."""
+    model = MLP()
+    fp8graph.compile(model, compiler="eager")
+    with pytest.raises(RuntimeError, match="weakref"):
+        torch.utils.swap_tensors(model.up.weight, nn.Parameter(torch.zeros_like(model.up.weight)))
+    model.to(torch.float64)

@@ -1,0 +1,73 @@
+"""What is said, or in strict mode raised, about code that was compiled without what was asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Protocol
+from weakref import WeakSet
+
+from torch import nn
+
+from fp8graph.compat import dynamo
+from fp8graph.errors import Fp8CoverageError
+from fp8graph.ir.settings import Settings
+from fp8graph.records import GemmRecord
+from fp8graph.report import Report
+
+_log = logging.getLogger("fp8graph")
+
+
+class Reports(Protocol):
+    """The part of a backend that tells what it compiled."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings: strict or not."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """A report on every graph so far."""
+        ...
+
+
+_told: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they compiled nothing
+
+
+def check_compiled(backend: Reports, model: nn.Module | None) -> None:
+    """After the first call of ``model``: warn if no GEMM of it was compiled, once for each backend.
+
+    Args:
+        model: None for code whose calls nobody watches: it is then the second call of one of its graphs.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    report = backend.report
+    if report.gemms or (backend in _told and not backend.settings.strict):
+        return
+    _told.add(backend)
+    graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
+    because = [f"{r.fqn or 'the model'}: {r.reason}" for r in report.refusals] + report.skipped_frames
+    because += dynamo.switched_off(model) if model is not None else []
+    who = "Compiled code" if model is None else type(model).__name__
+    lines = [f"{who} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
+    say(backend, "\n  ".join(lines))
+
+
+def check_records(records: Sequence[GemmRecord]) -> None:
+    """In strict mode, raise if GEMMs of one graph that a rule or region asks for do not run in FP8."""
+    if missing := [record for record in records if record.missing]:
+        lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
+        raise Fp8CoverageError(
+            f"strict mode: {len(missing)} GEMMs that a rule asks for cannot run in FP8:\n  {lines}\n"
+            "Give these layers recipe None, or compile without strict."
+        )
+
+
+def say(backend: Reports, text: str) -> None:
+    """Log a warning, or in strict mode raise :class:`Fp8CoverageError`."""
+    if backend.settings.strict:
+        raise Fp8CoverageError(f"strict mode: {text}")
+    _log.warning("%s", text)
