@@ -66,9 +66,14 @@ def signature_of(graph: fx.Graph) -> str:
         if node.op == "placeholder":
             x = value(node)
             lines.append(f"{x.dtype} {tuple(x.shape)} {x.stride()} {x.device}")
-        elif node.op == "call_function" and node.target is not getitem:
+        elif node.op == "call_function" and not _takes_layout(node):
             args, kwargs = node.args, node.kwargs
             if node.target is ops.quantize:
                 args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, rowwise=[], columnwise=[]))
             lines.append(f"{node.target} {fx.map_arg((args, kwargs), lambda n: order[n])}")
     return "\n".join(lines)
+
+
+def _takes_layout(node: fx.Node) -> bool:
+    """Whether ``node`` is an output of quantize; other getitems take parts (of a packed weight that is split)."""
+    return node.target is getitem and node.all_input_nodes[0].target is ops.quantize

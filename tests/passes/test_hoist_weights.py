@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.compat import aot
@@ -20,8 +21,9 @@ from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import graph_text
+from fp8graph.numerics import sqnr_db
 from fp8graph.passes.hoist_weights import hoist_weights
-from helpers import ALL, MLP, Weight, view_of
+from helpers import ALL, MLP, Weight, eager_backend, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
@@ -248,3 +250,50 @@ def test_alike_weights_have_one_signature() -> None:
     plain = signature(lambda w, a: a @ w.t(), 48, 32)
     assert signature(lambda w, a: (a.detach() @ w.t()).relu(), 48, 32) == plain
     assert len({plain, signature(lambda w, a: a @ w.t(), 64, 32), signature(lambda w, a: a @ (2 * w).t(), 48, 32)}) == 3
+
+
+class Packed(nn.Module):
+    """Two weights in one parameter."""
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.weight = nn.Parameter(torch.randn(sum(sizes), 32))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = self.weight.split(self.sizes)
+        return functional.linear(x, a), functional.linear(y, b)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+@pytest.mark.parametrize("sizes", [(48, 48), (32, 64)])
+def test_parts_of_one_parameter_are_weights_of_their_own(sizes: tuple[int, int], recipe: str) -> None:
+    torch._dynamo.reset()
+    model = Packed(sizes)
+    x, y = torch.randn(16, 32), torch.randn(16, 32)
+    expected = model(x, y)
+    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
+    compiled = torch.compile(model, backend=backend)
+    for a, b in zip(compiled(x, y), expected, strict=True):
+        assert sqnr_db(a, b) > 24
+    assert len(backend.weights) == 2
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.decoder = nn.TransformerDecoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.decoder(self.attention(q, k, v, need_weights=False)[0], k)
+
+
+def test_attention_across_tensors() -> None:
+    """torch packs q, k and v into one parameter and splits it: into three equal parts, or into q and k, v."""
+    torch._dynamo.reset()
+    model, backend = Decoder(), eager_backend(ALL, cache_weights=True)
+    tensors = torch.randn(3, 2, 16, 32)
+    compiled = torch.compile(model, backend=backend)
+    assert sqnr_db(compiled(*tensors), model(*tensors)) > 20
+    assert len(backend.weights) == 4 + 2 + 3 + 2  # of attention; then self-attention, cross-attention, feed-forward
