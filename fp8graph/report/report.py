@@ -53,8 +53,12 @@ class GraphView:
         """What is pickled and copied: the text, without the module."""
         return vars(self) | {"load_module": None}
 
+    def summary(self) -> str:
+        """One line: how many of its GEMMs run in FP8, and how much of the multiplying that is."""
+        return summary(self.gemms)
+
     def __repr__(self) -> str:
-        return f"<GraphView {self.name!r}: {summary(self.gemms)}>"
+        return f"<GraphView {self.name!r}: {self.summary()}>"
 
     def to_dict(self) -> dict[str, Any]:
         """The view as plain values, without the module."""
