@@ -28,7 +28,11 @@ _KNOWN: Final = ("aten", "prims", "fp8graph", "_c10d_functional", "c10d", "c10d_
 def refuse_fused_ops(graph: fx.Graph, compilation: Compilation) -> None:
     """Say in the report which ops are left as they are, where a linear in their place would be in FP8."""
     inputs = dict(graph_inputs(graph))
-    matrices = {x for x, index in inputs.items() if index in compilation.known.parameters and value(x).ndim > 1}
+    matrices = {  # of weights in FP8 the pass `recognize` reports
+        node
+        for node, index in inputs.items()
+        if index in compilation.known.parameters and value(node).ndim > 1 and value(node).dtype.itemsize > 1
+    }
     backward = backward_nodes(graph)
     for node in graph.nodes:
         # auto_functionalized, around an op that writes to its arguments, has it as its first argument
