@@ -2,8 +2,9 @@
 
 With a warm compile cache no pass runs, yet the report must be right, and the inputs of the code must be known.
 
-There is one file per graph, in Inductor's cache folder, named by a hash of all that decides about the graph. It is a
-pickle (like everything that torch keeps there): whoever can write to the folder can run code.
+There is one file per graph, in Inductor's cache folder, named by a hash of all that decides about the graph. The files
+travel with torch's code in ``torch.compiler.save_cache_artifacts``. They are pickles (like everything that torch keeps
+there): whoever can write to the folder can run code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fp8graph.compat import inductor
+from fp8graph.compat import cache_artifacts, inductor
 from fp8graph.compat.fakes import FakeTensorMode
 from fp8graph.compat.ops import OpOverload
 from fp8graph.ir.compilation import Findings
@@ -45,15 +46,20 @@ class Stored:
         """Write it for other processes. If it cannot be written, they trace the graph again and find the same."""
         with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             findings = base64.b64encode(_dumped(self.findings)).decode()
-            _write(_path(key), json.dumps(self.view.to_dict() | {"findings": findings}))
+            content = json.dumps(self.view.to_dict() | {"findings": findings}).encode()
+            cache_artifacts.record(key, content)
+            _write(key, content)
 
 
 def read(key: str) -> Stored | None:
     """The findings stored under ``key``; None if there are none, or the file is damaged."""
     with contextlib.suppress(OSError, *_DAMAGED):
-        values = json.loads(_path(key).read_text(encoding="utf-8"))
+        content = _path(key).read_bytes()
+        values = json.loads(content)
         findings = pickle.loads(base64.b64decode(values.pop("findings")))
-        return Stored(view=GraphView.from_dict(values), findings=findings)
+        stored = Stored(view=GraphView.from_dict(values), findings=findings)
+        cache_artifacts.record(key, content)
+        return stored
     return None
 
 
@@ -61,12 +67,22 @@ def _path(key: str) -> Path:
     return inductor.inductor_cache_folder() / "fp8graph" / f"{key}.json"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(key: str, content: bytes) -> None:
     """Write atomically: another process may read or write the same file."""
+    path = _path(key)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def _write_loaded(key: str, content: bytes) -> None:
+    """Write what came with torch's cache artifacts. If it cannot be written, the graph is traced again."""
+    with contextlib.suppress(OSError):
+        _write(key, content)
+
+
+cache_artifacts.register(_write_loaded)
 
 
 class _Pickler(pickle.Pickler):

@@ -34,6 +34,9 @@ def counted(self, graph):
 inductor_passes.JointPass.__call__ = counted
 torch.set_num_threads(1)
 reports = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fp8graph"
+artifacts = Path(sys.argv[2])
+if artifacts.is_file():
+    assert torch.compiler.load_cache_artifacts(artifacts.read_bytes()) is not None
 for settings in json.loads(sys.argv[1]):
     for name, text in settings.pop("stored", {}).items():  # before the step: reports that are changed, or removed
         (reports / name).unlink() if text is None else (reports / name).write_text(text)
@@ -62,6 +65,7 @@ for settings in json.loads(sys.argv[1]):
         "misses": counters["aot_autograd"]["autograd_cache_miss"],
         "stored": sorted({file.name for file in reports.glob("*.json")} - before),
     }))
+artifacts.write_bytes(torch.compiler.save_cache_artifacts()[0])
 """
 
 PLAIN: dict[str, Any] = {}
@@ -75,15 +79,15 @@ CHANGES: dict[str, dict[str, Any]] = {
 LONGER = {"policy": {"default": {"type": "DelayedScaling", "amax_history_len": 8}}}
 
 
-def run(cache: Path, steps: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """One new process that runs all of ``steps``: what it saw of each."""
+def run(cache: Path, steps: dict[str, dict[str, Any]], artifacts: str = os.devnull) -> dict[str, dict[str, Any]]:
+    """One new process that runs all of ``steps``: what it saw of each. It loads ``artifacts``, and saves them."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(list(steps.values()))],
+        [sys.executable, "-c", SCRIPT, json.dumps(list(steps.values())), artifacts],
         env=environment,
         capture_output=True,
         text=True,
@@ -164,3 +168,18 @@ def test_a_warm_start_with_scaling_state(cold: dict[str, Any], warm: dict[str, A
     assert again["values"] == first["values"]
     assert again["report"] == first["report"]
     assert cold["longer history"]["hits"] == 0
+
+
+@pytest.mark.slow
+def test_artifacts_carry_code_and_reports_to_another_machine(tmp_path: Path) -> None:
+    artifacts = str(tmp_path / "artifacts")
+    steps = {"plain": PLAIN, "delayed": DELAYED}
+    first = run(tmp_path / "first", steps, artifacts)
+    second = run(tmp_path / "second", steps, artifacts)
+    third = run(tmp_path / "third", steps, artifacts)  # what was loaded is saved again
+    for name in steps:
+        assert (first[name]["hits"], first[name]["misses"], first[name]["passes"]) == (0, 1, 1)
+        for again in (second[name], third[name]):
+            assert (again["hits"], again["misses"], again["passes"]) == (1, 0, 0)
+            assert again["report"] == first[name]["report"]
+            assert again["values"] == first[name]["values"]
