@@ -87,7 +87,9 @@ def without_device_guards() -> Generator[None]:
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a subclass like torchao's wraps; none of a plain tensor."""
+    """The tensors that a subclass like torchao's wraps, to the innermost; none of a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         return []
-    return [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+    parts = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]  # a DTensor has its DeviceMesh among them
+    return [x for part in tensors for x in (part, *wrapped_tensors(part))]

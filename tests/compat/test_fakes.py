@@ -75,3 +75,19 @@ def test_the_tensors_that_a_subclass_wraps() -> None:
     found = fakes.wrapped_tensors(TwoTensor(a, b))
     assert found[0] is a
     assert found[1] is b
+
+
+def test_what_a_subclass_holds_beside_tensors_is_no_tensor() -> None:
+    """A DTensor lists its DeviceMesh; a subclass may wrap another."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Sharded(TwoTensor):
+        def __tensor_flatten__(self) -> Any:
+            names, context = super().__tensor_flatten__()
+            return [*names, "mesh"], context
+
+    inner = TwoTensor(torch.ones(2), torch.zeros(2))
+    outer = Sharded(inner, torch.ones(2))
+    outer.mesh = object()
+    found = fakes.wrapped_tensors(outer)
+    assert [x is y for x, y in zip(found, (inner, inner.a, inner.b, outer.b), strict=True)] == [True] * 4
