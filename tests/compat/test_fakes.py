@@ -82,12 +82,13 @@ def test_what_a_subclass_holds_beside_tensors_is_no_tensor() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
     class Sharded(TwoTensor):
+        mesh = object()
+
         def __tensor_flatten__(self) -> Any:
             names, context = super().__tensor_flatten__()
             return [*names, "mesh"], context
 
     inner = TwoTensor(torch.ones(2), torch.zeros(2))
     outer = Sharded(inner, torch.ones(2))
-    outer.mesh = object()
     found = fakes.wrapped_tensors(outer)
     assert [x is y for x, y in zip(found, (inner, inner.a, inner.b, outer.b), strict=True)] == [True] * 4
