@@ -37,6 +37,7 @@ from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
 from fp8graph.tools.load import load_checkpoint
+from fp8graph.tools.package import package
 from fp8graph.version import __version__
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "load_checkpoint",
     "models",
     "numerics",
+    "package",
     "planning",
     "quantized_state",
     "refresh_weights",

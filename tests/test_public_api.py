@@ -20,8 +20,7 @@ NAMES = """
     Float8CurrentScaling Float8RowwiseScaling Format Fp8CoverageError Fp8GraphError GemmRecord GraphView KernelRecord
     MXFP8BlockScaling NVFP4BlockScaling Policy PolicyError QuantizedTensor Recipe RefusalRecord Report Rule StateError
     UnsupportedRecipeError __version__ adopt autocast backend_of compile explain export load_checkpoint models numerics
-    planning
-    quantized_state refresh_weights register_recipe supports
+    package planning quantized_state refresh_weights register_recipe supports
 """
 
 

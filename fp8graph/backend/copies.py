@@ -6,12 +6,14 @@ for an average of weights, a model that ``torch.save`` wrote, ran in bf16.
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from fp8graph.backend import coverage
@@ -56,6 +58,16 @@ def marks(model: nn.Module) -> list[Compiled]:
     return [mark for module in model.modules() if (mark := module.__dict__.get(_ATTRIBUTE)) is not None]
 
 
+def uncompiled_copy(model: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of ``model`` that nothing has compiled, with ``tensor(x)`` for each of its parameters and buffers x."""
+    memo: dict[int, Any] = dict.fromkeys(map(id, marks(model)))
+    memo.update((id(x), tensor(x)) for x in (*model.parameters(), *model.buffers()))  # deepcopy takes what memo has
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        wrappers.undo_compile_in_place(module)
+    return copied
+
+
 class Compiled:
     """A mark in the ``__dict__`` of a module, which is copied with it.
 
@@ -92,14 +104,14 @@ class Compiled:
         return self._arguments is None or wrappers.fp8graph_backends(found) is self._backend
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
-        copy = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied
-        if copy is None or not self._holds():
+        copied = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied
+        if copied is None or not self._holds():
             return None
         key = Compiled, id(self._backend)
         if key not in memo:
             memo[key] = Backend(**self._backend.arguments())
             memo[key].load_state_dict(self._backend.state_dict())
-        return Compiled.now(copy, memo[key], self._arguments, self._named)
+        return Compiled.now(copied, memo[key], self._arguments, self._named)
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()

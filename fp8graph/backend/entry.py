@@ -27,11 +27,16 @@ def backend_of(compiled: Any) -> Backend:
         ConfigError: (a ``ValueError``) if ``compiled`` was not compiled with fp8graph, or if it holds several models
             that were called one by one.
     """
+    if (found := find_backend(compiled)) is None:
+        raise ConfigError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
+    return found
+
+
+def find_backend(compiled: Any) -> Backend | None:
+    """:func:`backend_of`; None if it was not compiled with fp8graph."""
     pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
     found = next(filter(None, (wrappers.fp8graph_backends(wrappers.orig_backend(piece)) for piece in pieces)), None)
-    if found is None:
-        raise ConfigError(f"{type(compiled).__name__} was not compiled with the fp8graph backend.")
-    return found if isinstance(found, Backend) else found.of(compiled)
+    return found if found is None or isinstance(found, Backend) else found.of(compiled)
 
 
 def refresh_weights(backend: Backend) -> None:

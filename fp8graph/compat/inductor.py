@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -165,3 +166,12 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     if mode not in modes:
         raise KeyError(", ".join(modes))
     return modes[mode]
+
+
+def package(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> None:
+    """Compile ``module(*args, **kwargs)`` ahead of time into a ``.pt2`` file."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch copies what it has deprecated
+        program = torch.export.export(module, tuple(args), dict(kwargs))
+        options = codegen_patches(None, [*program.constants.values(), *program.state_dict.values()])
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)

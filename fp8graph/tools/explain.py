@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8graph.backend import Backend, PolicyLike
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
-from fp8graph.backend.copies import marks
+from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
@@ -101,13 +100,7 @@ class Generating(Backend):
 def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
     """Compiled code is freed with the model on fake tensors; the report keeps the rows and texts that it shows."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}  # deepcopy uses these in place of the real tensors: no weight is copied
-    for tensor in (*model.parameters(), *model.buffers()):
-        memo[id(tensor)] = _fake(tensor, mode)
-    memo.update(dict.fromkeys(map(id, marks(model))))  # nor is the copy compiled
-    fake_model = copy.deepcopy(model, memo)
-    for module in fake_model.modules():
-        wrappers.undo_compile_in_place(module)
+    fake_model = uncompiled_copy(model, lambda x: _fake(x, mode))
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, lambda x: _fake(x, mode), (args, kwargs))
     with mode, torch.set_grad_enabled(training), dynamo.as_if_called_first(), aot.backward_at_once():
         torch.compile(fake_model, backend=backend)(*fake_args, **fake_kwargs)
