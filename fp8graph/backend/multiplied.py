@@ -31,18 +31,23 @@ _CONVERT: Final = torch.ops.prims.convert_element_type.default
 class Multiplied:
     """One weight, rowwise.
 
-    ``layer``: the full name of its module. ``data`` [N, K] (or packed), ``scale_inv``, ``global_scale_inv``: as
-    :func:`fp8graph.numerics.quantize` returns them. ``input_scale_inv``: FP32 [], of delayed scaling. ``flipped``: the
-    parameter is [K, N].
+    ``parameter``: its full name. ``data`` [N, K] (or packed), ``scale_inv``, ``global_scale_inv``: as
+    :func:`fp8graph.numerics.quantize` returns them; of experts, one matrix after the other in dim 0.
+    ``input_scale_inv``: FP32 [], of delayed scaling. ``flipped``: the parameter is [K, N].
     """
 
-    layer: str
+    parameter: str
     data: Tensor
     scale_inv: Tensor
     quantizer: Quantizer
     global_scale_inv: Tensor | None = None
     input_scale_inv: Tensor | None = None
     flipped: bool = False
+
+    @property
+    def layer(self) -> str:
+        """The full name of its module."""
+        return self.parameter.rpartition(".")[0]
 
 
 def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> Iterator[Multiplied]:
@@ -58,8 +63,8 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
         if "rowwise" not in weight.outputs or not all(name in parameters for name in names):
             continue
         for made in _made(weight, names, parameters, state, data):
-            if made.layer not in seen:
-                seen.add(made.layer)
+            if made.parameter not in seen:
+                seen.add(made.parameter)
                 yield made
 
 
@@ -79,7 +84,7 @@ def _made(
     if data:
         inputs = [parameters[name].detach() for name in names]
         if weight.page is not None:
-            inputs.append(_page(weight.page, [layer for layer, _ in sources], state, inputs[0].device))
+            inputs.append(_page(weight.page, [name for name, _ in sources], state, inputs[0].device))
         with torch.no_grad():
             results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
         made = dict(zip(weight.made, results, strict=True))
@@ -92,27 +97,27 @@ def _made(
         power_2_scale=asked.power_2_scale,
         amax_epsilon=asked.amax_epsilon,
     )
-    for (layer, flipped), part in zip(sources, asked.parts, strict=True):
-        rows, columns = value(part).shape
-        numbers, scale_inv = made["rowwise"][start : start + rows, : columns // kind.packed], scales
+    for (name, flipped), part in zip(sources, asked.parts, strict=True):
+        rows, columns = value(part).shape[-2:]
+        numbers, scale_inv = made["rowwise"][..., start : start + rows, : columns // kind.packed], scales
         if (grid := kind.scale_shape(rows, columns, block)) is not None:
             first = start * grid[0] // rows
-            scale_inv = scales[first : first + grid[0], : grid[1]]
+            scale_inv = scales[..., first : first + grid[0], : grid[1]]
         start += rows
-        if layer:
+        if name:
             yield Multiplied(
-                layer=layer,
+                parameter=name,
                 data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
                 global_scale_inv=made.get("global_scale_inv"),
-                input_scale_inv=_input_scale(weight.page, layer, state),
+                input_scale_inv=_input_scale(weight.page, name, state),
                 flipped=flipped,
             )
 
 
 def _source(part: fx.Node, called: Mapping[fx.Node, str]) -> tuple[str, bool]:
-    """The layer whose weight ``part`` is, perhaps cast, and whether it is transposed; "" for a computed one."""
+    """The parameter that ``part`` is, perhaps cast, and whether it is transposed; "" for a computed one."""
     flipped = False
     while part not in called:
         part, transposed = look_through_transposes(part)
@@ -121,23 +126,26 @@ def _source(part: fx.Node, called: Mapping[fx.Node, str]) -> tuple[str, bool]:
             part = cast(fx.Node, part.args[0])
         elif part not in called:
             return "", flipped
-    name = called[part]
-    return (name.removesuffix(".weight") if name.endswith(".weight") else ""), flipped
+    return called[part], flipped
 
 
-def _page(page: PageLayout, layers: Sequence[str], state: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _page(page: PageLayout, parameters: Sequence[str], state: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """A page of scaling state with the scale of a weight, which the linears in it share."""
     made = history.new_page(page.recipe.amax_history_len, 1, device)
-    names = (f"{layer}.weight|{recipe_text(page.recipe)}|scale" for layer in layers)
+    names = (f"{_site(name)}.weight|{recipe_text(page.recipe)}|scale" for name in parameters)
     scale = next((state[name] for name in names if name in state), None)
     if scale is not None:
         made[0, 0], made[0, 1] = scale, scale.reciprocal()
     return made
 
 
-def _input_scale(page: PageLayout | None, layer: str, state: Mapping[str, Tensor]) -> Tensor | None:
-    """FP32 []: the delayed scale of a layer's input; it multiplies. None before training has recorded any amax."""
-    name = f"{layer}.input|{recipe_text(page.recipe)}" if page is not None else ""
+def _site(parameter: str) -> str:
+    return parameter.removesuffix(".weight")
+
+
+def _input_scale(page: PageLayout | None, parameter: str, state: Mapping[str, Tensor]) -> Tensor | None:
+    """FP32 []: the delayed scale of its layer's input; it multiplies. None before training has recorded any amax."""
+    name = f"{_site(parameter)}.input|{recipe_text(page.recipe)}" if page is not None else ""
     if f"{name}|scale" not in state or not state[f"{name}|amax_history"].any():
         return None
     return state[f"{name}|scale"].reshape(()).reciprocal()

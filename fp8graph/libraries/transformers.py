@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,14 @@ from torch import Tensor, nn
 from fp8graph.libraries.linear import StoredWeight, high_precision, one_scale
 
 _MODULE = "transformers.integrations.finegrained_fp8"
+
+
+def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` of ``model`` under the names and in the pieces in which ``save_pretrained`` writes them."""
+    if not hasattr(model, "save_pretrained"):
+        return dict(tensors)
+    loading = importlib.import_module("transformers.core_model_loading")
+    return loading.revert_weight_conversion(model, dict(tensors))
 
 
 def reader(module: Any) -> Callable[[Any], StoredWeight] | None:

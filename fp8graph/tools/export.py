@@ -17,8 +17,10 @@ from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import original_module
 from fp8graph.errors import ConfigError
+from fp8graph.libraries.transformers import as_saved
 from fp8graph.tools.calibration import input_amaxes
 from fp8graph.tools.forms import AUTO, as_stored, chosen, kind_of
+from fp8graph.tools.saved_parts import cut, saved_parts, why_not
 
 _log = logging.getLogger("fp8graph")
 
@@ -102,55 +104,74 @@ class _Plan:
             raise ConfigError(f"{sharded} is sharded: gather the model on one rank before it is exported.")
         owners: dict[int, set[str]] = {}
         for parameter, tensor in self.model.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(tensor), set()).add(parameter.rpartition(".")[0])
+            owners.setdefault(id(tensor), set()).add(parameter)
         self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
-        found = {weight.layer: weight for weight in multiplied_by(self._backend, self.model, data=False)}
+        found = list(multiplied_by(self._backend, self.model, data=False))
         if not found:
             raise ConfigError(
                 f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. Compile it "
                 "with fp8graph.compile(model), call it once, and print fp8graph.backend_of(model).report."
             )
-        kept = {layer: reason for layer, weight in found.items() if (reason := self._why_kept(weight))}
-        for layer, reason in kept.items():
-            _log.warning("%s is exported in high precision: %s", layer, reason)
-        self._kinds = {layer: kind_of(weight) for layer, weight in found.items() if layer not in kept}
-        if not self._kinds:
+        shapes = {weight.parameter: self.model.get_parameter(weight.parameter).shape for weight in found}
+        self._parts = saved_parts(self.model, shapes)
+        for weight in found:
+            if reason := self._why_kept(weight):
+                self._parts.pop(weight.parameter, None)
+                _log.warning("%s is exported in high precision: %s", weight.parameter.removesuffix(".weight"), reason)
+        if not self._parts:
             raise ConfigError(
                 f"no linear of {type(self.model).__name__} can be written in FP8: see the warnings above."
             )
-        self._amaxes = input_amaxes(self.model, self._kinds, calibration) if calibration is not None else {}
-        inputs = {layer for layer, weight in found.items() if weight.input_scale_inv is not None} | self._amaxes.keys()
+        written = [weight for weight in found if weight.parameter in self._parts]
+        self._kinds = {part.layer: kind_of(weight) for weight in written for part in self._parts[weight.parameter]}
+        self._amaxes: dict[str, Tensor] = {}  # by layer of the model
+        if calibration is not None:
+            layers = [weight.layer for weight in written if weight.data.ndim == 2]
+            self._amaxes = input_amaxes(self.model, layers, calibration)
+        inputs = {
+            part.layer
+            for weight in written
+            for part in self._parts[weight.parameter]
+            if weight.input_scale_inv is not None or weight.layer in self._amaxes
+        }
         self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
-    def _why_kept(self, weight: Multiplied) -> str:
+    def _why_kept(self, weight: Multiplied) -> str | None:
+        owner = self.model.get_submodule(weight.layer)
         if weight.flipped:
-            return "its weight is [K, N] (Conv1D), and no format has such layers"
-        if weight.layer in self._tied:
+            return f"its weight is [K, N] ({type(owner).__name__}), and no format has such layers"
+        if weight.parameter in self._tied:
             return "another layer has the same weight, in high precision"
-        if not isinstance(self.model.get_submodule(weight.layer), nn.Linear):
-            return f"no format has a {type(self.model.get_submodule(weight.layer)).__name__}"
-        return ""
+        if weight.parameter not in self._parts or (weight.data.ndim == 2 and not isinstance(owner, nn.Linear)):
+            return f"no format has a {type(owner).__name__}"
+        return why_not(weight, self._parts[weight.parameter])
 
     def layers(self) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
         for weight in multiplied_by(self._backend, self.model):
-            if weight.layer in self._kinds:
-                stored = self._forms[self._kinds[weight.layer]]
-                yield weight.layer, stored, as_stored(weight, stored, self._amaxes.get(weight.layer))
+            for layer, part in cut(weight, self._parts.get(weight.parameter, ())):
+                stored = self._forms[self._kinds[layer]]
+                yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
-        """All other tensors of the model's state dict; of tied ones, the first."""
-        written = {f"{layer}.weight" for layer in self._kinds}
+        """All other tensors of the model's state dict, as they are saved; of tied ones, the first."""
         seen: set[tuple[Any, ...]] = set()
+        found: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
-            if name not in written and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
+            if name not in self._parts and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
                 seen.add(key)
-                yield name, tensor
+                found[name] = tensor
+        yield from as_saved(self.model, found).items()
 
     def ignore(self) -> list[str]:
-        """The linears that are written in high precision."""
-        modules = self.model.named_modules()
-        return [name for name, module in modules if isinstance(module, nn.Linear) and name not in self._kinds]
+        """The linears that are written in high precision, by the names of the model and of its checkpoints."""
+        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
+        sites = [gemm.fqn for gemm in self._backend.report.gemms if gemm.recipe is None]  # routers, too
+        parameters = {f"{layer}.weight" for layer in (*linears, *sites)} - self._parts.keys()
+        shapes = {name: x.shape for name, x in self.model.named_parameters() if name in parameters and x.ndim == 2}
+        saved = {name: [part.layer for part in parts] for name, parts in saved_parts(self.model, shapes).items()}
+        kept = [layer for name in shapes for layer in (name.removesuffix(".weight"), *saved.get(name, ()))]
+        return list(dict.fromkeys(kept))
 
 
 def _folder_of(config: Any) -> Path | None:

@@ -26,6 +26,7 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.tools.forms import AUTO, as_stored, chosen, kind_of
 from fp8graph.tools.from_config import config_of, model_of
 from fp8graph.tools.inspect_checkpoint import progress_bar
+from fp8graph.tools.saved_parts import saved_parts
 
 
 def export_folder(
@@ -56,14 +57,15 @@ def export_folder(
     model = model_of(config)
     asked = Policy(extends="default") if policy is None else Policy.coerce(policy)
     resolved = extended(asked, families_of(type(module) for module in model.modules()), recipe)
-    recipes = {layer: found for layer in _linears(model, shards) if (found := _recipe_of(layer, model, resolved))}
+    linears = dict(_linears(model, shards))
+    recipes = {layer: found for layer, owner in linears.items() if (found := _recipe_of(owner, model, resolved))}
     if not recipes:
         raise ConfigError(f"{source}: the policy quantizes none of its linears.")
     examples = {layer: _quantized(layer, torch.zeros(256, 256), one) for layer, one in recipes.items()}
     kinds = {layer: kind_of(example) for layer, example in examples.items()}
     quantization, forms = chosen(format, kinds, inputs=())
 
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in recipes]
+    kept = [name for layer, owner in linears.items() if layer not in recipes for name in (owner, layer)]
     total = sum(shards.info(name).bytes for name in shards)
     with progress_bar(f"writing {folder}") as progress:
         done = 0
@@ -85,32 +87,37 @@ def export_folder(
             layers=layers(),
             others=((name, read(name)) for name in shards if name not in quantized),
             quantization=quantization,
-            ignore=names,
+            ignore=list(dict.fromkeys(kept)),
             copy_from=source,
             max_shard_bytes=max_shard_bytes,
             overwrite=overwrite,
         )
 
 
-def _linears(model: nn.Module, shards: Shards) -> Iterator[str]:
-    """The linears of ``model`` whose weights are in ``shards``, in high precision."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and (weight := f"{name}.weight") in shards:
-            if shards.info(weight).dtype not in (torch.bfloat16, torch.float16, torch.float32):
-                raise CheckpointError(f"{shards.info(weight).file}: tensor {weight!r} is quantized already.")
-            yield name
+def _linears(model: nn.Module, shards: Shards) -> Iterator[tuple[str, str]]:
+    """The linears in ``shards``, in high precision: their names there, and the modules of ``model`` that own them."""
+    modules = model.named_modules()
+    shapes = {f"{name}.weight": module.weight.shape for name, module in modules if isinstance(module, nn.Linear)}
+    shapes |= {name: parameter.shape for name, parameter in model.named_parameters() if parameter.ndim == 3}  # experts
+    for parameter, parts in saved_parts(model, shapes).items():
+        for part in parts:
+            if (weight := f"{part.layer}.weight") in shards:
+                if shards.info(weight).dtype not in (torch.bfloat16, torch.float16, torch.float32):
+                    raise CheckpointError(f"{shards.info(weight).file}: tensor {weight!r} is quantized already.")
+                yield part.layer, parameter.rpartition(".")[0]
 
 
-def _recipe_of(layer: str, model: Any, policy: Policy) -> Recipe | None:
-    """The recipe with which fprop multiplies ``layer``."""
-    head = "the model's output embedding" if model.get_output_embeddings() is model.get_submodule(layer) else ""
-    return policy.resolve(layer, "linear", head).recipes["fprop"]
+def _recipe_of(owner: str, model: Any, policy: Policy) -> Recipe | None:
+    """The recipe with which fprop multiplies the weights of the module ``owner``."""
+    module = model.get_submodule(owner)
+    head = "the model's output embedding" if model.get_output_embeddings() is module else ""
+    return policy.resolve(owner, "linear" if isinstance(module, nn.Linear) else "grouped_mm", head).recipes["fprop"]
 
 
 def _quantized(layer: str, weight: Tensor, recipe: Recipe) -> Multiplied:
     made = api.quantize(weight, recipe, "weight", "rowwise")
     return Multiplied(
-        layer=layer,
+        parameter=f"{layer}.weight",
         data=made.data,
         scale_inv=made.scale_inv,
         quantizer=made.quantizer,

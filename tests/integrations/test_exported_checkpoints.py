@@ -13,9 +13,10 @@ from torch import Tensor
 import fp8_checkpoints
 import fp8graph
 from fp8graph import Float8BlockScaling, Float8RowwiseScaling
+from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
 from fp8graph.numerics import sqnr_db
-from helpers import same_bits
+from helpers import mixtral, same_bits
 
 RECIPES: dict[str, Any] = {
     "rowwise": Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0),
@@ -62,6 +63,23 @@ def test_transformers_dequantizes_to_the_same_weights(tmp_path: Path) -> None:
         got = loaded(input_ids=fp8_checkpoints.IDS, use_cache=False).logits
         expected = model(input_ids=fp8_checkpoints.IDS, use_cache=False).logits
     assert sqnr_db(expected, got) > 20  # it does not quantize activations
+
+
+def test_transformers_loads_experts(tmp_path: Path) -> None:
+    """One tensor for all experts, of the bytes and scales that were written for each."""
+    from transformers import MixtralForCausalLM
+
+    model = fp8graph.compile(mixtral().bfloat16(), recipe=RECIPES["blockwise"], compiler="eager")
+    ids = fp8_checkpoints.IDS
+    model(input_ids=ids, labels=ids, use_cache=False)
+    multiplied = {weight.parameter: weight for weight in multiplied_by(fp8graph.backend_of(model), model)}
+    fp8graph.export(model, tmp_path / "out", "fp8")
+    with fp8_checkpoints.any_device():
+        loaded = MixtralForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    for name in ("gate_up_proj", "down_proj"):
+        own, parameter = multiplied[f"model.layers.0.mlp.experts.{name}"], f"model.layers.0.mlp.experts.{name}"
+        assert same_bits([loaded.get_parameter(parameter)], [own.data])
+        assert torch.equal(loaded.get_parameter(f"{parameter}_scale_inv"), own.scale_inv)
 
 
 @pytest.mark.parametrize(

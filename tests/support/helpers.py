@@ -38,6 +38,17 @@ def needs_library(family: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(absent, reason=f"{library} is not installed: it is no dependency")] if absent else []
 
 
+def mixtral(**changed: Any) -> Any:
+    """A Mixtral of one layer with four experts, in FP32."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 512, "architectures": ["MixtralForCausalLM"],
+    }  # fmt: skip
+    return MixtralForCausalLM(MixtralConfig(**sizes | changed))
+
+
 class MLP(nn.Module):
     """down(silu(gate(x)) * up(x))"""
 

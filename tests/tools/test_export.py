@@ -20,7 +20,7 @@ from fp8graph.models.family import causal_lm
 from fp8graph.numerics import decoding
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
-from helpers import same_bits
+from helpers import mixtral, same_bits
 
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 LINEARS = 7  # per layer of a Llama
@@ -202,6 +202,48 @@ def test_layers_that_no_format_has_stay_as_they_are(tmp_path: Path, caplog: pyte
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8", "delayed"])
+def test_experts_are_written_as_linears(recipe: str, tmp_path: Path) -> None:
+    """Bytes and scales of each expert, by the names of Mixtral's checkpoints."""
+    torch.manual_seed(0)
+    model = mixtral().bfloat16()
+    fp8graph.compile(model, recipe=recipe, compiler="eager")
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    checkpoint = written(model, tmp_path)
+    saved = "model.layers.0.block_sparse_moe"
+    assert len(checkpoint.layers) == 4 + 3 * 4
+    found = {weight.parameter.rpartition(".")[2]: weight for weight in multiplied_by(fp8graph.backend_of(model), model)}
+    for expert in range(4):
+        for name, parameter, half in (("w1", "gate_up_proj", 0), ("w3", "gate_up_proj", 1), ("w2", "down_proj", 0)):
+            stored, own = checkpoint.weight(f"{saved}.experts.{expert}.{name}"), found[parameter]
+            rows = slice(half * stored.data.shape[0], (half + 1) * stored.data.shape[0])
+            assert same_bits([stored.data], [own.data[expert, rows]])
+            numbers = dequantize(stored)
+            error = numbers - model.get_parameter(f"model.layers.0.mlp.experts.{parameter}")[expert, rows].float()
+            assert error.norm() / numbers.norm() < 0.05
+            assert (stored.input_scale_inv is not None) == (recipe == "delayed")
+    kept = {name for name in checkpoint.shards if name.rpartition(".")[0] not in checkpoint.layers}
+    assert f"{saved}.gate.weight" in kept
+    assert not any("experts" in name for name in kept)
+    assert {f"{saved}.gate", "model.layers.0.mlp.gate", "lm_head"} == set(checkpoint.quantization.ignore)
+
+
+def test_experts_whose_tiles_would_be_cut_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = mixtral(intermediate_size=192).bfloat16()
+    fp8graph.compile(model, recipe="blockwise", compiler="eager")
+    model(input_ids=IDS, labels=IDS, use_cache=False)
+    checkpoint = written(model, tmp_path)
+    assert (
+        "gate_up_proj is exported in high precision: model.layers.0.block_sparse_moe.experts.0.w1 begins or ends"
+        in (caplog.text)
+    )
+    assert torch.equal(
+        checkpoint.shards.tensor("model.layers.0.block_sparse_moe.experts.1.w3.weight"),
+        model.get_parameter("model.layers.0.mlp.experts.gate_up_proj")[1, 192:],
+    )
+
+
 def test_policies_decide_what_is_written(tmp_path: Path) -> None:
     policy = Policy([Rule("model.layers.0.*", None), Rule("*.mlp.*", "mxfp8")], default="rowwise", extends="default")
     checkpoint = written(trained(None, policy=policy), tmp_path)
@@ -254,7 +296,9 @@ def test_the_table_of_the_documentation() -> None:
     for name, *cells in rows[1:]:
         recipe = resolve_recipe(name)
         assert recipe is not None
-        weight = Multiplied(layer="a", data=(x := torch.zeros(1)), scale_inv=x, quantizer=recipe.quantizer("weight"))
+        weight = Multiplied(
+            parameter="a.weight", data=(x := torch.zeros(1)), scale_inv=x, quantizer=recipe.quantizer("weight")
+        )
         for title, cell in zip(names, cells, strict=True):
             for inputs in ((), ("a",)):  # without a static scale, and with one
                 if cell and (inputs or "calibration" not in cell and name != "delayed"):

@@ -15,7 +15,7 @@ from fp8graph import cli
 from fp8graph.checkpoints import Checkpoint, Shards
 from fp8graph.models.family import causal_lm
 from fp8graph.tools.export_folder import export_folder
-from helpers import same_bits
+from helpers import mixtral, same_bits
 
 LINEARS = 7  # per layer
 
@@ -44,6 +44,20 @@ def test_the_same_bytes_as_the_model_multiplies(recipe: str, tmp_path: Path) -> 
     for name in expected.shards:
         assert same_bits([found.shards.tensor(name)], [expected.shards.tensor(name)])
     assert (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_experts_are_quantized_by_their_names_in_the_shards(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = mixtral().bfloat16()
+    model.save_pretrained(tmp_path / "source")
+    found = Checkpoint(export_folder(tmp_path / "source", tmp_path / "out"))
+    fp8graph.compile(model, recipe="blockwise", compiler="eager")
+    model(input_ids=torch.randint(0, 256, (2, 16)), use_cache=False)
+    expected = Checkpoint(fp8graph.export(model, tmp_path / "expected"))
+    assert {*found.shards} == {*expected.shards}
+    assert len(found.layers) == 4 + 3 * 4
+    for name in expected.shards:
+        assert same_bits([found.shards.tensor(name)], [expected.shards.tensor(name)])
 
 
 def test_no_more_than_two_shards_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

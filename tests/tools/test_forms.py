@@ -47,7 +47,7 @@ def test_reasons() -> None:
 def test_square_tiles_of_fp4_are_written_row_by_row() -> None:
     weight = torch.randn(32, 64)
     made = api.quantize(weight, NVFP4BlockScaling(), "weight", "rowwise")
-    own = Multiplied(layer="a", data=made.data, scale_inv=made.scale_inv, quantizer=made.quantizer,
+    own = Multiplied(parameter="a.weight", data=made.data, scale_inv=made.scale_inv, quantizer=made.quantizer,
                      global_scale_inv=made.global_scale_inv)  # fmt: skip
     assert kind_of(own) == NVFP4
     stored = as_stored(own, compressed_tensors.layer_format("NVFP4"), torch.tensor(3.0))
