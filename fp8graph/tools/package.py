@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from fp8graph.backend import Backend, PolicyLike, find_backend
 from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.backend.coverage import check_compiled
-from fp8graph.compat import inductor, wrappers
+from fp8graph.compat import inductor, torch_build, wrappers
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError
 from fp8graph.libraries import adopt
@@ -56,6 +56,9 @@ def package(
     original = wrappers.original_module(model)
     if original.training:
         raise ConfigError(f"{type(original).__name__} is in training mode: call model.eval() before it is packaged.")
+    on_cpu = next((p.device.type == "cpu" for p in original.parameters()), True)
+    if on_cpu and not torch_build.PACKAGES_FP8_ON_CPU:
+        raise ConfigError(f"torch {torch.__version__} cannot compile FP8 ahead of time for a CPU: 2.13 and later can.")
     backend = _backend(model, policy, recipe)
     own = adopt(uncompiled_copy(original, _itself))
     backend.bind(own)

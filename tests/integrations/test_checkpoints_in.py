@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 import fp8graph
 from fp8_checkpoints import CONFIG, F32, FORMATS, IDS, LINEARS, load, model
+from fp8graph.compat.torch_build import CPU_SCALINGS
 from fp8graph.libraries.stored_linear import StoredLinear
 from fp8graph.numerics import sqnr_db
 
@@ -245,6 +246,8 @@ IN_FP32 = [
 
 @pytest.mark.parametrize("name", IN_FP32)
 def test_its_library_computes_the_same(name: str, folder: Callable[[str], Path]) -> None:
+    if name == "torchao-rowwise" and "row" not in CPU_SCALINGS:
+        pytest.skip("torchao multiplies rows by a GEMM that this torch has not on a CPU")
     llama, own = (load(folder(name), F32).eval() for _ in range(2))
     _scatter(llama)
     _scatter(own)

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import ConfigError, Policy, Rule
+from fp8graph.compat.torch_build import PACKAGES_FP8_ON_CPU
 from fp8graph.models.family import causal_lm
 from helpers import MLP
 from stored_weights import stored
 
+ON_CPU = pytest.mark.skipif(not PACKAGES_FP8_ON_CPU, reason="this torch's C++ for a CPU does not compile with FP8")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
 ALONE = """
@@ -42,6 +44,7 @@ def size(path: Path) -> int:
         return sum(entry.file_size for entry in file.infolist())
 
 
+@ON_CPU
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
@@ -58,6 +61,7 @@ def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
         assert torch.equal(by_torch_alone(tmp_path, x), model(x))
 
 
+@ON_CPU
 @pytest.mark.slow
 def test_a_llama_without_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -71,6 +75,7 @@ def test_a_llama_without_transformers(tmp_path: Path) -> None:
     assert torch.equal(found["logits"], expected.logits)
 
 
+@ON_CPU
 @pytest.mark.slow
 def test_weights_are_in_the_file_once_and_in_fp8(tmp_path: Path) -> None:
     sizes = []
@@ -81,6 +86,7 @@ def test_weights_are_in_the_file_once_and_in_fp8(tmp_path: Path) -> None:
     assert sizes[1] - sizes[0] == pytest.approx(1024 * 1024, rel=0.05)  # one byte for each of the added numbers
 
 
+@ON_CPU
 @pytest.mark.slow
 def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
     layer = stored("row", 128, 256).eval()
@@ -91,6 +97,7 @@ def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
         assert torch.equal(by_torch_alone(tmp_path, x), fp8graph.compile(layer)(x))
 
 
+@ON_CPU
 def test_refusals(tmp_path: Path) -> None:
     x = torch.randn(32, 64)
 
@@ -127,6 +134,7 @@ def test_refusals(tmp_path: Path) -> None:
     refused(model, "a DynamicCache, which no package can hold. A cache is left out with use_cache=False", input_ids=IDS)
 
 
+@ON_CPU
 def test_nothing_in_fp8_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,6 +143,7 @@ def test_nothing_in_fp8_is_said(
     assert "ReLU was called, and no GEMM of it was compiled" in caplog.text
 
 
+@ON_CPU
 def test_the_policy_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("fp8graph.tools.package.inductor.package", lambda *_: None)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
@@ -147,3 +156,9 @@ def test_the_policy_of_a_compiled_model(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     assert recipes() == [None, "rowwise"]
     assert recipes(recipe="tensorwise") == ["tensorwise", "tensorwise"]
+
+
+def test_a_torch_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fp8graph.tools.package.torch_build.PACKAGES_FP8_ON_CPU", False)
+    with pytest.raises(ConfigError, match=r"torch 2.* cannot compile FP8 ahead of time for a CPU: 2.13 and later can"):
+        fp8graph.package(nn.Linear(64, 64).eval(), tmp_path / "model.pt2", torch.randn(32, 64))
