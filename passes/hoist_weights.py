@@ -11,7 +11,8 @@ them. With delayed scaling a weight's amax is recorded when the weight is quanti
 
 Refuses (quantizes in the graph) weights whose computation also reads a buffer or an input, draws random numbers, or has
 a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the
-whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept.
+whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept; what
+FSDP2 has gathered in FP8 is taken as it is (``runtime/sent_weights.py``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from operator import getitem
 from torch import fx
 
 from fp8graph.analysis.refusals import site_of, why_not_cached
+from fp8graph.analysis.sent_weights import why_not_sent
 from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder, signature_of, sources_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -46,8 +48,10 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     parameters = {
         node: index
         for node, index in inputs.items()
-        if index in compilation.known.parameters and index not in compilation.known.gathered
+        if index in compilation.known.parameters
+        and (index not in compilation.known.gathered or index in compilation.known.sent)
     }
+    sent = _sendable(graph, inputs, compilation)
     found: dict[fx.Node, QuantizedWeight] = {}
     for node in nodes(graph, (ops.quantize, ops.columnwise)):
         if all(user.target is ops.columnwise for user in node.users):
@@ -57,11 +61,12 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             made = _extract if node.target is ops.quantize else _transposed
             found[node] = made(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
-        elif node.meta.get(OPERAND_KEY) == "weight" and (reason := why_not_cached(node, compilation)):
+        elif node.meta.get(OPERAND_KEY) == "weight" and (reason := why_not_cached(node, compilation, sent.get(node))):
             if (site := site_of(node, compilation)) is not None:
                 compilation.refuse("kept weight", site, reason)
     compilation.weights = tuple(found.values())
     if not found:
+        compilation.read = _read(inputs, compilation)
         return
     with fake_mode_of(next(iter(found))):
         copies = [val for weight in found.values() for val in weight.stand_ins()]
@@ -77,6 +82,25 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         if node.target is ops.quantize:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+    compilation.read = _read(inputs, compilation)
+
+
+def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compilation) -> dict[fx.Node, str | None]:
+    """Find the weights that FSDP2 may gather in FP8 from now on; why it does not the others, by quantize node."""
+    gathered = {node: index for node, index in inputs.items() if index in compilation.known.gathered}
+    waiting = {node: index for node, index in gathered.items() if index not in compilation.known.sent}
+    if not waiting or compilation.known.settings.target is not None:
+        return {}
+    found = why_not_sent(graph, gathered, compilation.known.gathered)
+    sendable = [node for node, reason in found.items() if reason is None and node.meta.get(OPERAND_KEY) == "weight"]
+    bodies = {node: computed_from(node, gathered) or [] for node in sendable}
+    compilation.sendable = tuple(_extract(node, body, gathered, compilation) for node, body in bodies.items())
+    return found
+
+
+def _read(inputs: Mapping[fx.Node, int], compilation: Compilation) -> frozenset[int]:
+    """The parameters that FSDP2 gathered in FP8 and that something reads in high precision."""
+    return frozenset(index for node, index in inputs.items() if index in compilation.known.sent and node.users)
 
 
 def _extract(

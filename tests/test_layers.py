@@ -174,6 +174,7 @@ TESTED_ELSEWHERE = set(
     compat.lowerings
     ir.keys ir.places
     libraries.linear
+    runtime.sent_weight
     """.split()
 )
 # Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute.

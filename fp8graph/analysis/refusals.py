@@ -26,10 +26,13 @@ def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
     return None
 
 
-def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
+def why_not_cached(quantized: fx.Node, compilation: Compilation, not_sent: str | None = None) -> str:
     """Why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
 
     It is not called for weights that could be kept.
+
+    Args:
+        not_sent: why FSDP2 does not gather the weight in FP8 from the next step on; None if it does.
     """
     asked = QuantizeNode(quantized).asked
     inputs = dict(graph_inputs(quantized.graph))
@@ -42,7 +45,7 @@ def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
         if node.op == "placeholder":
             index = inputs.get(node)
             is_weight |= index in compilation.known.parameters and value(node).ndim > 1
-            reasons.append(_why_not_input(node, index, compilation))
+            reasons.append(_why_not_input(node, index, compilation, not_sent))
         elif node.target in _GEMMS:
             return ""
         else:
@@ -56,9 +59,11 @@ def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
     return next(filter(None, reasons), "") if is_weight else ""
 
 
-def _why_not_input(node: fx.Node, index: int | None, compilation: Compilation) -> str:
+def _why_not_input(node: fx.Node, index: int | None, compilation: Compilation, not_sent: str | None) -> str:
     if index in compilation.known.gathered:
-        return f"FSDP2 gathers it for each use: {_SHARDED}"
+        if not_sent is None:
+            return "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
+        return f"FSDP2 gathers it for each use, in high precision: {not_sent}; {_SHARDED}"
     if index in compilation.known.parameters:
         return ""
     known = index is not None and index < len(compilation.known.sources)

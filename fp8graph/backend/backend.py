@@ -33,6 +33,7 @@ from fp8graph.runtime.checkpoint import ScalingState
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_agreement import agree
 from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.state_dict import saved_step, step_entry
 from fp8graph.runtime.weight_cache import Weights
 
@@ -76,6 +77,7 @@ class Backend:
             names=Names(epoch),
             state=State(epoch),
             weights=weights,
+            sent=SentWeights(weights.steps, epoch),
         )
         self.programs: Final = Programs()
         self._created = time.time_ns() // 1000  # microseconds
@@ -212,8 +214,8 @@ class Backend:
             unused_state=self.state.unused,
             **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
-            weights=len(self.weights),
-            weight_bytes=self.weights.bytes,
+            weights=len(self.weights) + len(self._shared.sent),
+            weight_bytes=self.weights.bytes + self._shared.sent.bytes,
         )
 
     def check_call(self, *, second: bool, empty: bool) -> None:

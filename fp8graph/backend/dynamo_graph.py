@@ -13,7 +13,7 @@ from torch import fx
 
 from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.situation import Situation, region_text
-from fp8graph.compat import distributed, dynamo, fakes
+from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.places import Parameter
@@ -38,8 +38,10 @@ class DynamoGraph:
             for index, (source, x) in enumerate(zip(self.sources, example_inputs, strict=True))
             if isinstance(x, torch.nn.Parameter) or dynamo.is_part_of_parameter(source)
         }
-        whole = distributed.gathered_by_fsdp()
-        self.gathered = frozenset(index for index in self._parameters if id(example_inputs[index]) in whole)
+        whole = fsdp.gathered()
+        self.gathered = {
+            index: fsdp.facts(whole[key]) for index in self._parameters if (key := id(example_inputs[index])) in whole
+        }
         # for variants that are compiled later; the real inputs must not be kept alive
         self.fake_inputs = [
             fakes.fake_input(node, x, self.context) for node, x in zip(placeholders, example_inputs, strict=True)
@@ -101,7 +103,7 @@ class DynamoGraph:
         digest = hashlib.sha256()
         regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
-        digest.update(repr((self._parameters, sorted(self.gathered))).encode())
+        digest.update(repr((self._parameters, sorted(self.gathered.items()))).encode())
         for node in self.module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""

@@ -60,7 +60,7 @@ class Program:
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
         if inputs is not None:
-            self._variant(self._situation(), self._names(inputs), inputs)
+            self._variant(self._situation(self._sent(inputs)), self._names(inputs), inputs)
 
     @property
     def views(self) -> list[GraphView]:
@@ -93,22 +93,26 @@ class Program:
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
         self._shared.schedule.meets(args[index] for index in self._graph.positions)
-        situation, names = self._situation(), self._names(args)
-        variant = self._variants.get((situation, names))
-        if variant is None:
-            with self._graph.tracing():
-                variant = self._variant(situation, names, self._graph.fake_inputs)
+        situation, names = self._situation(self._sent(args)), self._names(args)
+        variant = self._find(situation, names)
+        if uncovered := self._uncovered(variant.findings, situation.sent, args):
+            self._shared.sent.restore([args[index] for index in uncovered])
+            situation = dataclasses.replace(situation, sent=situation.sent - uncovered)
+            variant = self._find(situation, names)
         shared, findings, epoch = self._shared, variant.findings, self._shared.epoch.now
+        shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
         self._take_part(variant.reduces, args)
         pages = self._pages(findings.pages, args) if findings.pages else []
         if pages and self._graph.gradients:
             shared.state.recorded_by(situation.amax_group)
         weights = shared.weights.tensors(
-            findings.weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
+            findings.own_weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
         )
+        if situation.sent:
+            weights = self._with_sent(findings, weights, args)
         # without copies, pages and names that matter, the call is prepared for any parameters
         by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
-        known = bool(findings.weights or pages or by_name)
+        known = bool(findings.weights or pages or by_name or self._graph.gathered)
         call = Prepared(
             run=variant.run,
             more=[*weights, *pages, *[self._empty] * (variant.spares - len(weights) - len(pages))],
@@ -117,7 +121,7 @@ class Program:
             reduces=variant.reduces,
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
-            unchanged=shared.weights.unchanged(findings.weights, args),
+            unchanged=shared.weights.unchanged(findings.own_weights, args),
         )
         self._prepared.keep(args, (situation.region, situation.amax_group), call)
         return call
@@ -155,9 +159,35 @@ class Program:
     def _pages(self, layouts: Sequence[PageLayout], args: Sequence[Any]) -> list[torch.Tensor]:
         return self._shared.state.tensors(layouts, args, self._shared.names)
 
-    def _situation(self) -> Situation:
+    def _situation(self, sent: frozenset[int] = frozenset()) -> Situation:
         _, policy = self._shared.policies.of(self._graph.families)
-        return Situation(policy=policy, region=current_region(), amax_group=amax_group())
+        return Situation(policy=policy, region=current_region(), amax_group=amax_group(), sent=sent)
+
+    def _find(self, situation: Situation, names: tuple[str, ...]) -> Variant:
+        variant = self._variants.get((situation, names))
+        if variant is None:
+            with self._graph.tracing():
+                variant = self._variant(situation, names, self._graph.fake_inputs)
+        return variant
+
+    def _sent(self, args: Sequence[Any]) -> frozenset[int]:
+        """The parameters that FSDP2 gathered in FP8 for this call."""
+        return self._shared.sent.positions(args, self._graph.gathered) if self._graph.gathered else frozenset()
+
+    def _uncovered(self, findings: Findings, sent: frozenset[int], args: Sequence[Any]) -> frozenset[int]:
+        """Those of them that the graph reads in high precision, or in other copies than those that were gathered."""
+        taken = [weight for weight in findings.sent_weights if self._shared.sent.copies(weight, args) is not None]
+        missing = {*findings.sent_weights} - {*taken}
+        return findings.read | {index for weight in missing for index in weight.parameters if index in sent}
+
+    def _with_sent(self, findings: Findings, kept: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The copies that a graph takes, in order: of the weights that FSDP2 gathered in FP8, and those kept."""
+        rest, found = list(kept), list[Any]()
+        for weight in findings.weights:
+            copies = self._shared.sent.copies(weight, args) if weight in findings.sent_weights else None
+            found += rest[: len(weight.outputs)] if copies is None else copies
+            rest = rest[len(weight.outputs) if copies is None else 0 :]
+        return found
 
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
         """The names that the graph's parameters are bound to, "" for an unbound one; () if nothing is bound."""
@@ -187,5 +217,5 @@ class Program:
 def _forget(shared: Shared, taken: Sequence[Findings]) -> None:
     """Drop the data prepared for calls of a program that is gone. State and parameters may live on."""
     for findings in taken:
-        shared.weights.forget(findings.weights)
+        shared.weights.forget(findings.own_weights)
         shared.state.forget(findings.pages)

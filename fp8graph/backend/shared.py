@@ -17,6 +17,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.weight_cache import Weights
 
 
@@ -53,6 +54,7 @@ class Shared:
     names: Names
     state: State
     weights: Weights
+    sent: SentWeights
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def decides(self, *, training: bool) -> str:

@@ -18,6 +18,7 @@ class Situation:
     policy: str
     region: str | Recipe | None
     amax_group: str | None  # process group of the amax reduction
+    sent: frozenset[int] = frozenset()  # parameters that FSDP2 gathered in FP8
 
 
 def region_text(region: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,7 +31,9 @@ class Known:
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
-    gathered: frozenset[int] = frozenset()  # parameters that are whole only while the graph runs (FSDP2)
+    # parameters that are whole only while the graph runs (FSDP2): rows of each shard, and why not sent in FP8
+    gathered: Mapping[int, tuple[int, str | None]] = field(default_factory=dict[int, "tuple[int, str | None]"])
+    sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
@@ -48,6 +51,8 @@ class Compilation:
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
     weights: tuple[QuantizedWeight, ...] = ()  # hoist_weights
+    sendable: tuple[QuantizedWeight, ...] = ()  # hoist_weights
+    read: frozenset[int] = frozenset()  # hoist_weights
     pages: tuple[PageLayout, ...] = ()  # connect_scales
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
 
@@ -72,8 +77,21 @@ class Findings:
 
     sites: tuple[Site, ...] = ()  # sites, without their GEMMs
     weights: tuple[QuantizedWeight, ...] = ()  # weights whose copies the graph takes as inputs
+    sendable: tuple[QuantizedWeight, ...] = ()  # weights that FSDP2 may gather in FP8 from now on
+    read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
     pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
+    sent: frozenset[int] = frozenset()  # the parameters that FSDP2 gathered in FP8
     has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
+
+    @functools.cached_property
+    def own_weights(self) -> tuple[QuantizedWeight, ...]:
+        """Those that are quantized before the call: all but those that FSDP2 gathered in FP8."""
+        return tuple(weight for weight in self.weights if not {*weight.parameters} & self.sent)
+
+    @functools.cached_property
+    def sent_weights(self) -> tuple[QuantizedWeight, ...]:
+        """Those that FSDP2 gathered in FP8."""
+        return tuple(weight for weight in self.weights if {*weight.parameters} & self.sent)
 
     @property
     def inputs(self) -> int:
@@ -99,6 +117,9 @@ class Findings:
         return Findings(
             sites=(*self.sites, *sites),
             weights=compilation.weights or self.weights,
+            sendable=compilation.sendable or self.sendable,
+            read=compilation.read | self.read,
+            sent=compilation.known.sent,
             pages=compilation.pages or self.pages,
             has_subgraphs=self.has_subgraphs or (compilation.known.subgraph and bool(compilation.sites)),
         )

@@ -63,7 +63,6 @@ class Plan:
     steps: tuple[Step, ...]
     state_bytes: int  # parameters, gradients and moments of AdamW on one GPU
     copy_bytes: int  # FP8 copies of weights on one GPU; FSDP2's gathered weights have none
-    gather_saving: int  # bytes that each GPU would not send if FSDP gathered weights in FP8
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -82,9 +81,10 @@ class Plan:
             "linears, a third of them in forward, under every recipe; AdamW moves its state once.",
             f"Communication over dp and fsdp hides behind up to {net.overlap:.0%} of the compute of its direction and "
             "does not slow it; communication over tp, and of amaxes, is exposed.",
-            "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once, "
-            "in the parameters' dtype: its hooks are outside the graphs. Delayed "
-            "scaling reduces all amaxes of a step at once, over all GPUs.",
+            "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once: "
+            "without tp, weights with one scale (tensorwise) or with tiles that no shard cuts (blockwise) as bytes in "
+            "FP8, all else in the parameters' dtype. Delayed scaling reduces all amaxes of a step at once, over all "
+            "GPUs.",
             "Linears of one module that read one tensor share its collectives and are multiplied as one; logits stay "
             "sharded over tp (the loss is computed on the shards).",
             "With sp, tensors gathered for GEMMs in FP8 are sent in FP8 if they have one scale (tensorwise, delayed).",
@@ -92,7 +92,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain values, ready for JSON: seconds, and bytes per GPU and step."""
-        own = ("tokens", "state_bytes", "copy_bytes", "gather_saving", "assumptions")
+        own = ("tokens", "state_bytes", "copy_bytes", "assumptions")
         parts = ("recipe", "seconds", "gemms", "others", "exposed", "communication")
         steps: list[dict[str, Any]] = []
         for step in self.steps:
@@ -137,10 +137,6 @@ class Plan:
             f"On each GPU: {self.state_bytes / 1e9:,.1f} GB of parameters, gradients and AdamW's moments (FP32), "
             f"{self.copy_bytes / 1e9:,.1f} GB of FP8 weights; activations are not included.",
         ]
-        saving = (
-            f"Gathering weights in FP8 would send {self.gather_saving / 1e6:,.0f} MB less; fp8graph does not do that."
-        )
-        lines += [saving] if self.gather_saving else []
         return "\n".join([*lines, "", "Assumptions:", *(f"* {text}" for text in self.assumptions)])
 
 
@@ -270,9 +266,6 @@ def plan(
         elif recipes is not None:
             raise ConfigError(f"mesh: {hardware.name} emulates {recipe.name}, so there is no speed to predict.")
     weights = [name for name in work.parameters if name.removesuffix(".weight") in quantized]
-    saving = 0
-    for unit, elements in fsdp_units(work, mesh, weights).items():  # all but one byte of each
-        saving += (2 if unit else 1) * bytes_sent("all_gather", elements * (work.dtype.itemsize - 1), mesh.fsdp)
     return Plan(
         mesh=mesh,
         speed=speed,
@@ -281,5 +274,4 @@ def plan(
         steps=tuple(steps),
         state_bytes=sum(fsdp_units(work, mesh).values()) // mesh.fsdp * (2 * work.dtype.itemsize + 8),
         copy_bytes=2 * sum(math.prod(work.shape(name, mesh.tp)) for name in weights) if mesh.fsdp == 1 else 0,
-        gather_saving=saving,
     )

@@ -161,11 +161,36 @@ def collectives(
         recipe: of the GEMMs in FP8.
         fp8: the GEMMs that run in FP8, by the name of their linear (``step_cost.decide``).
     """
-    found = [*_of_parameters(work, mesh), *_of_activations(work, mesh, recipe, fp8 or {})]
+    found = [*_of_parameters(work, mesh, recipe, fp8 or {}), *_of_activations(work, mesh, recipe, fp8 or {})]
     return Counter(collective for collective in found if mesh.group(collective.axis)[0] > 1)
 
 
-def _of_parameters(work: Workload, mesh: Mesh) -> Iterator[Collective]:
+def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]) -> dict[str, Linear]:
+    """The weights that FSDP2 gathers in FP8, from the second step on, and the linears that read them.
+
+    They have one scale, or tiles that the shards do not cut, and only GEMMs in FP8 read them
+    (``fp8graph/runtime/sent_weights.py``).
+    """
+    if recipe is None or mesh.fsdp == 1 or mesh.tp > 1:
+        return {}
+    quantizer = recipe.quantizer("weight")
+    kind, tile = SCALINGS[quantizer.scaling], quantizer.block[0]
+    if kind.has_state or not ((kind.own_scale and kind.one_scale) or tile > 1):
+        return {}
+    found: dict[str, Linear] = {}
+    for linear in work.linears:
+        name = f"{linear.fqn}.weight"
+        if name in work.parameters and {"fprop", "dgrad"} <= fp8.get(linear.fqn, set()):
+            rows, columns = work.shape(name)
+            shards = mesh.fsdp * (tile if tile > 1 else 1)
+            if rows % shards == 0 and rows % 16 == columns % 16 == 0:  # others are uneven or padded
+                found[name] = linear
+    return found
+
+
+def _of_parameters(
+    work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]
+) -> Iterator[Collective]:
     dtype, size = str(work.dtype).removeprefix("torch."), work.dtype.itemsize
     one = functools.partial(Collective, purpose="gradients", direction="backward", dtype=dtype)
     for name in work.parameters:
@@ -178,13 +203,32 @@ def _of_parameters(work: Workload, mesh: Mesh) -> Iterator[Collective]:
         for start in range(0, total, BUCKET):
             yield one(kind="all_reduce", axis="dp", payload=min(BUCKET, total - start))
         return
+    sent = sent_in_fp8(work, mesh, recipe, fp8)
+    narrow = fsdp_units(work, mesh, sent)
     for unit, elements in fsdp_units(work, mesh).items():
-        payload = size * elements
+        payload, name = size * elements, dtype
+        gathered = payload - (size - 1) * narrow.get(unit, 0)
+        if recipe is not None and unit in narrow:
+            gathered, name = gathered + _tiles(work, recipe, sent, unit), "uint8"  # one message, of bytes
         # the root's parameters stay gathered between forward and backward
         for direction in ("forward", "backward") if unit else ("forward",):
-            yield one(purpose="weights", kind="all_gather", axis="fsdp", direction=direction, payload=payload)
+            yield one(
+                purpose="weights", kind="all_gather", axis="fsdp", direction=direction, payload=gathered, dtype=name
+            )
         yield one(kind="reduce_scatter", axis="fsdp", payload=payload)
         yield one(kind="all_reduce", axis="dp", payload=payload // mesh.fsdp)
+    if recipe is not None and sent and SCALINGS[recipe.quantizer("weight").scaling].own_scale:
+        scales = len({work.reads(linear) for linear in sent.values()})  # of weights that are multiplied as one
+        yield one(purpose="amaxes", kind="all_reduce", axis="fsdp", dtype="float32", payload=4 * scales)
+
+
+def _tiles(work: Workload, recipe: Recipe, sent: Iterable[str], unit: str) -> int:
+    """The bytes of the scales of tiles that are gathered with the weights of a unit."""
+    rows, columns = recipe.quantizer("weight").block
+    if rows <= 1:
+        return 0
+    shapes = [work.shape(name) for name in sent if _layer(name) == unit]
+    return 4 * sum((shape[0] // rows) * -(-shape[1] // columns) for shape in shapes)
 
 
 def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:

@@ -85,24 +85,29 @@ class Unchanged:
         self._pick = picker(positions)
         tensors = self._pick(args)
         self._sharded = any(local(x) is not x for x in tensors)
-        tensors = tuple(map(local, tensors))
         self._tracked = [i for i, x in enumerate(tensors) if not x.is_inference()]  # the others have no version
         self._all_tracked = len(self._tracked) == len(tensors)
         self._seen = self._state(tensors)
         lost: list[None] = []  # not empty: some storage is gone
         self._lost = lost
-        self._storages = [weakref.ref(x.untyped_storage(), lambda _: lost.append(None)) for x in tensors]
+        storages = (local(x).untyped_storage() for x in tensors)
+        self._storages = [weakref.ref(storage, lambda _: lost.append(None)) for storage in storages]
 
     def _state(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
-        versions = [*map(autograd.version, tracked)]
-        return self._steps.count, self._steps.refreshes, versions, [*map(Tensor.data_ptr, tensors)]
+        versions = [*map(version, tracked)] if self._sharded else [*map(autograd.version, tracked)]
+        shards = [*map(local, tensors)] if self._sharded else tensors
+        return self._steps.count, self._steps.refreshes, versions, [*map(Tensor.data_ptr, shards)]
 
     def __call__(self, args: Sequence[Any]) -> bool:
-        tensors = self._pick(args)
-        if self._sharded:
-            tensors = tuple(map(local, tensors))
-        return not self._lost and self._state(tensors) == self._seen
+        return not self._lost and self._state(self._pick(args)) == self._seen
+
+
+def version(parameter: Tensor) -> tuple[int, ...]:
+    """The number of writes to a parameter: of a DTensor, those to itself and those to its shard."""
+    shard = local(parameter)
+    versions = (0 if shard.is_inference() else autograd.version(shard),)
+    return versions if shard is parameter else (autograd.version(parameter), *versions)
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:

@@ -36,7 +36,7 @@ from fp8graph.errors import StateError
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import aten
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.staleness import Steps, Unchanged, samples, storage_of
+from fp8graph.runtime.staleness import Steps, Unchanged, samples, storage_of, version
 
 BATCH: Final = 8
 Pages = Callable[[Sequence[PageLayout]], list[Tensor]]
@@ -189,10 +189,9 @@ class Weights:
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
         tensor, steps = local(parameter), self.steps.of(parameter)
-        version = 0 if tensor.is_inference() else autograd.version(tensor)
         if isinstance(tensor, FakeTensor):
-            return version, steps
-        return version, storage_of(tensor), tensor.data_ptr(), steps
+            return version(parameter), steps
+        return version(parameter), storage_of(tensor), tensor.data_ptr(), steps
 
     def _copies(self) -> set[_Copy]:
         return {copy for found in list(self._found.values()) for copy in found.copies}

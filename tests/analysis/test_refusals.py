@@ -43,9 +43,13 @@ def test_what_is_no_weight_has_no_reason(operand: str) -> None:
 
 def test_what_fsdp2_gathers() -> None:
     """It is a parameter that is whole only while the graph runs; which one, the backend knows."""
-    node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", gathered=frozenset({0}))
-    reason = "FSDP2 gathers it for each use: a copy of all of it would take the memory that sharding saves"
+    node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", gathered={0: (24, None)})
+    reason = "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
     assert why_not_cached(node, compilation) == reason
+    assert why_not_cached(node, compilation, "it is padded") == (
+        "FSDP2 gathers it for each use, in high precision: it is padded; a copy of all of it would take the memory "
+        "that sharding saves"
+    )
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")

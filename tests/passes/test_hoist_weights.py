@@ -18,6 +18,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
+from fp8graph.ir.keys import OPERAND_KEY
+from fp8graph.ir.nodes import nodes
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import graph_text
@@ -207,7 +209,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     [
         pytest.param({"settings": Settings(cache_weights=False)}, id="by the user"),
         pytest.param({"parameters": {}}, id="no parameter"),
-        pytest.param({"gathered": frozenset({0})}, id="gathered by FSDP2"),
+        pytest.param({"gathered": {0: (24, None)}}, id="gathered by FSDP2"),
         pytest.param({"subgraph": True}, id="the body of a higher-order op"),
     ],
 )
@@ -217,6 +219,29 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
     hoist_weights(graph, refused)
     assert graph_text(graph) == before
     assert (refused.weights, refused.known.spares.wanted) == ((), 0)
+
+
+def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)})
+    next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
+    hoist_weights(graph, found)
+    (weight,) = found.sendable
+    assert (weight.parameters, weight.outputs) == ((0,), ("rowwise", "scale_inv"))
+
+
+def test_what_fsdp2_gathered_in_fp8_is_taken() -> None:
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)}, sent=frozenset({0}))
+    hoist_weights(graph, found)
+    assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
+    assert (len(found.weights), found.sendable, found.read) == (1, (), frozenset())
+
+
+def test_a_reader_in_high_precision_is_found() -> None:
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)}, sent=frozenset({0}))
+    (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
+    output.args = ([*output.args[0], parameter],)
+    hoist_weights(graph, found)
+    assert found.read == {0}
 
 
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:

@@ -1,0 +1,194 @@
+"""FSDP2: the parameters that it gathers, and its two functions around a gather. All of it is private to torch."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8graph.compat.distributed import SHARD
+from fp8graph.errors import Fp8GraphError
+
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+# what the functions below read and write; without one of them nothing is gathered in FP8
+_NEEDED: Final = (
+    *("sharded_param", "_unsharded_param", "_orig_size", "mesh_info", "post_forward_mesh_info", "fsdp_placement"),
+    *("offload_to_cpu", "is_dtensor", "orig_dtype", "param_dtype", "all_gather_outputs", "_init_extensions"),
+    *("sharded_state", "shard_mesh", "_module_info"),
+)
+
+
+def gathered() -> dict[int, Any]:
+    """FSDP2's own objects (``FSDPParam``) for the parameters that it gathers for a call, by the whole one's id.
+
+    FSDP2 has no public way to ask. Without the answer, whole FP8 copies of these parameters would be kept on every
+    rank, so an unknown layout is an error, never a guess.
+
+    Raises:
+        Fp8GraphError: there are FSDP2 modules, but this torch keeps their parameters in another place.
+    """
+    found: dict[int, Any] = {}
+    for sharded in _sharded_parameters():
+        # set by the first gather; until then only declared by the class
+        if hasattr(sharded, "_unsharded_param") or not _declares(sharded, "_unsharded_param"):
+            found[id(_read(sharded, "_unsharded_param"))] = sharded
+    return found
+
+
+def _sharded_parameters() -> Iterator[Any]:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
+    if fsdp is None or not dist.is_available():
+        return
+    from torch.distributed import _composable_state
+
+    states = getattr(_composable_state, "_module_state_mapping", None)
+    if states is None:
+        # FSDP2 gives each class of modules that it shards a subclass
+        if any(issubclass(kind, torch.nn.Module) for kind in fsdp.FSDPModule.__subclasses__()):
+            raise _unknown("torch.distributed._composable_state._module_state_mapping")
+        return
+    for module, reference in list(states.items()):
+        if isinstance(module, fsdp.FSDPModule) and (state := reference()) is not None:
+            for group in _parameter_groups(state):
+                yield from _read(group, "fsdp_params")
+
+
+def why_not_in_fp8(sharded: Any) -> str | None:
+    """Why FSDP2 cannot gather a parameter through functions of ours; None if it can. The same on all ranks."""
+    missing = [name for name in _NEEDED if not hasattr(sharded, name)]
+    if missing:
+        return f"torch {torch.__version__} has no FSDPParam.{missing[0]}"
+    own = getattr(shard_of(sharded), _BEFORE, None)
+    if own is not None and not hasattr(own, "fp8graph"):
+        return f"a {type(shard_of(sharded)).__name__} is gathered by functions of its own"
+    if sharded.is_dtensor:
+        return "it is sharded by tensor parallelism, too"
+    if sharded.fsdp_placement.dim != 0:
+        return f"it is sharded along dim {sharded.fsdp_placement.dim}"
+    ranks, rows = sharded.shard_mesh.size(), sharded._orig_size[0]
+    if ranks == 1:
+        return "one rank has all of it"
+    if rows % ranks:
+        return f"its {rows} rows do not fall into {ranks} equal shards"
+    if sharded.offload_to_cpu:
+        return "its shards are on the CPU (CPUOffloadPolicy)"
+    after = sharded.post_forward_mesh_info
+    if after is not None and after is not sharded.mesh_info:
+        return "it is resharded to fewer ranks after forward (reshard_after_forward=<int>), which takes no FP8"
+    return None
+
+
+def facts(sharded: Any) -> tuple[int, str | None]:
+    """The number of rows of each shard, and why it cannot be gathered in FP8 (None if it can)."""
+    return shard_of(sharded).shape[0] if shard_of(sharded).ndim else 0, why_not_in_fp8(sharded)
+
+
+def shard_of(sharded: Any) -> Tensor:
+    """The rows of this rank."""
+    return getattr(sharded.sharded_param, SHARD)
+
+
+def is_gathered(sharded: Any) -> bool:
+    """Whether the whole parameter is there now."""
+    return sharded.sharded_state.name != "SHARDED"
+
+
+def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """From the next gather on, FSDP2 sends what ``before`` returns, and takes what ``after`` returns as the parameter.
+
+    The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is.
+    """
+    tensor: Any = shard_of(sharded)
+    for name, function in ((_BEFORE, before), (_AFTER, after)):
+        setattr(tensor, name, function)
+    _begin_anew(sharded)
+
+
+def attach_again(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+    """The same for the parameter that the module has now, which FSDP2 is about to take over."""
+    module, name = sharded._module_info.module, sharded._module_info.param_name
+    tensor: Any = getattr(module._parameters[name], SHARD)
+    for attribute, function in ((_BEFORE, before), (_AFTER, after)):
+        setattr(tensor, attribute, function)
+
+
+def after_loading(sharded: Any, owner: Any, call: Callable[[Any], None]) -> None:
+    """Run ``call(owner)``, as long as that lives, after ``load_state_dict`` of the parameter's module."""
+    reference = weakref.ref(owner)
+
+    def loaded(_module: Any, _keys: Any) -> None:
+        if (own := reference()) is not None:
+            call(own)
+
+    sharded._module_info.module.register_load_state_dict_post_hook(loaded)
+
+
+def detach(sharded: Any) -> None:
+    """Let FSDP2 gather the parameter as it is again."""
+    tensor = shard_of(sharded)
+    for name in (_BEFORE, _AFTER):
+        if hasattr(tensor, name):
+            delattr(tensor, name)
+    _begin_anew(sharded)
+
+
+def is_attached(sharded: Any, before: Callable[..., Any]) -> bool:
+    """Whether ``before`` is still there: ``to()`` and ``load_state_dict(assign=True)`` put other shards in place."""
+    return getattr(shard_of(sharded), _BEFORE, None) is before
+
+
+def largest(x: Tensor) -> Tensor:
+    """[]: the amax of ``x``, in its dtype, without a copy of |x|."""
+    return torch._foreach_norm([x], torch.inf)[0]
+
+
+def allocate(x: Tensor) -> None:
+    """Give the tensor its memory back, which FSDP2 has freed."""
+    storage, size = x.untyped_storage(), x.numel() * x.itemsize
+    if storage.size() < size:
+        storage.resize_(size)
+
+
+def view_of(memory: Tensor, size: torch.Size) -> Tensor:
+    """A tensor of this size at the beginning of ``memory``, without autograd's knowledge of views."""
+    strides = torch.empty(size, device="meta").stride()
+    return torch.empty(0, dtype=memory.dtype, device=memory.device).set_(memory.untyped_storage(), 0, size, strides)
+
+
+def _begin_anew(sharded: Any) -> None:
+    """Forget the buffers of earlier gathers; FSDP2 makes new ones."""
+    sharded._init_extensions()
+    sharded.all_gather_outputs = []
+    if hasattr(sharded, "_unsharded_param"):
+        del sharded._unsharded_param
+
+
+def _parameter_groups(state: Any) -> Sequence[Any]:
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 has one group per mesh, 2.11 a single one
+        return state._fsdp_param_groups
+    group = _read(state, "_fsdp_param_group")
+    return [] if group is None else [group]  # None: a module without parameters of its own
+
+
+def _read(owner: Any, name: str) -> Any:
+    if not hasattr(owner, name):
+        raise _unknown(f"{type(owner).__name__}.{name}")
+    return getattr(owner, name)
+
+
+def _declares(owner: Any, name: str) -> bool:
+    return any(name in inspect.get_annotations(kind) for kind in type(owner).__mro__)
+
+
+def _unknown(missing: str) -> Fp8GraphError:
+    return Fp8GraphError(
+        f"torch {torch.__version__} has no {missing}: fp8graph cannot tell which weights FSDP2 gathers, and would keep "
+        "whole FP8 copies of them on every rank. Install a torch version that fp8graph supports (`fp8graph doctor` "
+        "names them), or do not compile modules under fully_shard with fp8graph."
+    )

@@ -1,0 +1,73 @@
+"""sent_weights: which weights FSDP2 may gather in FP8, and the text of every reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fp8graph import Policy
+from fp8graph.analysis.sent_weights import why_not_sent
+from fp8graph.ir.sources import graph_inputs
+from helpers import passed
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x) + self.weight.sum()
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return nn.functional.linear(x, self.weight * 2)
+
+
+def reasons(
+    module: nn.Module, recipe: Any, shard: tuple[int, str | None] = (128, None), last: str = "share"
+) -> list[str | None]:
+    """Of each weight of a graph whose parameters FSDP2 gathers."""
+    policy = Policy(default=recipe, min_speedup=0)
+    x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    graph, found = passed(module.bfloat16(), x, last=last, policy=policy)
+    parameters = {
+        node: index for node, index in graph_inputs(graph) if index is not None and index in found.known.parameters
+    }
+    return [*why_not_sent(graph, parameters, dict.fromkeys(parameters.values(), shard)).values()]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_what_can_be_sent(recipe: str) -> None:
+    assert reasons(nn.Linear(256, 256, bias=False), recipe) == [None]
+
+
+@pytest.mark.parametrize(
+    ("module", "recipe", "shard", "reason"),
+    [
+        (nn.Linear(256, 256), "tensorwise", (128, "it is sharded along dim 1"), "it is sharded along dim 1"),
+        (nn.Linear(256, 256), "blockwise", (64, None), "shards of 64 rows are not a multiple of the 128-row tile"),
+        (nn.Linear(256, 264), "tensorwise", (132, None), "it is padded"),
+        (Twice(256, 256), "tensorwise", (128, None), "it is read in high precision too, by "),
+        (Scaled(256, 256), "tensorwise", (128, None), "it is computed from more than matrices and casts"),
+        (nn.Linear(256, 256), "delayed", (128, None), "its scale is known to the graph alone"),
+        (nn.Linear(256, 256), "rowwise", (128, None), "its two layouts in FP8 are as many bytes"),
+        (nn.Linear(256, 256), "mxfp8", (128, None), "its two layouts in FP8 are as many bytes"),
+    ],
+)
+def test_what_cannot(module: nn.Module, recipe: str, shard: tuple[int, str | None], reason: str) -> None:
+    (found,) = reasons(module, recipe, shard)
+    assert found is not None
+    assert found.startswith(reason)
+
+
+def test_joined_weights_are_sent_together() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * self.b(x)
+
+    assert reasons(Joined(), "tensorwise", last="fuse_linears") == [None]

@@ -1,0 +1,132 @@
+"""FSDP2 gathers weights in FP8: the numbers of gathering them in high precision, and half the bytes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ranks import run_each, run_ranks
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),  # all that runs on so many ranks, on a busy machine
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+]
+LARGE = {"sizes": (512, 512)}  # tiles of 128 rows for four ranks
+CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    2: {
+        "tensorwise": ("tensorwise", {}),
+        "blockwise": ("blockwise", {}),
+        "not resharded": ("blockwise", {"reshard": False}),
+        "in FP32": ("tensorwise", {"param_dtype": None}),
+        "checkpointed": ("tensorwise", {"checkpointed": True}),
+        "accumulated": ("tensorwise", {"accumulated": True}),
+        "loaded": ("tensorwise", {"event": "load"}),
+        "assigned": ("tensorwise", {"event": "assign"}),
+        "another policy": ("tensorwise", {"event": "policy"}),
+        "generated": ("tensorwise", {"compiler": "inductor"}),
+        "offloaded": ("tensorwise", {"offload": True}),
+        "rowwise": ("rowwise", {}),
+    },
+    4: {
+        "tensorwise": ("tensorwise", LARGE),
+        "blockwise": ("blockwise", LARGE),
+        "replicas": ("tensorwise", {"mesh": (2, 2)}),
+        "tiles cut": ("blockwise", {}),
+        "to fewer ranks": ("tensorwise", {"reshard": 2}),
+    },
+}
+# what stays in high precision, with the reason
+LEFT = {
+    "offloaded": "its shards are on the CPU (CPUOffloadPolicy)",
+    "rowwise": "its two layouts in FP8 are as many bytes",
+    "to fewer ranks": "it is resharded to fewer ranks after forward (reshard_after_forward=<int>), which takes no FP8",
+}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """By case: what each of so many ranks found with gathers in high precision, and with gathers in FP8."""
+    import sent
+
+    @functools.cache
+    def found(ranks: int) -> list[dict[str, Any]]:
+        calls = {name: (sent.both, case) for name, case in CASES[ranks].items()}
+        return run_ranks(run_each, ranks, tmp_path_factory.mktemp(f"of{ranks}"), calls, seconds=1100)
+
+    return found
+
+
+def parameters(ranks: int, name: str) -> tuple[int, int]:
+    """How many numbers a rank sends for one gather of all layers: of matrices, of the rest."""
+    _, settings = CASES[ranks][name]
+    hidden, inner = settings.get("sizes", (256, 512))
+    ranks = settings.get("mesh", (ranks,))[-1]
+    return 2 * 3 * hidden * inner // ranks, 2 * 3 * hidden // ranks
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, name) for ranks, cases in CASES.items() for name in cases])
+def test_the_numbers_of_gathers_in_high_precision(ranks: int, name: str, of_ranks: Any) -> None:
+    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+        assert found["losses"] == expected["losses"]
+        assert found["evaluated"] == expected["evaluated"]
+        for kind in ("gradients", "weights"):
+            assert all(torch.equal(found[kind][key], tensor) for key, tensor in expected[kind].items())
+        assert found["dtypes"] == {"torch.float32"}  # of the state dict
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(2, "tensorwise"), (2, "blockwise"), (2, "in FP32"), (4, "tensorwise"), (4, "blockwise")]
+)
+def test_one_byte_for_each_number(ranks: int, name: str, of_ranks: Any) -> None:
+    matrices, rest = parameters(ranks, name)
+    width = 4 if name == "in FP32" else 2
+    tiles = 4 * matrices // 128**2 if name == "blockwise" else 0
+    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+        whole, in_fp8 = (matrices + rest) * width, matrices + rest * width + tiles
+        # how often a step gathers all layers: FSDP2's own count, the same for both
+        gathers = {sent / whole for sent in expected["bytes"][1:]}
+        assert gathers == {2.5}
+        assert {sent / in_fp8 for sent in found["bytes"][1:]} == gathers
+        assert found["bytes"][0] == expected["bytes"][0]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_are_quantized_once_for_each_update(ranks: int, of_ranks: Any) -> None:
+    for _, found in (rank["tensorwise"] for rank in of_ranks(ranks)):
+        assert found["quantized"] == 2 * 3 * 4  # layers, matrices, steps
+        assert set(found["reasons"].values()) == {
+            "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
+        }
+
+
+def test_what_stands_for_whole_weights_is_one_matrix(of_ranks: Any) -> None:
+    for _, found in (rank["tensorwise"] for rank in of_ranks(2)):
+        assert found["nan"] == 256 * 512
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "offloaded"), (2, "rowwise"), (4, "to fewer ranks")])
+def test_what_is_not_sent_in_fp8_has_its_reason(ranks: int, name: str, of_ranks: Any) -> None:
+    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+        assert found["bytes"] == expected["bytes"]
+        assert len(found["reasons"]) == 2 * 2  # gate and up are multiplied as one
+        for reason in found["reasons"].values():
+            assert reason.startswith(f"FSDP2 gathers it for each use, in high precision: {LEFT[name]}")
+
+
+def test_shards_that_cut_tiles(of_ranks: Any) -> None:
+    for expected, found in (rank["tiles cut"] for rank in of_ranks(4)):
+        assert expected["bytes"][1] > found["bytes"][1]  # up and gate: 128 rows on each rank; down: 64
+        assert "shards of 64 rows are not a multiple of the 128-row tile" in found["reasons"]["layers.1.down"]
+
+
+def test_another_policy_brings_back_what_it_reads(of_ranks: Any) -> None:
+    matrices, _ = parameters(2, "another policy")
+    for expected, found in (rank["another policy"] for rank in of_ranks(2)):
+        saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
+        assert saved[1] > saved[3] > 0  # down is sent in high precision, gate and up are not
+        assert saved[0] == 0 < matrices

@@ -1,0 +1,133 @@
+"""A small model under FSDP2, whose weights are gathered in FP8 or in high precision: what the ranks run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.utils.checkpoint import checkpoint
+
+import fp8graph
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+        self.down = nn.Linear(inner, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int, inner: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(2))
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return x
+
+
+class Counting(DefaultAllGather):
+    """Counts the bytes that this rank gives to all-gathers."""
+
+    sent = 0
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.sent += input_tensor.nbytes
+        return super().__call__(output_tensor, input_tensor, *args, **kwargs)
+
+
+def run(
+    rank: int,
+    recipe: Any,
+    in_fp8: bool,
+    *,
+    compiler: Any = "eager",
+    sizes: tuple[int, int] = (256, 512),
+    param_dtype: torch.dtype | None = torch.bfloat16,
+    mesh: tuple[int, ...] | None = None,
+    reshard: bool | int = True,
+    checkpointed: bool = False,
+    accumulated: bool = False,
+    offload: bool = False,
+    event: str = "",
+) -> dict[str, Any]:
+    """Some steps of training and evaluation; ``event`` happens before the third."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(*sizes, checkpointed)
+    backend = fp8graph.Backend(recipe=recipe, compiler=compiler, cache_weights=in_fp8)
+    backend.bind(model)
+    shape = mesh or (dist.get_world_size(),)
+    settings: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32),
+        "reshard_after_forward": reshard,
+    }
+    if offload:
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    counting = Counting()
+    for layer in model.layers:
+        sharded: Any = fully_shard(layer, **settings)
+        sharded.set_custom_all_gather(counting)
+    root: Any = fully_shard(model, **settings)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    found: dict[str, Any] = {"losses": [], "evaluated": [], "bytes": []}
+    for step in range(STEPS):
+        if step == 2:
+            _happens(event, model, backend)
+        before, x = counting.sent, torch.empty(0)
+        for last in (False, True)[not accumulated :]:
+            root.set_requires_gradient_sync(last)
+            x = torch.randn(32, sizes[0], generator=generator)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            found["losses"].append(loss.item())
+        found["bytes"].append(counting.sent - before)
+        if step == STEPS - 1:
+            found["gradients"] = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # pyright: ignore
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found["evaluated"].append(model(x).float().square().mean().item())
+    found["weights"] = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    refusals = reversed(backend.report.refusals)  # those of training, which came first
+    found["reasons"] = {r.fqn: r.reason for r in refusals if r.what == "kept weight"}
+    found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
+    found["quantized"] = backend._shared.sent.quantized
+    found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
+    return found
+
+
+def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
+    if event == "policy":
+        backend.set_policy(fp8graph.Policy([fp8graph.Rule("layers.0.down", None)], default="tensorwise"))
+    if event == "load":
+        model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
+    if event == "assign":
+        model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()}, assign=True)
+    if event == "to":
+        model.to(torch.float64).to(torch.float32)
+
+
+def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Gathered in high precision, and in FP8."""
+    return run(rank, recipe, False, **settings), run(rank, recipe, True, **settings)
