@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
 from fp8graph.runtime.call import Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Recomputations
+from fp8graph.runtime.sent_weight import SentWeight
 
 
 class Program:
@@ -60,7 +61,7 @@ class Program:
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
         if inputs is not None:
-            self._variant(self._situation(self._sent(inputs)), self._names(inputs), inputs)
+            self._variant(self._situation(frozenset(self._sent(inputs))), self._names(inputs), inputs)
 
     @property
     def views(self) -> list[GraphView]:
@@ -93,12 +94,16 @@ class Program:
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
         self._shared.schedule.meets(args[index] for index in self._graph.positions)
-        situation, names = self._situation(self._sent(args)), self._names(args)
+        sent = self._sent(args)
+        situation, names = self._situation(frozenset(sent)), self._names(args)
         variant = self._find(situation, names)
-        if uncovered := self._uncovered(variant.findings, situation.sent, args):
-            self._shared.sent.restore([args[index] for index in uncovered])
+        copies = self._sent_copies(variant.findings, sent, args)
+        missing = {*variant.findings.sent_weights} - copies.keys()
+        if uncovered := variant.findings.read.union(*(sent.keys() & {*weight.parameters} for weight in missing)):
+            self._shared.sent.restore(sent[index] for index in uncovered)
             situation = dataclasses.replace(situation, sent=situation.sent - uncovered)
             variant = self._find(situation, names)
+            copies = self._sent_copies(variant.findings, sent, args)
         shared, findings, epoch = self._shared, variant.findings, self._shared.epoch.now
         shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
         self._take_part(variant.reduces, args)
@@ -108,8 +113,9 @@ class Program:
         weights = shared.weights.tensors(
             findings.own_weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
         )
-        if situation.sent:
-            weights = self._with_sent(findings, weights, args)
+        if copies:
+            kept = iter(weights)
+            weights = [x for w in findings.weights for x in copies.get(w) or [next(kept) for _ in w.outputs]]
         # without copies, pages and names that matter, the call is prepared for any parameters
         by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
         known = bool(findings.weights or pages or by_name or self._graph.gathered)
@@ -170,23 +176,20 @@ class Program:
                 variant = self._variant(situation, names, self._graph.fake_inputs)
         return variant
 
-    def _sent(self, args: Sequence[Any]) -> frozenset[int]:
-        """The parameters that FSDP2 gathered in FP8 for this call."""
-        return self._shared.sent.positions(args, self._graph.gathered) if self._graph.gathered else frozenset()
+    def _sent(self, args: Sequence[Any]) -> dict[int, SentWeight]:
+        """The parameters that FSDP2 gathered in FP8 for this call, by position."""
+        return self._shared.sent.of(args, self._graph.gathered) if self._graph.gathered else {}
 
-    def _uncovered(self, findings: Findings, sent: frozenset[int], args: Sequence[Any]) -> frozenset[int]:
-        """Those of them that the graph reads in high precision, or in other copies than those that were gathered."""
-        taken = [weight for weight in findings.sent_weights if self._shared.sent.copies(weight, args) is not None]
-        missing = {*findings.sent_weights} - {*taken}
-        return findings.read | {index for weight in missing for index in weight.parameters if index in sent}
-
-    def _with_sent(self, findings: Findings, kept: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The copies that a graph takes, in order: of the weights that FSDP2 gathered in FP8, and those kept."""
-        rest, found = list(kept), list[Any]()
-        for weight in findings.weights:
-            copies = self._shared.sent.copies(weight, args) if weight in findings.sent_weights else None
-            found += rest[: len(weight.outputs)] if copies is None else copies
-            rest = rest[len(weight.outputs) if copies is None else 0 :]
+    def _sent_copies(
+        self, findings: Findings, sent: Mapping[int, SentWeight], args: Sequence[Any]
+    ) -> dict[QuantizedWeight, list[torch.Tensor]]:
+        """The copies that a graph takes of what FSDP2 gathered in FP8, if it takes those that were gathered."""
+        found: dict[QuantizedWeight, list[torch.Tensor]] = {}
+        for weight in findings.sent_weights:
+            owner = sent.get(weight.parameters[0])
+            copies = owner.copies(weight, [args[index] for index in weight.parameters]) if owner is not None else None
+            if copies is not None:
+                found[weight] = copies
         return found
 
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:

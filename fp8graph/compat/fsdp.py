@@ -16,6 +16,7 @@ from fp8graph.compat.distributed import SHARD
 from fp8graph.errors import Fp8GraphError
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_OWNER: Final = "fp8graph_owner"
 # what the functions below read and write; without one of them nothing is gathered in FP8
 _NEEDED: Final = (
     *("sharded_param", "_unsharded_param", "_orig_size", "mesh_info", "post_forward_mesh_info", "fsdp_placement"),
@@ -64,9 +65,10 @@ def why_not_in_fp8(sharded: Any) -> str | None:
     missing = [name for name in _NEEDED if not hasattr(sharded, name)]
     if missing:
         return f"torch {torch.__version__} has no FSDPParam.{missing[0]}"
-    own = getattr(shard_of(sharded), _BEFORE, None)
-    if own is not None and not hasattr(own, "fp8graph"):
+    if hasattr(shard_of(sharded), _BEFORE) and owner_of(sharded) is None:
         return f"a {type(shard_of(sharded)).__name__} is gathered by functions of its own"
+    if sharded._module_info.shared_modules:
+        return "another module has the same parameter"
     if sharded.is_dtensor:
         return "it is sharded by tensor parallelism, too"
     if sharded.fsdp_placement.dim != 0:
@@ -99,11 +101,18 @@ def is_gathered(sharded: Any) -> bool:
     return sharded.sharded_state.name != "SHARDED"
 
 
-def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+def owner_of(sharded: Any) -> Any:
+    """The object for which :func:`attach` was called; None if FSDP2 gathers the parameter as it is."""
+    return getattr(getattr(shard_of(sharded), _BEFORE, None), _OWNER, None)
+
+
+def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any], owner: Any) -> None:
     """From the next gather on, FSDP2 sends what ``before`` returns, and takes what ``after`` returns as the parameter.
 
-    The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is.
+    The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is. The shard
+    keeps ``owner`` alive.
     """
+    setattr(before, _OWNER, owner)
     tensor: Any = shard_of(sharded)
     for name, function in ((_BEFORE, before), (_AFTER, after)):
         setattr(tensor, name, function)
@@ -136,11 +145,6 @@ def detach(sharded: Any) -> None:
         if hasattr(tensor, name):
             delattr(tensor, name)
     _begin_anew(sharded)
-
-
-def is_attached(sharded: Any, before: Callable[..., Any]) -> bool:
-    """Whether ``before`` is still there: ``to()`` and ``load_state_dict(assign=True)`` put other shards in place."""
-    return getattr(shard_of(sharded), _BEFORE, None) is before
 
 
 def largest(x: Tensor) -> Tensor:

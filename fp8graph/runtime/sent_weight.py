@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from operator import getitem
 from typing import Any, Final
@@ -76,8 +75,7 @@ class SentWeight:
     @property
     def attached(self) -> bool:
         """Whether FSDP2 gathers it in FP8."""
-        pairs = zip(self._parts, self._functions, strict=False)
-        return bool(self._functions) and all(fsdp.is_attached(of, before) for (of, _), (before, _) in pairs)
+        return all(fsdp.owner_of(sharded) is self for sharded in self.sharded)
 
     def attach(self) -> None:
         """From the next gather on. The whole parameters must not be there now."""
@@ -86,7 +84,7 @@ class SentWeight:
         self.tensors = {}
         self._functions = [self._around(part) for part in range(count)]
         for (sharded, _), functions in zip(self._parts, self._functions, strict=True):
-            fsdp.attach(sharded, *functions)
+            fsdp.attach(sharded, *functions, owner=self)
             fsdp.after_loading(sharded, self, SentWeight.attach_again)
 
     def attach_again(self) -> None:
@@ -94,10 +92,15 @@ class SentWeight:
         for (sharded, _), functions in zip(self._parts, self._functions, strict=False):
             fsdp.attach_again(sharded, *functions)
 
-    def stands_for(self, parameters: Sequence[Any]) -> bool:
-        """Whether ``parameters`` are those that FSDP2 made of gathers in FP8."""
-        own = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
-        return self.attached and all(a is b for a, b in zip(own, parameters, strict=True))
+    def copies(self, weight: QuantizedWeight, parameters: Sequence[Any]) -> list[Tensor] | None:
+        """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
+        gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
+        alike = self.weight.signature == weight.signature and {*weight.outputs} <= {*self.weight.made}
+        if not alike or len(gathered) != len(parameters):
+            return None
+        if any(own is not given for own, given in zip(gathered, parameters, strict=True)):
+            return None
+        return [self.tensors[name] for name in weight.outputs]
 
     @property
     def group(self) -> Any:
@@ -135,26 +138,20 @@ class SentWeight:
 
     def _around(self, part: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The functions that FSDP2 calls before and after it gathers ``part``, with these names of arguments."""
-        this = weakref.ref(self)
 
         def before(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-            own = this()
-            assert own is not None
-            return tuple(x.view(torch.uint8) if x.itemsize == 1 else x for x in own._sent(part)), None
+            return tuple(x.view(torch.uint8) if x.itemsize == 1 else x for x in self._sent(part)), None
 
         def after(outs: Sequence[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
-            own = this()
-            assert own is not None
-            sharded, _ = own._parts[part]
+            sharded, _ = self._parts[part]
             # a graph that computes gradients may run before the next gather, or is about to run backward
             gradients = torch.is_grad_enabled() or autograd.in_backward() or sharded.post_forward_mesh_info is None
-            own._received(part, outs, gradients)
+            self._received(part, outs, gradients)
             if out is not None:
-                return own._restore(part) if own.restored else None
-            freed = [own.tensors[name] for name in ("rowwise", "columnwise") if name in own.tensors and part == 0]
-            return own._memory.nan(sharded._orig_size, param_dtype, outs[0].device), tuple(freed)
+                return self._restore(part) if self.restored else None
+            freed = [self.tensors[name] for name in ("rowwise", "columnwise") if name in self.tensors and part == 0]
+            return self._memory.nan(sharded._orig_size, param_dtype, outs[0].device), tuple(freed)
 
-        before.fp8graph = True  # pyright: ignore[reportFunctionMemberAccess]
         return before, after
 
     @torch.no_grad()

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd, fsdp
@@ -29,12 +28,13 @@ from fp8graph.runtime.staleness import Steps
 
 
 class SentWeights:
-    """The weights of one backend that FSDP2 gathers in FP8."""
+    """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
 
     def __init__(self, steps: Steps, epoch: Epoch) -> None:
         self._steps, self._epoch = steps, epoch
-        self._known: list[SentWeight] = []
-        self._asked: list[SentWeight] = []  # for the next step of their optimizers
+        self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
+        self._restored: list[weakref.ref[SentWeight]] = []
+        self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]], Compile]] = []
         self._memory = Memory()
         reference = weakref.ref(self)
 
@@ -45,66 +45,74 @@ class SentWeights:
         autograd.after_optimizer_steps(self, after_step)
 
     def __len__(self) -> int:
-        return sum(len(weight.sharded) for weight in self._known)
+        return sum(len(weight.sharded) for weight in self._alive())
 
     @property
     def bytes(self) -> int:
         """The memory of this rank's quantized rows, which it keeps from update to update."""
-        return sum(weight.bytes for weight in self._known)
+        return sum(weight.bytes for weight in self._alive())
 
     @property
     def quantized(self) -> int:
         """The number of weights quantized so far."""
-        return sum(weight.quantized for weight in self._known)
+        return sum(weight.quantized for weight in self._alive())
+
+    def _alive(self) -> list[SentWeight]:
+        found = ((reference, reference()) for reference in self._attached)
+        alive = [(reference, weight) for reference, weight in found if weight is not None and weight.attached]
+        self._attached = [reference for reference, _ in alive]
+        return [weight for _, weight in alive]
 
     def ask(self, weights: Sequence[QuantizedWeight], args: Sequence[Any], compile: Compile) -> None:
         """Gather ``weights``, which a graph reads by FP8 GEMMs alone, in FP8 after the next step."""
         found = fsdp.gathered() if weights else {}
         for weight in weights:
             sharded = [found.get(id(args[index])) for index in weight.parameters]
-            if None not in sharded and not any(x in y.sharded for x in sharded for y in (*self._known, *self._asked)):
-                self._asked.append(SentWeight(weight, sharded, self._steps, compile, self._memory))
+            asked = {id(reference()) for _, references, _ in self._asked for reference in references}
+            if None not in sharded and not any(id(x) in asked for x in sharded):
+                self._asked.append((weight, [weakref.ref(x) for x in sharded], compile))
 
-    def positions(self, args: Sequence[Any], positions: Iterable[int]) -> frozenset[int]:
-        """Those of ``positions`` whose arguments were gathered in FP8."""
-        ids = {id(getattr(x, "_unsharded_param", None)) for weight in self._known for x in weight.sharded}
-        return frozenset(index for index in positions if id(args[index]) in ids)
+    def of(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
+        """By position: those of the arguments that were gathered in FP8, for this backend or another one."""
+        found = fsdp.gathered()
+        sharded = {index: found[id(args[index])] for index in positions if id(args[index]) in found}
+        owners = {index: fsdp.owner_of(x) for index, x in sharded.items()}
+        return {index: owner for index, owner in owners.items() if owner is not None}
 
-    def copies(self, weight: QuantizedWeight, args: Sequence[Any]) -> list[Tensor] | None:
-        """The copies of ``weight`` for a call; None if they were not gathered."""
-        parameters = [args[index] for index in weight.parameters]
-        for known in self._known:
-            made = known.weight
-            alike = made.signature == weight.signature and {*weight.outputs} <= {*made.made}
-            if alike and known.stands_for(parameters):
-                return [known.tensors[name] for name in weight.outputs]
-        return None
-
-    def restore(self, parameters: Sequence[Any]) -> None:
-        """Put numbers in high precision into ``parameters``, which a graph reads; after the next step FSDP2 does."""
-        ids = {id(parameter) for parameter in parameters}
-        for known in self._known:
-            if any(id(getattr(x, "_unsharded_param", None)) in ids for x in known.sharded):
-                known.restore()
+    def restore(self, weights: Iterable[SentWeight]) -> None:
+        """Gather ``weights`` in high precision, too: a graph reads them. After the next step, not in FP8 any more."""
+        for weight in dict.fromkeys(weights):
+            if not weight.restored:
+                self._restored.append(weakref.ref(weight))
+            weight.restore()
 
     def _after_step(self, held: set[int]) -> None:
         """``held``: the ids of the optimizer's parameters. No backward waits for these."""
 
-        def free(weight: SentWeight) -> bool:
-            return all(id(x.sharded_param) in held and not fsdp.is_gathered(x) for x in weight.sharded)
+        def free(sharded: Sequence[Any]) -> bool:
+            return all(id(x.sharded_param) in held and not fsdp.is_gathered(x) for x in sharded)
 
-        for weight in [weight for weight in self._known if weight.restored and free(weight)]:
-            weight.detach()
-            self._known.remove(weight)
-            self._epoch.advance()
-        for weight in [weight for weight in self._asked if free(weight)]:
-            weight.attach()
-            self._asked.remove(weight)
-            self._known.append(weight)
-            self._epoch.advance()
+        for reference in list(self._restored):
+            weight = reference()
+            if weight is None or not weight.restored:
+                self._restored.remove(reference)
+            elif free(weight.sharded):
+                weight.detach()
+                self._epoch.advance()
+        for asked in list(self._asked):
+            weight, references, compile = asked
+            sharded = [x for reference in references if (x := reference()) is not None]
+            if len(sharded) < len(references) or any(fsdp.owner_of(x) is not None for x in sharded):
+                self._asked.remove(asked)
+            elif free(sharded):
+                self._asked.remove(asked)
+                sent = SentWeight(weight, sharded, self._steps, compile, self._memory)
+                sent.attach()
+                self._attached.append(weakref.ref(sent))
+                self._epoch.advance()
         waiting: dict[Any, list[SentWeight]] = {}
-        for weight in self._known:
-            if weight.attached and weight.waits_for_amax and all(id(x.sharded_param) in held for x in weight.sharded):
+        for weight in self._alive():
+            if weight.waits_for_amax and all(id(x.sharded_param) in held for x in weight.sharded):
                 waiting.setdefault(weight.group, []).append(weight)
         for group, weights in waiting.items():
             amaxes = torch.cat([weight.amax() for weight in weights])

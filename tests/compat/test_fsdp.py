@@ -83,3 +83,69 @@ def test_fsdp2_without_its_table_of_modules_is_refused(monkeypatch: pytest.Monke
 def test_modules_of_fsdp2_without_parameters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     _sharded(_State(_fsdp_param_group=None), monkeypatch)
     assert fsdp.gathered() == {}
+
+
+def _sharded_parameter(**changed: Any) -> _State:
+    """What FSDP2 keeps of one [48, 32] on the first of two ranks."""
+    mesh = _State(size=lambda: 2)
+    values: dict[str, Any] = {
+        "sharded_param": _State(_local_tensor=torch.ones(24, 32)), "_unsharded_param": torch.ones(48, 32),
+        "_orig_size": torch.Size((48, 32)), "mesh_info": mesh, "post_forward_mesh_info": mesh, "shard_mesh": mesh,
+        "fsdp_placement": _State(dim=0), "offload_to_cpu": False, "is_dtensor": False, "orig_dtype": torch.float32,
+        "param_dtype": None, "all_gather_outputs": [], "_init_extensions": lambda: None,
+        "sharded_state": _State(name="SHARDED"), "_module_info": _State(shared_modules=[]),
+    }  # fmt: skip
+    return _State(**values | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({}, None),
+        ({"is_dtensor": True}, "it is sharded by tensor parallelism, too"),
+        ({"fsdp_placement": _State(dim=1)}, "it is sharded along dim 1"),
+        ({"_orig_size": torch.Size((47, 32))}, "its 47 rows do not fall into 2 equal shards"),
+        ({"shard_mesh": _State(size=lambda: 1)}, "one rank has all of it"),
+        ({"offload_to_cpu": True}, r"its shards are on the CPU \(CPUOffloadPolicy\)"),
+        ({"post_forward_mesh_info": None}, None),
+        (
+            {"post_forward_mesh_info": _State()},
+            r"it is resharded to fewer ranks after forward \(reshard_after_forward=<",
+        ),
+        ({"_module_info": _State(shared_modules=[1])}, "another module has the same parameter"),
+    ],
+)
+def test_why_fsdp2_cannot_gather_in_fp8(changed: dict[str, Any], reason: str | None) -> None:
+    found = fsdp.why_not_in_fp8(_sharded_parameter(**changed))
+    assert found is None if reason is None else re.match(reason, found or "")
+
+
+def test_functions_of_others_and_other_torches() -> None:
+    sharded = _sharded_parameter()
+    shard = fsdp.shard_of(sharded)
+    shard.fsdp_pre_all_gather = lambda: None  # pyright: ignore[reportAttributeAccessIssue]
+    assert fsdp.why_not_in_fp8(sharded) == "a Tensor is gathered by functions of its own"
+    del sharded.shard_mesh
+    assert fsdp.why_not_in_fp8(sharded) == f"torch {torch.__version__} has no FSDPParam.shard_mesh"
+
+
+def test_functions_come_and_go() -> None:
+    sharded, owner = _sharded_parameter(all_gather_outputs=[1]), object()
+    assert fsdp.owner_of(sharded) is None
+    fsdp.attach(sharded, lambda: None, lambda: None, owner)
+    assert fsdp.owner_of(sharded) is owner
+    assert (sharded.all_gather_outputs, hasattr(sharded, "_unsharded_param")) == ([], False)
+    assert fsdp.facts(sharded) == (24, f"torch {torch.__version__} has no FSDPParam._unsharded_param")
+    fsdp.detach(sharded)
+    assert fsdp.owner_of(sharded) is None
+
+
+def test_memory_that_several_tensors_share() -> None:
+    memory = torch.full((64,), torch.nan)
+    a, b = fsdp.view_of(memory, torch.Size((4, 8))), fsdp.view_of(memory, torch.Size((2, 3)))
+    assert a.data_ptr() == b.data_ptr() == memory.data_ptr()
+    assert (a.shape, a.stride()) == ((4, 8), (8, 1))
+    assert fsdp.largest(torch.tensor([1.0, -3.0])) == 3.0
+    a.untyped_storage().resize_(0)
+    fsdp.allocate(a)
+    assert a.untyped_storage().nbytes() >= a.nbytes

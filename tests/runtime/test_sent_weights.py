@@ -28,6 +28,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "loaded": ("tensorwise", {"event": "load"}),
         "assigned": ("tensorwise", {"event": "assign"}),
         "another policy": ("tensorwise", {"event": "policy"}),
+        "another backend": ("tensorwise", {"event": "another backend"}),
         "generated": ("tensorwise", {"compiler": "inductor"}),
         "offloaded": ("tensorwise", {"offload": True}),
         "rowwise": ("rowwise", {}),
@@ -116,6 +117,18 @@ def test_what_is_not_sent_in_fp8_has_its_reason(ranks: int, name: str, of_ranks:
         assert len(found["reasons"]) in (2 * 2, 2 * 3)  # where gate and up are not emulated, they are multiplied as one
         for reason in found["reasons"].values():
             assert reason.startswith(f"FSDP2 gathers it for each use, in high precision: {LEFT[name]}")
+
+
+def test_a_backend_keeps_no_model_alive(of_ranks: Any) -> None:
+    for _, found in (rank["tensorwise"] for rank in of_ranks(2)):
+        assert found["freed"]
+
+
+def test_another_backend_takes_over(of_ranks: Any) -> None:
+    for expected, found in (rank["another backend"] for rank in of_ranks(2)):
+        saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
+        assert saved[1] > 0
+        assert saved[3] > 0  # the third step gathered both: the last one the other backend's numbers
 
 
 def test_shards_that_cut_tiles(of_ranks: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -52,7 +54,16 @@ class Counting(DefaultAllGather):
         return super().__call__(output_tensor, input_tensor, *args, **kwargs)
 
 
-def run(
+def run(*args: Any, **settings: Any) -> dict[str, Any]:
+    """What :func:`train` finds, and whether the model is freed after it, while its backend is not."""
+    found, backend, layer = train(*args, **settings)
+    torch._dynamo.reset()
+    gc.collect()
+    found["freed"] = layer() is None and bool(backend.settings)
+    return found
+
+
+def train(
     rank: int,
     recipe: Any,
     in_fp8: bool,
@@ -66,7 +77,7 @@ def run(
     accumulated: bool = False,
     offload: bool = False,
     event: str = "",
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], fp8graph.Backend, weakref.ref[nn.Module]]:
     """Some steps of training and evaluation; ``event`` happens before the third."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -114,7 +125,7 @@ def run(
     found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
     found["quantized"] = backend._shared.sent.quantized
     found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
-    return found
+    return found, backend, weakref.ref(model.layers[0])
 
 
 def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
@@ -124,8 +135,10 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
     if event == "assign":
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()}, assign=True)
-    if event == "to":
-        model.to(torch.float64).to(torch.float32)
+    if event == "another backend":
+        kept = backend.settings.cache_weights
+        for layer in model.layers:  # pyright: ignore
+            layer.compile(backend=fp8graph.Backend(recipe="blockwise", compiler="eager", cache_weights=kept))
 
 
 def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
