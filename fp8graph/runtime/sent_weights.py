@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fp8graph.compat import autograd, fsdp
+from fp8graph.compat import fsdp
 from fp8graph.ir.extra_inputs import QuantizedWeight
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.sent_weight import Compile, Memory, SentWeight
@@ -36,13 +36,6 @@ class SentWeights:
         self._restored: list[weakref.ref[SentWeight]] = []
         self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]], Compile]] = []
         self._memory = Memory()
-        reference = weakref.ref(self)
-
-        def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (own := reference()) is not None:
-                own._after_step({id(p) for group in optimizer.param_groups for p in group["params"]})
-
-        autograd.after_optimizer_steps(self, after_step)
 
     def __len__(self) -> int:
         return sum(len(weight.sharded) for weight in self._alive())
@@ -71,6 +64,7 @@ class SentWeights:
             asked = {id(reference()) for _, references, _ in self._asked for reference in references}
             if None not in sharded and not any(id(x) in asked for x in sharded):
                 self._asked.append((weight, [weakref.ref(x) for x in sharded], compile))
+                self._listen()
 
     def of(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
         """By position: those of the arguments that were gathered in FP8, for this backend or another one."""
@@ -85,9 +79,15 @@ class SentWeights:
             if not weight.restored:
                 self._restored.append(weakref.ref(weight))
             weight.restore()
+            self._listen()
 
-    def _after_step(self, held: set[int]) -> None:
-        """``held``: the ids of the optimizer's parameters. No backward waits for these."""
+    def _listen(self) -> None:
+        if not self._steps.listeners:
+            listener: Any = torch.compiler.disable(self._after_step)
+            self._steps.listeners.append(listener)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}  # no backward waits for these
 
         def free(sharded: Sequence[Any]) -> bool:
             return all(id(x.sharded_param) in held and not fsdp.is_gathered(x) for x in sharded)

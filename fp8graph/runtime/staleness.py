@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,8 @@ class Steps:
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
         self.adapters: Final = Adapters()
+        # Called after a step. Where a step is compiled, Dynamo traces this class, but must not trace them.
+        self.listeners: Final[list[Callable[[Optimizer], None]]] = []
         self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it
         # by id: the last step of its optimizer, and how many steps its optimizers took since the last restart
         self._held: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
@@ -55,6 +57,8 @@ class Steps:
         if len(self._held) > self._full:
             self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
             self._full = 2 * len(self._held) + 1024
+        for listener in self.listeners:
+            listener(optimizer)
 
     def of(self, parameter: Tensor) -> int:
         reference, step, _ = self._held.get(id(parameter), (None, 0, 0))
