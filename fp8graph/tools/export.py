@@ -36,7 +36,7 @@ def export(
     overwrite: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Path:
-    """Write a compiled model as an FP8 checkpoint that vLLM, SGLang and transformers load.
+    """Write a compiled model as an FP8 checkpoint in a format that inference engines and transformers read.
 
     The bytes and scales are those that the next forward multiplies. Linears that run in high precision are written so,
     and listed in the config. The folder is there whole or not at all.
