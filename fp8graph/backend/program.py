@@ -65,8 +65,13 @@ class Program:
 
     @property
     def views(self) -> list[GraphView]:
-        """The report's view of each variant, repeated for each layer that runs it."""
-        return [variant.decided.view for variant in self._variants.values()]
+        """The report's view of each variant, repeated for each layer that runs it.
+
+        Once FSDP2 gathers weights in FP8, the variant for weights gathered in high precision is not run any more.
+        """
+        sent = [(situation, names) for situation, names in self._variants if situation.sent]
+        gathered = {(dataclasses.replace(situation, sent=frozenset()), names) for situation, names in sent}
+        return [variant.decided.view for key, variant in self._variants.items() if key not in gathered]
 
     def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
         """The weights whose copies this graph takes under the policy of now, and their parameters' bound names."""

@@ -123,6 +123,7 @@ def train(
     refusals = reversed(backend.report.refusals)  # those of training, which came first
     found["reasons"] = {r.fqn: r.reason for r in refusals if r.what == "kept weight"}
     found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
+    found["gemms"] = len(backend.report.gemms)
     found["quantized"] = backend._shared.sent.quantized
     found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
     return found, backend, weakref.ref(model.layers[0])
