@@ -67,6 +67,8 @@ def why_not_in_fp8(sharded: Any) -> str | None:
         return f"torch {torch.__version__} has no FSDPParam.{missing[0]}"
     if hasattr(shard_of(sharded), _BEFORE) and owner_of(sharded) is None:
         return f"a {type(shard_of(sharded)).__name__} is gathered by functions of its own"
+    if not sharded.sharded_param.requires_grad:
+        return "it is frozen, and gathers in FP8 begin with a step of its optimizer"
     if sharded._module_info.shared_modules:
         return "another module has the same parameter"
     if sharded.is_dtensor:

@@ -89,7 +89,7 @@ def _sharded_parameter(**changed: Any) -> _State:
     """What FSDP2 keeps of one [48, 32] on the first of two ranks."""
     mesh = _State(size=lambda: 2)
     values: dict[str, Any] = {
-        "sharded_param": _State(_local_tensor=torch.ones(24, 32)), "_unsharded_param": torch.ones(48, 32),
+        "sharded_param": _State(_local_tensor=torch.ones(24, 32), requires_grad=True), "_unsharded_param": torch.ones(48, 32),
         "_orig_size": torch.Size((48, 32)), "mesh_info": mesh, "post_forward_mesh_info": mesh, "shard_mesh": mesh,
         "fsdp_placement": _State(dim=0), "offload_to_cpu": False, "is_dtensor": False, "orig_dtype": torch.float32,
         "param_dtype": None, "all_gather_outputs": [], "_init_extensions": lambda: None,
@@ -102,6 +102,7 @@ def _sharded_parameter(**changed: Any) -> _State:
     ("changed", "reason"),
     [
         ({}, None),
+        ({"sharded_param": _State(_local_tensor=torch.ones(4, 2), requires_grad=False)}, "it is frozen, and gathers"),
         ({"is_dtensor": True}, "it is sharded by tensor parallelism, too"),
         ({"fsdp_placement": _State(dim=1)}, "it is sharded along dim 1"),
         ({"_orig_size": torch.Size((47, 32))}, "its 47 rows do not fall into 2 equal shards"),
