@@ -89,7 +89,8 @@ def _sharded_parameter(**changed: Any) -> _State:
     """What FSDP2 keeps of one [48, 32] on the first of two ranks."""
     mesh = _State(size=lambda: 2)
     values: dict[str, Any] = {
-        "sharded_param": _State(_local_tensor=torch.ones(24, 32), requires_grad=True), "_unsharded_param": torch.ones(48, 32),
+        "sharded_param": _State(_local_tensor=torch.ones(24, 32), requires_grad=True),
+        "_unsharded_param": torch.ones(48, 32),
         "_orig_size": torch.Size((48, 32)), "mesh_info": mesh, "post_forward_mesh_info": mesh, "shard_mesh": mesh,
         "fsdp_placement": _State(dim=0), "offload_to_cpu": False, "is_dtensor": False, "orig_dtype": torch.float32,
         "param_dtype": None, "all_gather_outputs": [], "_init_extensions": lambda: None,
