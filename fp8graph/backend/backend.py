@@ -25,7 +25,6 @@ from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
-from fp8graph.recipes.autocast import amax_group
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
@@ -125,6 +124,7 @@ class Backend:
         """See :class:`Program`."""
         if graph.frame:
             self._frames.add(graph.frame)
+        self._shared.groups.look()
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
             self.weights.steps.adapters.watch(model, compiled=compiled)
@@ -141,7 +141,7 @@ class Backend:
         if kind in self._agreed:
             return
         self._agreed.add(kind)
-        agree(self._shared.decides(training=kind == "training"), amax_group(), kind)
+        agree(self._shared.decides(training=kind == "training"), self._shared.groups.now(), kind)
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
@@ -178,7 +178,9 @@ class Backend:
         """
         state, schedule = self.state.state_dict(), self._shared.schedule
         step = step_entry(schedule.step()) if schedule.runs else {}
-        return ScalingState({**dict(state), **step}, state.not_shared)
+        stage = self._shared.groups.in_stage
+        place = stage.stage if stage is not None and len(state) > 1 else None  # the first entry is the version
+        return ScalingState({**dict(state), **step}, state.not_shared, place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.

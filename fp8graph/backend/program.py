@@ -24,7 +24,7 @@ from fp8graph.compat import fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
-from fp8graph.recipes.autocast import amax_group, current_region
+from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
 from fp8graph.runtime.call import Prepared, PreparedCalls
@@ -91,13 +91,14 @@ class Program:
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
-        call = self._prepared.get(args, (current_region(), amax_group())) or self._prepare(args)
+        call = self._prepared.get(args, (current_region(), self._shared.groups.now())) or self._prepare(args)
         if call.pages is None:
             return call.run(*args, *call.more)
         return self._run_with_state(call, args)
 
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
+        self._shared.groups.look()
         self._shared.schedule.meets(args[index] for index in self._graph.positions)
         sent = self._sent(args)
         situation, names = self._situation(frozenset(sent)), self._names(args)
@@ -113,7 +114,7 @@ class Program:
         shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
         self._take_part(variant.reduces, args)
         pages = self._pages(findings.pages, args) if findings.pages else []
-        if pages and self._graph.gradients:
+        if pages and self._graph.gradients and not shared.groups.same_in_stage(situation.amax_group):
             shared.state.recorded_by(situation.amax_group)
         weights = shared.weights.tensors(
             findings.own_weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
@@ -142,6 +143,8 @@ class Program:
         self._take_part(call.reduces, args)
         where = cast(slice, call.pages)
         more, pages = call.more, list(call.more[where])
+        if self._shared.groups.rehearses():
+            return call.run(*args, *more[: where.start], *(page.clone() for page in pages), *more[where.stop :])
         if pages and self._graph.gradients:
             more = [*more[: where.start], *self._recomputations.pages(call.layouts, pages, args), *more[where.stop :]]
         results = call.run(*args, *more)
@@ -152,7 +155,7 @@ class Program:
     def _take_part(self, reduces: bool, args: Sequence[Any]) -> None:
         """Record the amaxes of the last step on all ranks, before this call reads scales."""
         if reduces:  # with reentrant checkpointing, only the backward runs the graph for training
-            self._shared.state.reduces(str(amax_group()), accelerator_of(args))
+            self._shared.state.reduces(str(self._shared.groups.now()), accelerator_of(args))
             self._shared.state.commit()
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
@@ -172,7 +175,7 @@ class Program:
 
     def _situation(self, sent: frozenset[int] = frozenset()) -> Situation:
         _, policy = self._shared.policies.of(self._graph.families)
-        return Situation(policy=policy, region=current_region(), amax_group=amax_group(), sent=sent)
+        return Situation(policy=policy, region=current_region(), amax_group=self._shared.groups.now(), sent=sent)
 
     def _find(self, situation: Situation, names: tuple[str, ...]) -> Variant:
         variant = self._variants.get((situation, names))

@@ -16,6 +16,7 @@ from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.weight_cache import Weights
@@ -55,6 +56,7 @@ class Shared:
     state: State
     weights: Weights
     sent: SentWeights
+    groups: RankGroups = field(default_factory=RankGroups)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def decides(self, *, training: bool) -> str:

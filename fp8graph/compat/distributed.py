@@ -23,6 +23,16 @@ def process_group(group: Any) -> Any:
     return dist.distributed_c10d._resolve_process_group(cast(Any, group)) if isinstance(group, str) else group
 
 
+def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
+    """The process group of all ranks of a DeviceMesh. Only these ranks need to call this."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return cast(dist.ProcessGroup, dist.group.WORLD)
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
 def number_of_ranks(group: str | None) -> int:
     """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():

@@ -42,6 +42,14 @@ def gathered() -> dict[int, Any]:
     return found
 
 
+def meshes(module: torch.nn.Module) -> Iterator[Any]:
+    """The DeviceMesh of each parameter of ``module`` that FSDP2 shards, also while the whole ones are there."""
+    inside = set(module.modules())
+    for sharded in _sharded_parameters():
+        if sharded._module_info.module in inside:
+            yield sharded.sharded_param.device_mesh
+
+
 def _sharded_parameters() -> Iterator[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
     if fsdp is None or not dist.is_available():

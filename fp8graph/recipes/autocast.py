@@ -57,8 +57,8 @@ def autocast(
         recipe: a recipe or its name; ``None`` (with ``enabled=True``) returns to the policy. Inside compiled
             code recipes go by name, a string (``register_recipe`` gives yours a name).
         amax_reduction_group: the ranks over which delayed scaling reduces amaxes: a ProcessGroup or a
-            one-dimensional DeviceMesh; ``None`` means the enclosing region's, or all ranks. Only for regions around
-            compiled code.
+            one-dimensional DeviceMesh; ``None`` means the enclosing region's, or all ranks (in a pipeline, those of
+            the stage). Only for regions around compiled code.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a value that is not a group, or a
@@ -80,8 +80,13 @@ def autocast(
     return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED, amax_reduction_group)
 
 
+def names_a_group() -> bool:
+    """Whether a region around the current call says over which ranks amaxes are reduced."""
+    return any(group is not None for group in _stack.groups)
+
+
 def amax_group() -> str | None:
-    """The name of the group over which the current call reduces amaxes; None if there is one rank."""
+    """The name of the group that the regions ask for, or of all ranks; None if there is one rank."""
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = next((g for g in reversed(_stack.groups) if g is not None), dist.group.WORLD)

@@ -41,10 +41,11 @@ class ScalingState:
     Args:
         entries: the tensors.
         not_shared: why other ranks may have different tensors under these names; "" if all ranks have the same.
+        stage: the stage of a pipeline, by its place, whose layers these are; None: there are no others.
     """
 
-    def __init__(self, entries: Mapping[str, Tensor], not_shared: str = "") -> None:
-        self._entries, self._not_shared = dict(entries), not_shared
+    def __init__(self, entries: Mapping[str, Tensor], not_shared: str = "", stage: int | None = None) -> None:
+        self._entries, self._not_shared, self._stage = dict(entries), not_shared, stage
 
     @property
     def not_shared(self) -> str:
@@ -77,7 +78,7 @@ class ScalingState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ScalingState:
         """DCP makes this copy before it saves in the background: it is still one value."""
-        return ScalingState(copy.deepcopy(self._entries, memo), self._not_shared)
+        return ScalingState(copy.deepcopy(self._entries, memo), self._not_shared, self._stage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A file can be read without fp8graph, also with ``weights_only=True``."""
@@ -87,7 +88,8 @@ class ScalingState:
         """DCP asks each rank what it writes; if several ranks write under one name, it keeps the value of one.
 
         Raises:
-            StateError: the ranks' states differ.
+            StateError: the ranks' states differ, or this is that of a stage of a pipeline under a name that the other
+                stages may have, too.
         """
         from torch.distributed.checkpoint.metadata import MetadataIndex
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -98,12 +100,18 @@ class ScalingState:
                 f"{self._not_shared}. Nothing was saved. Let each rank save its own, "
                 "torch.save(backend.state_dict(), path_of_this_rank), or reduce amaxes over all ranks."
             )
+        if self._stage is not None and not fqn.endswith(f"stage{self._stage}"):
+            raise StateError(
+                f"torch.distributed.checkpoint would keep the scaling state of one stage of the pipeline as {fqn!r}, "
+                "and lose that of the others. Nothing was saved. Save and load each under a name of its own, here "
+                f'"fp8graph-stage{self._stage}": backend.'
+            )
         return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
 
 
 def _to_another_process(state: ScalingState) -> tuple[Any, ...]:
     """Stay one value in another process, too: DCP may save in one (``AsyncCheckpointerType.PROCESS``)."""
-    return ScalingState, (state._entries, state._not_shared)
+    return ScalingState, (state._entries, state._not_shared, state._stage)
 
 
 ForkingPickler.register(ScalingState, _to_another_process)

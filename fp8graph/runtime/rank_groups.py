@@ -1,0 +1,87 @@
+"""The ranks over which a backend reduces amaxes.
+
+They are those of ``autocast(amax_reduction_group=...)``; else, within a stage of a pipeline, the ranks that run this
+stage; else all ranks. The stages of a pipeline run forward and backward in different orders (1F1B): one that waited for
+an amax of the others would never go on.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8graph.compat import distributed, fsdp, pipelining
+from fp8graph.recipes import autocast
+
+_log = logging.getLogger("fp8graph")
+
+
+class RankGroups:
+    """The process group of the present call.
+
+    Attributes:
+        in_stage: the group of the ranks that run the same stage of a pipeline; None outside of a pipeline.
+    """
+
+    def __init__(self) -> None:
+        self.in_stage: StageGroup | None = None
+
+    def now(self) -> str | None:
+        """The name of the group over which the present call reduces amaxes; None if there is one rank."""
+        if self.in_stage is not None and not autocast.names_a_group():
+            return self.in_stage.name
+        return autocast.amax_group()
+
+    def same_in_stage(self, group: str | None) -> bool:
+        """Whether all ranks that have a layer record the same amaxes of it: those of its stage, over ``group``."""
+        return self.in_stage is not None and self.in_stage.complete and self.in_stage.name == group
+
+    def rehearses(self) -> bool:
+        """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
+        return self.in_stage is not None and pipelining.rehearses()
+
+    def look(self) -> None:
+        """Find out whether a stage of a pipeline is calling. Its other ranks do the same, at the same call."""
+        if self.in_stage is None and (stage := pipelining.running_stage()) is not None:
+            self.in_stage = StageGroup(stage)
+
+
+class StageGroup:
+    """The ranks that run one stage of a pipeline, each on its part of the batch or of the weights.
+
+    Attributes:
+        stage: the stage, by its place in the pipeline.
+        name: of their group; None: this rank alone.
+        complete: whether all of them are in it. Else their scales differ.
+    """
+
+    def __init__(self, stage: Any) -> None:
+        self.stage: int = stage.stage_index
+        group = _ranks_of(stage.submod)
+        size = 1 if group is None else group.size()
+        expected = max(1, dist.get_world_size() // stage.group_size)
+        self.name: str | None = group.group_name if group is not None and size > 1 else None
+        self.complete = size >= expected
+        if not self.complete:
+            _log.warning(
+                "%d ranks seem to run stage %d of the pipeline, and %d of them share what delayed scaling records: the "
+                "stage's module is neither wrapped in DistributedDataParallel nor sharded over the others. Name their "
+                "group: fp8graph.autocast(amax_reduction_group=...) around schedule.step().",
+                expected, self.stage, size,
+            )  # fmt: skip
+
+
+def _ranks_of(module: nn.Module) -> dist.ProcessGroup | None:
+    """The group of the ranks that train ``module`` together, as its wrapper or its parameters know it."""
+    for each in module.modules():
+        if isinstance(each, DistributedDataParallel):
+            return each.process_group
+    meshes = [mesh for x in module.parameters() if (mesh := getattr(x, "device_mesh", None)) is not None]
+    meshes += fsdp.meshes(module)
+    if not meshes:
+        return None
+    return distributed.group_of_mesh(max(meshes, key=lambda mesh: mesh.size()))

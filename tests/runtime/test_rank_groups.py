@@ -1,0 +1,111 @@
+"""The ranks over which amaxes are reduced: in a pipeline those of the stage, else all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import pipelines
+from fp8graph.runtime.rank_groups import RankGroups
+from ranks import run_each, run_ranks
+
+TWO_RANKS: dict[str, tuple[Any, ...]] = {
+    "tensorwise": ("tensorwise",),
+    "delayed": ("delayed",),
+    "delayed, two stages per rank": ("delayed", True),
+    "blockwise": ("blockwise",),
+}
+FOUR_RANKS: dict[str, tuple[Any, ...]] = {
+    "four stages": ("delayed",),
+    "ddp": ("delayed", False, 2, "ddp"),
+    "fsdp": ("delayed", False, 2, "fsdp"),
+    "fsdp, weights gathered in FP8": ("tensorwise", False, 2, "fsdp"),
+    "apart": ("delayed", False, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """What each rank found, by the name of the run. Ranks are launched once for all runs of their number."""
+
+    @cache
+    def launched(ranks: int) -> list[dict[str, Any]]:
+        runs = TWO_RANKS if ranks == 2 else FOUR_RANKS
+        calls = {name: (pipelines.staged, arguments) for name, arguments in runs.items()}
+        return run_ranks(run_each, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"), calls)
+
+    return lambda name: [rank[name] for rank in launched(2 if name in TWO_RANKS else 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TWO_RANKS, "four stages", "fsdp, weights gathered in FP8", "apart"])
+def test_a_pipeline_trains_as_one_process(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
+    """Losses and scales are equal, bit for bit, though stages run forward and backward in different orders.
+
+    On torch 2.13 a stage first runs on uninitialized memory, forward and backward; nothing of that is recorded.
+    """
+    recipe, _, replicas, *_ = *{**TWO_RANKS, **FOUR_RANKS}[name], False, 1
+    if name in TWO_RANKS or name == "four stages":
+        replicas = 1
+    ranks = found(name)
+    losses, state = pipelines.alone(recipe, 2 * len(ranks) // replicas)
+    last = max(rank["stage"] for rank in ranks)
+    assert [rank["losses"] for rank in ranks if rank["stage"] == last] == [losses] * replicas
+    merged = {key: value for rank in ranks for key, value in rank["state"].items()}
+    assert merged.keys() == state.keys()
+    assert all(torch.equal(merged[key], state[key]) for key in state)
+
+
+@pytest.mark.slow
+def test_the_replicas_of_a_stage_share_their_scales(found: Callable[[str], list[dict[str, Any]]]) -> None:
+    """They record amaxes together, when a step is over: one process alone, which records at once, is near."""
+    losses, _ = pipelines.alone("delayed", 4)
+    for name in ("ddp", "fsdp"):
+        assert [rank["losses"] for rank in found(name)[2:]] == [pytest.approx(losses, rel=2e-3)] * 2
+        for one, other in (found(name)[:2], found(name)[2:]):
+            assert one["stage"] == other["stage"]
+            assert all(torch.equal(other["state"][key], value) for key, value in one["state"].items())
+
+
+@pytest.mark.slow
+def test_a_stage_reduces_over_its_own_ranks(found: Callable[[str], list[dict[str, Any]]]) -> None:
+    assert [rank["reductions"] for rank in found("delayed")] == [[], []]  # a rank alone records in the graph
+    assert [rank["reductions"] for rank in found("ddp")] == [[2]] * 4
+    assert [rank["reductions"] for rank in found("fsdp")] == [[2]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["delayed", "delayed, two stages per rank", "four stages", "ddp", "fsdp"])
+def test_checkpoints_keep_the_state_of_each_stage(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
+    """DCP keeps one value under one name: one name for all stages is refused, a name per stage is saved and loaded."""
+    for rank in found(name):
+        assert f'"fp8graph-stage{rank["stage"]}": backend' in rank["refused"]
+        assert rank["loaded"].keys() == rank["state"].keys()
+        assert all(torch.equal(rank["loaded"][key], value) for key, value in rank["state"].items())
+
+
+@pytest.mark.slow
+def test_a_recipe_without_state_has_nothing_to_lose(found: Callable[[str], list[dict[str, Any]]]) -> None:
+    assert [rank["refused"] for rank in found("tensorwise")] == ["", ""]
+
+
+@pytest.mark.slow
+def test_replicas_that_nothing_joins_are_told_so(found: Callable[[str], list[dict[str, Any]]]) -> None:
+    for rank in found("apart"):
+        (warning,) = [text for text in rank["warnings"] if "stage" in text]
+        assert "2 ranks seem to run stage" in warning
+        assert "fp8graph.autocast(amax_reduction_group=...)" in warning
+        assert "1 of 4 ranks" in rank["refused"]  # their scales may differ: DCP would keep one of them
+
+
+def test_outside_of_a_pipeline_nothing_is_restricted() -> None:
+    groups = RankGroups()
+    groups.look()
+    assert groups.in_stage is None
+    assert groups.now() is None  # without torch.distributed there is one rank
+    assert not groups.rehearses()
+    assert not groups.same_in_stage(None)
