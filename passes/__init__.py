@@ -23,8 +23,9 @@ from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import recognize
+from fp8graph.passes.route_in_fp8 import route_in_fp8
 from fp8graph.passes.save_for_backward import save_for_backward
-from fp8graph.passes.share import share
+from fp8graph.passes.share import share, share_tokens
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
 
@@ -39,6 +40,8 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     quantize,
     fold,
     share,
+    route_in_fp8,
+    share_tokens,
     gather_in_fp8,
     fuse_linears,
     hoist_weights,

@@ -22,13 +22,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from operator import getitem
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx
 
 from fp8graph.analysis.gather_legality import bytes_of_gather, columnwise_travels, why_not_sent_in_fp8
-from fp8graph.analysis.gather_path import Path, path_of, replay
+from fp8graph.analysis.gather_path import Path, path_of, replay, row_sizes
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
@@ -56,18 +56,8 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
             sent = _rewrite(graph, node, path, BACKWARD if path.gathered in in_backward else None)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
-    _erase_unread(graph)
-
-
-def _erase_unread(graph: fx.Graph) -> None:
-    """Erase all-gathers that nothing reads any more: torch keeps them, since a wait has side effects."""
     graph.eliminate_dead_code()
-    for waited in list(nodes(graph, (collectives.WAIT,))):
-        source = cast(fx.Node, waited.args[0])
-        if source.target is collectives.ALL_GATHER and not waited.users:
-            graph.erase_node(waited)
-            if not source.users:
-                graph.erase_node(source)
+    collectives.erase_unread(graph)
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> list[fx.Node]:
@@ -83,13 +73,13 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> lis
         """All-gather ``x`` as bytes; if it holds ``rows`` of the shard, move them as the program moved them."""
         dtype, last = value(x).dtype, value(x).shape[-1]
         if rows and value(path.shard).ndim != 2:
-            x = emit(aten.view.default, x, [*_row_sizes(path.shard, emit), last])
+            x = emit(aten.view.default, x, [*row_sizes(path.shard, emit), last])
         if dtype in FP8_MAX:
             x = emit(aten.view.dtype, x, torch.uint8)
         sent.append(emit(collectives.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
         x = emit(collectives.WAIT, sent[-1])
         if rows:
-            x = replay(path, x, last, emit)
+            x = replay(path.steps, path.waited, x, last, emit)
         if dtype in FP8_MAX:
             x = emit(aten.view.dtype, x, dtype)
         return x if value(x).is_contiguous() else _contiguous(x, emit)
@@ -150,11 +140,6 @@ def _gathered(
         if "rowwise_scale_inv" in results:  # of square tiles
             results["columnwise_scale_inv"] = _turned(results["rowwise_scale_inv"], emit)
     return results
-
-
-def _row_sizes(shard: fx.Node, emit: Emit) -> list[Any]:
-    sizes = value(shard).shape[:-1]
-    return [s if isinstance(s, int) else emit(aten.sym_size.int, shard, dim) for dim, s in enumerate(sizes)]
 
 
 def _turned(x: fx.Node, emit: Emit) -> fx.Node:

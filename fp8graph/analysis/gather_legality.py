@@ -39,11 +39,8 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
     multiple_of_rows, multiple_of_columns = asked.rowwise or (1, 1)
     if not _fits(columns, multiple_of_columns) or not _fits(rows, multiple_of_rows):
         return f"shards of {rows} x {columns} are padded"
-    if kind.has_state:
-        recipe = cast(DelayedScaling, quantized.node.meta[ROWS_KEY][0].recipe)
-        wanted, reduced = collectives.ranks_of(path.group), collectives.ranks_of(compilation.known.amax_group)
-        if not recipe.reduce_amax or not wanted or not wanted <= reduced:
-            return "its amaxes are not reduced over the ranks that gather: their scales may differ"
+    if kind.has_state and scale_may_differ(quantized.node, path.group, compilation):
+        return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if asked.columnwise and kind.columns_not_sent is not None:
         return kind.columns_not_sent
     if tile_rows > 1 and not (path.keeps_shape and _fits(rows, tile_rows)):
@@ -58,6 +55,13 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
             return f"{whole} rows, contracted in backward, are padded"  # but the scales are those of unpadded shards
     before, after = bytes_of_gather(path.gathered), _bytes_after(quantized, path)
     return None if after < before else f"no fewer bytes: {after} in both directions, {before} as it is"
+
+
+def scale_may_differ(node: fx.Node, group: Any, compilation: Compilation) -> bool:
+    """Whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
+    recipe = cast(DelayedScaling, node.meta[ROWS_KEY][0].recipe)
+    wanted, reduced = collectives.ranks_of(group), collectives.ranks_of(compilation.known.amax_group)
+    return not recipe.reduce_amax or not wanted or not wanted <= reduced
 
 
 def _fits(size: Any, multiple: int) -> bool:

@@ -82,7 +82,7 @@ def path_of(tensor: fx.Node) -> Path | None:
             found += [*parts, split]
             steps += [node, *reversed(parts), split]
             node = split
-        elif _keeps_rows(node):
+        elif keeps_rows(node):
             steps.append(node)
         else:
             return None
@@ -90,12 +90,13 @@ def path_of(tensor: fx.Node) -> Path | None:
     return None
 
 
-def _keeps_rows(node: fx.Node) -> bool:
-    source = value(cast(fx.Node, node.args[0])) if node.all_input_nodes else None
+def keeps_rows(node: fx.Node) -> bool:
+    """Whether ``node`` is a view or copy of its first argument in which all numbers of the last dim stay together."""
     if node.target in _COPIES:
         return True
     if node.target in _VIEWS:
-        return source is not None and source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
+        source = value(cast(fx.Node, node.args[0]))
+        return source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
     if node.target is aten.permute.default:
         return cast("list[int]", node.args[1])[-1] in (-1, value(node).ndim - 1)
     return False
@@ -115,9 +116,11 @@ def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
     return None if any(dim % (last + 1) == last for dim in dims) else parts
 
 
-def replay(path: Path, start: fx.Node, last: Any, emit: Callable[..., fx.Node]) -> fx.Node:
-    """Repeat on ``start``, [rows, last], the ops that the path applies to [rows, its own last dim]."""
-    copies: dict[fx.Node, fx.Node] = {path.waited: start}
+def replay(
+    steps: Sequence[fx.Node], first: fx.Node, start: fx.Node, last: Any, emit: Callable[..., fx.Node]
+) -> fx.Node:
+    """Repeat on ``start``, [..., last], the ops that ``steps`` apply to ``first``, [..., its own last dim]."""
+    copies: dict[fx.Node, fx.Node] = {first: start}
     result = start
 
     def copied(node: fx.Node) -> fx.Node:
@@ -125,7 +128,7 @@ def replay(path: Path, start: fx.Node, last: Any, emit: Callable[..., fx.Node]) 
             node = cast(fx.Node, node.args[0])
         return copies[node]
 
-    for node in path.steps:
+    for node in steps:
         args = list(node.args)
         if node.target in _VIEWS:
             args[1] = [*cast("list[Any]", args[1])[:-1], last]
@@ -135,3 +138,9 @@ def replay(path: Path, start: fx.Node, last: Any, emit: Callable[..., fx.Node]) 
             args[0] = copied(cast(fx.Node, args[0]))
         result = copies[node] = emit(node.target, *args, **node.kwargs)
     return result
+
+
+def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:
+    """The sizes of ``tensor`` but the last, as arguments of nodes."""
+    sizes = value(tensor).shape[:-1]
+    return [s if isinstance(s, int) else emit(aten.sym_size.int, tensor, dim) for dim, s in enumerate(sizes)]

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from fp8graph.compat import distributed
 
@@ -72,9 +73,20 @@ def ranks_of(group: Any) -> frozenset[int]:
         return frozenset()
 
 
+def erase_unread(graph: fx.Graph) -> None:
+    """Erase collectives that nothing reads any more: torch keeps them, since a wait has side effects."""
+    for waited in reversed(graph.find_nodes(op="call_function", target=WAIT)):
+        source = cast(fx.Node, waited.args[0])
+        if source.target in (ALL_GATHER, ALL_TO_ALL) and not waited.users:
+            graph.erase_node(waited)
+            if not source.users:
+                graph.erase_node(source)
+    graph.eliminate_dead_code()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """The findings of the pass `gather_in_fp8` about one all-gather."""
+    """The findings of the passes `gather_in_fp8` and `route_in_fp8` about one all-gather or all-to-all."""
 
     tensor: str  # "layers.0.up input"
     reason: str

@@ -7,7 +7,7 @@
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
-    columnwise(data [rows, columns], multiples) -> [columns, rows], padded
+    columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
@@ -88,8 +88,9 @@ def _fake_scales(amax: Tensor, *_settings: Any) -> Tensor:
     return amax.new_empty((1, 2))
 
 
-def _fake_columnwise(data: Tensor, multiples: Sequence[int]) -> Tensor:
+def _fake_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor | None = None) -> Tensor:
     rows, columns = data.shape
+    rows = rows if offs is None else experts.padded_rows(rows, offs.shape[0], multiples[1])
     return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
 
 
@@ -192,7 +193,7 @@ scales = _define(
 )
 columnwise = _define(
     "columnwise",
-    "(Tensor data, int[] multiples) -> Tensor",
+    "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
     reference=tiles.columnwise_copy,
     fake=_fake_columnwise,
 )

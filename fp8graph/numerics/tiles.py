@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8graph.numerics.experts import pad_groups
+
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
     """Zero rows and columns at the end so that both sizes are multiples. Zeros change no amax."""
@@ -62,7 +64,13 @@ def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
     return x
 
 
-def columnwise_copy(data: Tensor, multiples: Sequence[int]) -> Tensor:
-    """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale."""
+def columnwise_copy(data: Tensor, multiples: Sequence[int], *, offs: Tensor | None = None) -> Tensor:
+    """FP8 [rows, columns] -> the transposed copy, padded to ``multiples``: columnwise data of one scale.
+
+    ``offs``: the rows fall into groups that end there, each padded to ``multiples[1]``.
+    """
+    if offs is not None:
+        rows, _ = pad_groups(data.view(torch.uint8), offs, multiples[1])
+        data, multiples = rows.view(data.dtype), (multiples[0], 1)
     # not .contiguous(): for a single column it would return its argument, which an op must not do
     return with_padding(data.t().clone(memory_format=torch.contiguous_format), multiples)

@@ -19,12 +19,12 @@ from helpers import same_bits
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def assert_fake_agrees(op: Any, *args: Any) -> None:
+def assert_fake_agrees(op: Any, *args: Any, **kwargs: Any) -> None:
     mode = FakeTensorMode()
-    fake_args = pytree.tree_map_only(Tensor, mode.from_tensor, args)
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     with mode:
-        promised = pytree.tree_leaves(op(*fake_args))
-    delivered = pytree.tree_leaves(op(*args))
+        promised = pytree.tree_leaves(op(*fake_args, **fake_kwargs))
+    delivered = pytree.tree_leaves(op(*args, **kwargs))
     for fake, real in zip(promised, delivered, strict=True):
         assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
@@ -197,4 +197,6 @@ def test_fakes_around_a_gather(rows: int, columns: int, source: Any, dtype: Any)
     assert_fake_agrees(ops.amax, x)
     assert_fake_agrees(ops.scales, ops.amax(x), dtype, False, 0.0, True)
     assert_fake_agrees(ops.columnwise, x.to(dtype), [1, 16])
+    ends = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
+    assert_fake_agrees(ops.columnwise, x.to(dtype), [16, 16], offs=ends)
     assert_fake_agrees(ops.stage_amaxes, torch.ones(2, 6), [torch.ones(rows), torch.ones(())])

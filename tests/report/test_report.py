@@ -71,6 +71,8 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "quantize",
         "fold",
         "share",
+        "route_in_fp8",
+        "share_tokens",
         "gather_in_fp8",
         "fuse_linears",
         "hoist_weights",

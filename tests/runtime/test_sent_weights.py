@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +143,16 @@ def test_another_policy_brings_back_what_it_reads(of_ranks: Any) -> None:
         saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
         assert saved[1] > saved[3] > 0  # down is sent in high precision, gate and up are not
         assert saved[0] == 0 < matrices
+
+
+def test_layers_share_code(tmp_path: Path) -> None:
+    """Layers compiled one by one: forward and backward, before and after weights come in FP8."""
+    import sent
+
+    calls = {f"{recipe} {n}": (sent.generations, (recipe, n)) for recipe in ("tensorwise", "delayed") for n in (2, 5)}
+    for found in run_ranks(run_each, 2, tmp_path, calls):
+        for recipe, expected in (("tensorwise", [2, 4, 4]), ("delayed", [2, 2, 2])):
+            for layers in (2, 5):
+                counts, names = found[f"{recipe} {layers}"]
+                assert counts == expected
+                assert names == [f"layers.{i}.{name}" for i in range(layers) for name in ("gate", "up", "down")]

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from helpers import Counting as Generations
 
 STEPS = 4
 
@@ -145,3 +146,25 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
 def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gathered in high precision, and in FP8."""
     return run(rank, recipe, False, **settings), run(rank, recipe, True, **settings)
+
+
+def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[str]]:
+    """How many graphs code was generated for by the end of each step, and the names that the report has."""
+    torch._dynamo.reset()
+    model = nn.ModuleList(Block(256, 512) for _ in range(layers))
+    backend = Generations(recipe=recipe)
+    backend.bind(nn.ModuleDict({"layers": model}))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        layer.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters())
+    counts: list[int] = []
+    for _ in range(3):
+        x = torch.randn(32, 256, requires_grad=True)
+        for layer in model:
+            x = layer(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(backend.generated))
+    return counts, list(dict.fromkeys(gemm.fqn for gemm in backend.report.gemms))

@@ -1,0 +1,156 @@
+"""Quantize tokens before they are copied, permuted and sent to their experts, not after it.
+
+    x2 = index(x, [rows])                                  q = quantize(x, rowwise)
+    x3 = wait(all_to_all(x2, out, in, group))         ->   data, scale_inv = (wait(all_to_all(index(y, [rows]), ...))
+    q  = quantize(x3, rowwise, columnwise, offs)                              for y in (q.rowwise, q.rowwise_scale_inv))
+                                                           columnwise = columnwise(data, offs)    # with one scale
+                                                           columnwise = quantize(x3, columnwise, offs)      # else
+
+A token with k experts is quantized once, not k times, and half the bytes are moved, among them those of an all-to-all,
+in which FP8 travels as bytes beside its scales. Every number is the same as with quantizing afterwards, with one
+exception: delayed scaling records the amax of all tokens, those included that no expert takes.
+
+Refuses (quantizes afterwards, with the reason in the report) tensors whose rows do not have scales of their own
+(tensorwise: each expert's is that of its tokens; tiles of several rows; nvfp4); padding; rows that are read in high
+precision, too; an all-to-all of rows that are needed columnwise with other scales; delayed scaling whose amaxes are not
+reduced over all ranks of the all-to-all; and, without an all-to-all, moves that would not become fewer bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from operator import getitem
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from fp8graph.analysis.gather_legality import scale_may_differ
+from fp8graph.analysis.gather_path import replay, row_sizes
+from fp8graph.analysis.refusals import site_of
+from fp8graph.analysis.row_moves import Moves, moves_of
+from fp8graph.ir import collectives, ops
+from fp8graph.ir.collectives import Gathered
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert
+from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import aten, nodes, size_hint, value
+from fp8graph.ir.quantize_node import QuantizeNode, call
+
+_NAME: Final = "route_in_fp8"
+_SETTINGS: Final = frozenset({"scaling", "block", "carry_overflow", "offs"})
+
+
+def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
+    for node in list(nodes(graph, (ops.quantize,))):
+        quantized = QuantizeNode(node)
+        moves = moves_of(quantized.asked.x)
+        if moves is None or not quantized.asked.rowwise:
+            continue
+        reason = _check(quantized, moves, compilation)
+        exchanges = moves.exchanges
+        if reason is None:
+            exchanges = _rewrite(graph, quantized, moves)
+        elif (site := site_of(node, compilation)) is not None:
+            compilation.refuse("quantized before it is routed", site, reason)
+        fqn = compilation.sites[node.meta[GEMM_KEY][0]].fqn
+        for exchange in exchanges:
+            exchange.meta[GATHERED_KEY] = Gathered(
+                tensor=f"{fqn} {node.meta[OPERAND_KEY]}", reason=reason or "quantized before it is sent"
+            )
+    graph.eliminate_dead_code()
+    collectives.erase_unread(graph)
+
+
+def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:
+    """Why the rows cannot be quantized before they are moved; None if they can."""
+    asked, kind = quantized.asked, quantized.kind
+    if unknown := set(quantized.node.kwargs) - _SETTINGS:
+        return f"quantized with {', '.join(sorted(unknown))}"
+    if kind.own_scale:
+        return "each expert has one scale, that of the tokens which it takes"
+    if kind.not_sent is not None:
+        return kind.not_sent
+    if (asked.block or (1,))[0] > 1:
+        return f"{asked.block[0]} rows share the scale of a tile"
+    if others := moves.other_readers(quantized.node):
+        return f"the moved rows are read in high precision, too, by {others[0].name}"
+    before, after = value(moves.source), value(asked.x)
+    for multiple, size in zip(asked.rowwise, after.shape, strict=True):
+        if multiple > 1 and not (isinstance(size, int) and size % multiple == 0):
+            return f"{after.shape[0]} x {after.shape[1]} is padded"
+    if not moves.exchanges:
+        if asked.columnwise and not (kind.one_scale or kind.columns_again):
+            return "the same pass over the permuted rows makes their columnwise copy"
+        rows, taken = size_hint(math.prod(before.shape[:-1])), size_hint(after.shape[0])
+        if before.itemsize * (taken - rows) <= rows + taken:  # both write FP8; the permutation then reads and writes it
+            return f"no fewer bytes: {taken} rows are made from {rows}"
+        return None
+    if asked.columnwise and not kind.one_scale:
+        return "backward needs copies with the scales of columns, from high precision: both would have to be sent"
+    groups = [exchange.args[-1] for exchange in moves.exchanges]
+    if kind.has_state and any(scale_may_differ(quantized.node, group, compilation) for group in groups):
+        return "its amaxes are not reduced over the ranks of the all-to-all: their scales may differ"
+    return None
+
+
+def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.Node]:
+    """Rewrite one quantize node, and return the new all-to-alls."""
+    node, asked, wanted = quantized.node, quantized.asked, quantized.outputs
+    exchanges: list[fx.Node] = []
+
+    def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
+        new = insert(graph, target, args, like=moves.steps[0], made_by=_NAME, name=name, kwargs=kwargs)
+        if target is collectives.ALL_TO_ALL:
+            exchanges.append(new)
+        return new
+
+    def move(x: fx.Node) -> fx.Node:
+        """Move the rows of ``x`` [rows, ...] as the program moved those of the tensor. FP8 is moved as bytes."""
+        dtype, last = value(x).dtype, value(x).shape[-1]
+        moved_as = torch.uint8 if dtype.itemsize == 1 else dtype
+        if value(moves.source).ndim != 2:
+            x = emit(aten.view.default, x, [*row_sizes(moves.source, emit), last])
+        if moved_as != dtype:
+            x = emit(aten.view.dtype, x, moved_as)
+        x = replay(moves.steps, moves.source, x, last, emit)
+        if not value(x).is_contiguous():
+            x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return emit(aten.view.dtype, x, dtype) if moved_as != dtype else x
+
+    with graph.inserting_before(node):
+        made = _quantized_source(node, moves, emit)
+        results = {name: x if name == "scale_inv" else move(x) for name, x in made.items()}
+        if asked.columnwise and quantized.kind.one_scale:
+            settings: dict[str, Any] = {} if asked.offs is None else {"offs": asked.offs}
+            results["columnwise"] = emit(ops.columnwise, results["rowwise"], asked.columnwise, **settings)
+        elif asked.columnwise:
+            args, kwargs = call(dataclasses.replace(asked, rowwise=[]))
+            again = _like(node, emit(ops.quantize, *args, **kwargs))
+            names = enumerate(QuantizeNode(again).names)
+            results |= {name: emit(getitem, again, i, name=f"moved_{name}") for i, name in names}
+    for name, user in wanted.items():
+        user.replace_all_uses_with(results[name])
+        graph.erase_node(user)
+    graph.erase_node(node)
+    return exchanges
+
+
+def _quantized_source(node: fx.Node, moves: Moves, emit: Callable[..., fx.Node]) -> dict[str, fx.Node]:
+    """The rowwise outputs of a quantize node of the tokens, [tokens, columns], by name."""
+    x = moves.source
+    for dtype in moves.casts:
+        x = emit(torch.ops.prims.convert_element_type.default, x, dtype)
+    if value(x).ndim != 2:
+        x = emit(aten.reshape.default, x, [-1, value(x).shape[-1]])
+    args, kwargs = call(dataclasses.replace(QuantizeNode(node).asked, x=x, columnwise=[], offs=None))
+    made = _like(node, emit(ops.quantize, *args, name=node.name, **kwargs))
+    names = enumerate(QuantizeNode(made).names)
+    return {name: emit(getitem, made, i, name=f"tokens_{name}") for i, name in names if name != "amax"}
+
+
+def _like(node: fx.Node, made: fx.Node) -> fx.Node:
+    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, ROWS_KEY, GEMM_KEY) if key in node.meta})
+    return made
