@@ -8,8 +8,9 @@
 Every number is the same as with quantizing after the gather (a gradient with a NaN overflows as a whole). Delayed
 scaling knows its scales beforehand: it needs no all-reduce, and each rank records the amax of its shard. Scales of rows
 and of tiles are sent along with the data; if each layout has tiles of its own, both layouts are sent. FP8 is sent as
-bytes, which every backend of torch.distributed can send. Between gather and quantize there may be casts, and ops that
-move whole rows (a gather along the sequence of several batches).
+bytes, which every backend of torch.distributed can send; but as FP8 if Inductor is to fuse the gather with its GEMM
+(asynchronous tensor parallelism, ``_micro_pipeline_tp``), which multiplies the parts that it receives. Between gather
+and quantize there may be casts, and ops that move whole rows (a gather along the sequence of several batches).
 
 Refuses (gathers in high precision, with the reason in the report) tensors that other nodes or several quantize nodes
 read; a dynamic number of rows; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or
@@ -53,14 +54,15 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
         reason, sent = why_not_sent_in_fp8(QuantizeNode(node), path, compilation), [path.gathered]
         if reason is None:
             reason = f"quantized before it is sent, {bytes_of_gather(path.gathered)} bytes otherwise"
-            sent = _rewrite(graph, node, path, BACKWARD if path.gathered in in_backward else None)
+            tag = BACKWARD if path.gathered in in_backward else None
+            sent = _rewrite(graph, node, path, tag, as_bytes=not compilation.known.settings.pipelines_gathers)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
     graph.eliminate_dead_code()
     collectives.erase_unread(graph)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> list[fx.Node]:
+def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_bytes: bool) -> list[fx.Node]:
     """Rewrite one gather and return the new all-gathers. ``tag`` marks all new nodes; None: the gather's own tag."""
     sent: list[fx.Node] = []
 
@@ -70,17 +72,18 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None) -> lis
         return new
 
     def collect(x: fx.Node, name: str, *, rows: bool) -> fx.Node:
-        """All-gather ``x`` as bytes; if it holds ``rows`` of the shard, move them as the program moved them."""
+        """All-gather ``x``, FP8 as bytes; if it holds ``rows`` of the shard, move them as the program moved them."""
         dtype, last = value(x).dtype, value(x).shape[-1]
+        erased = as_bytes and dtype in FP8_MAX
         if rows and value(path.shard).ndim != 2:
             x = emit(aten.view.default, x, [*row_sizes(path.shard, emit), last])
-        if dtype in FP8_MAX:
+        if erased:
             x = emit(aten.view.dtype, x, torch.uint8)
         sent.append(emit(collectives.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
         x = emit(collectives.WAIT, sent[-1])
         if rows:
             x = replay(path.steps, path.waited, x, last, emit)
-        if dtype in FP8_MAX:
+        if erased:
             x = emit(aten.view.dtype, x, dtype)
         return x if value(x).is_contiguous() else _contiguous(x, emit)
 

@@ -102,6 +102,12 @@ class Settings:
         """Whether launches cost the host nothing, because Inductor records CUDA graphs."""
         return launches_are_replayed(self.inductor)
 
+    @property
+    def pipelines_gathers(self) -> bool:
+        """Whether Inductor splits a gather and its GEMM into parts that overlap (asynchronous tensor parallelism)."""
+        name = "_micro_pipeline_tp"
+        return bool(self.inductor.get(name, inductor.default_option(name)))
+
     def decisions(self) -> dict[str, Any]:
         """The settings that decide how graphs are rewritten: equal on all ranks, part of the key of compiled code."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.metadata}

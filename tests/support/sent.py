@@ -153,7 +153,8 @@ def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[st
     torch._dynamo.reset()
     model = nn.ModuleList(Block(256, 512) for _ in range(layers))
     backend = Generations(recipe=recipe)
-    backend.bind(nn.ModuleDict({"layers": model}))
+    whole = nn.ModuleDict({"layers": model})  # alive for as long as its names are needed
+    backend.bind(whole)
     for layer in model:
         fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         layer.compile(backend=backend)
