@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import checkpointing
 from fp8graph import Backend, StateError
 from ranks import run_each, run_ranks
+
+KINDS = [*checkpointing.KINDS, checkpointing.IN_FP8]
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
@@ -97,7 +100,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """Where two ranks saved, and what each found."""
     folder = tmp_path_factory.mktemp("of2")
     return folder, run_ranks(run_each, 2, folder, {
-        "saved": (checkpointing.save, (str(folder), checkpointing.KINDS)),
+        "saved": (checkpointing.save, (str(folder), KINDS)),
         "refused": (checkpointing.refused, (str(folder),)),
     }, seconds=500)  # fmt: skip
 
@@ -107,8 +110,8 @@ def four(two: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
     """Where four ranks saved, and what each found there and in what two ranks had saved."""
     folder = tmp_path_factory.mktemp("of4")
     return folder, run_ranks(run_each, 4, folder, {
-        "saved": (checkpointing.save, (str(folder), checkpointing.KINDS)),
-        "of 2": (checkpointing.load, (str(two[0]), checkpointing.KINDS)),
+        "saved": (checkpointing.save, (str(folder), KINDS)),
+        "of 2": (checkpointing.load, (str(two[0]), KINDS)),
     }, seconds=500)  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def four(two: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list
 def two_again(two: Any, four: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found in what two and four had saved."""
     folders = {"of 2": two[0], "of 4": four[0]}
-    calls = {name: (checkpointing.load, (str(folder), checkpointing.KINDS)) for name, folder in folders.items()}
+    calls = {name: (checkpointing.load, (str(folder), KINDS)) for name, folder in folders.items()}
     return run_ranks(run_each, 2, tmp_path_factory.mktemp("again"), calls, seconds=500)
 
 
@@ -136,6 +139,21 @@ def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any,
             if before == after:
                 assert found[how]["losses"] == of_ranks[rank][how]["losses"]
                 assert equal(found[how]["after"], of_ranks[rank][how]["after"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+def test_resuming_with_gathers_in_fp8(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
+    """FP8 shards are no state: they are made from the loaded weights. Other ranks quantize other rows of a batch."""
+    of_ranks = [found["saved"][checkpointing.IN_FP8] for found in (two if before == 2 else four)[1]]
+    results = [found[f"of {before}"][checkpointing.IN_FP8] for found in (two_again if after == 2 else four[1])]
+    assert all(found["sent"] > 0 for found in of_ranks)
+    expected, got = (
+        [statistics.mean(x) for x in zip(*(r["losses"] for r in each), strict=True)] for each in (of_ranks, results)
+    )
+    assert got == pytest.approx(expected, rel=1e-2)
+    if before == after:
+        assert [found["losses"] for found in results] == [found["losses"] for found in of_ranks]
 
 
 @pytest.mark.slow

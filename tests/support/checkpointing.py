@@ -18,7 +18,8 @@ import fp8graph
 import parallelism
 
 RECIPE = fp8graph.DelayedScaling(amax_history_len=4)
-KINDS = ["ddp", "fsdp"]
+KINDS = ["ddp", "fsdp"]  # with delayed scaling
+IN_FP8 = "fsdp, gathered in FP8"  # with tensorwise scaling, which has no state
 
 
 class Run:
@@ -26,6 +27,8 @@ class Run:
 
     def __init__(self, how: str, recipe: Any = RECIPE) -> None:
         """``how``: see ``parallelism.parallelize``; "alone" is one process without a process group."""
+        if how == IN_FP8:
+            how, recipe = "fsdp", "tensorwise"
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         model, _ = parallelism.model_and_data(1)
@@ -82,6 +85,7 @@ def save(_rank: int, folder: str, kinds: list[str]) -> dict[str, Any]:
         state = copy.deepcopy(run.backend.state_dict())
         run.save(f"{folder}/{how}")
         found[how] = {"saved": state, "losses": run.steps(range(3, 5)), "after": run.backend.state_dict()}
+        found[how]["sent"] = run.backend._shared.sent.quantized
     return found
 
 
