@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ON_RANKS = {"ddp", "fsdp2", "tensor_parallel"}  # started by torchrun
+ON_RANKS = {"ddp", "fsdp2", "pipeline", "tensor_parallel"}  # started by torchrun
 # by python; the others run in this process, which has imported torch and transformers. Trainer keeps state of its own.
 IN_A_PROCESS = ON_RANKS | {"trainer"}
 SAYS = {  # the end of what each prints, as a regular expression
@@ -24,6 +24,7 @@ SAYS = {  # the end of what each prints, as a regular expression
     "lora": r"\n7 weights quantized in 8 steps",
     "lora_fp8": r"\n655,360 bytes of base weights, 458,752 bytes of transposed copies",
     "moe": r"mlp\.gate fprop: high precision \(rule",
+    "pipeline": r"step 7: .*\n42 of 45 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "serve": r"compiled: 16 tokens in .*\ntokens: \[.*\]\n\nprefill: 7 of 8 GEMMs in FP8, .*\n(.*\n)+decode: 7 of 8",
     "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "trainer": r"21 of 24 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
