@@ -47,7 +47,7 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
     for node in list(nodes(graph, (ops.quantize,))):
         quantized = QuantizeNode(node)
         moves = moves_of(quantized.asked.x)
-        if moves is None or not quantized.asked.rowwise:
+        if moves is None or not quantized.asked.rowwise or not (moves.exchanges or _copies(moves, node)):
             continue
         reason = _check(quantized, moves, compilation)
         exchanges = moves.exchanges
@@ -62,6 +62,12 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
             )
     graph.eliminate_dead_code()
     collectives.erase_unread(graph)
+
+
+def _copies(moves: Moves, node: fx.Node) -> bool:
+    """Whether rows are copied, and not only chosen or put into another order."""
+    rows, taken = value(moves.source).shape[:-1], value(QuantizeNode(node).asked.x).shape[0]
+    return size_hint(taken) > size_hint(math.prod(rows))
 
 
 def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:

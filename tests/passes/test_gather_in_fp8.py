@@ -181,6 +181,8 @@ def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
         policy=Policy(default=recipe),
         target="sm_90",
     )
+    if recipe == "tensorwise" and torch.__version__ >= "2.15":
+        forward -= 1  # its Inductor fuses one more
     kernels = {name: [k for k in report.kernels if k.graph == name] for name in ("forward", "backward")}
     counts = {name: len([k for k in found if k.name.startswith("triton")]) for name, found in kernels.items()}
     assert counts == {"forward": forward, "backward": backward}

@@ -133,7 +133,7 @@ def test_the_numbers_of_quantizing_afterwards(recipe: str, dtype: torch.dtype) -
     ("recipe", "copies", "module", "reason"),
     [
         ("rowwise", 2, Routed, "no fewer bytes: 32 rows are made from 16"),
-        ("delayed", 1, Routed, "no fewer bytes: 16 rows are made from 16"),
+        ("delayed", 3, Routed, "no fewer bytes: 48 rows are made from 16"),
         ("tensorwise", 4, Routed, "each expert has one scale, that of the tokens which it takes"),
         ("blockwise", 4, Routed, "the same pass over the permuted rows makes their columnwise copy"),
         ("mxfp8", 4, Routed, "the same pass over the permuted rows makes their columnwise copy"),
@@ -148,6 +148,12 @@ def test_what_is_quantized_afterwards_has_its_reason(
     dtype = torch.bfloat16 if copies < 4 else torch.float32
     _, backend = ran(module(dtype), recipe, copies, dtype)
     assert reasons(backend) == [reason]
+    assert "tokens_" not in backend.report.graphs[0].after
+
+
+def test_rows_in_another_order_are_no_candidates() -> None:
+    _, backend = ran(Routed(), "rowwise", 1)
+    assert reasons(backend) == []
     assert "tokens_" not in backend.report.graphs[0].after
 
 
