@@ -82,7 +82,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
         sent.append(emit(collectives.ALL_GATHER, x, *path.gathered.args[1:], name=f"gather_{name}"))
         x = emit(collectives.WAIT, sent[-1])
         if rows:
-            x = replay(path.steps, path.waited, x, last, emit)
+            *_, x = replay(path.steps, path.waited, x, last, emit).values()
         if erased:
             x = emit(aten.view.dtype, x, dtype)
         return x if value(x).is_contiguous() else _contiguous(x, emit)

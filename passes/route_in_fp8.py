@@ -22,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from operator import getitem
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -121,14 +121,21 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
             x = emit(aten.view.default, x, [*row_sizes(moves.source, emit), last])
         if moved_as != dtype:
             x = emit(aten.view.dtype, x, moved_as)
-        x = replay(moves.steps, moves.source, x, last, emit)
-        if not value(x).is_contiguous():
-            x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
-        return emit(aten.view.dtype, x, dtype) if moved_as != dtype else x
+        moved = replay(moves.steps, moves.source, x, last, emit)
+        for step in moves.steps:
+            step.prepend(moved[step])  # at its place: what follows may need its size
+        for reader in moves.size_readers():
+            reader.update_arg(0, moved[moves.step_of(cast(fx.Node, reader.args[0]))])
+        x = moved[moves.steps[-1]]
+        with graph.inserting_before(node):
+            if not value(x).is_contiguous():
+                x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
+            return emit(aten.view.dtype, x, dtype) if moved_as != dtype else x
 
-    with graph.inserting_before(node):
+    with graph.inserting_before(moves.steps[0]):
         made = _quantized_source(node, moves, emit)
         results = {name: x if name == "scale_inv" else move(x) for name, x in made.items()}
+    with graph.inserting_before(node):
         if asked.columnwise and quantized.kind.one_scale:
             settings: dict[str, Any] = {} if asked.offs is None else {"offs": asked.offs}
             results["columnwise"] = emit(ops.columnwise, results["rowwise"], asked.columnwise, **settings)

@@ -97,6 +97,9 @@ def keeps_rows(node: fx.Node) -> bool:
     if node.target in _VIEWS:
         source = value(cast(fx.Node, node.args[0]))
         return source.ndim > 0 and known_equal(source.shape[-1], value(node).shape[-1])
+    if node.target is aten.expand.default:  # to the size that it has
+        before, after = value(cast(fx.Node, node.args[0])).shape, value(node).shape
+        return len(before) == len(after) and all(map(known_equal, before, after))
     if node.target is aten.permute.default:
         return cast("list[int]", node.args[1])[-1] in (-1, value(node).ndim - 1)
     return False
@@ -118,10 +121,12 @@ def _parts_of_one_split(node: fx.Node) -> list[fx.Node] | None:
 
 def replay(
     steps: Sequence[fx.Node], first: fx.Node, start: fx.Node, last: Any, emit: Callable[..., fx.Node]
-) -> fx.Node:
-    """Repeat on ``start``, [..., last], the ops that ``steps`` apply to ``first``, [..., its own last dim]."""
+) -> dict[fx.Node, fx.Node]:
+    """Repeat on ``start``, [..., last], the ops that ``steps`` apply to ``first``, [..., its own last dim].
+
+    Returns the new node of each of them, in order; the last one is the result.
+    """
     copies: dict[fx.Node, fx.Node] = {first: start}
-    result = start
 
     def copied(node: fx.Node) -> fx.Node:
         while node not in copies:  # a cast was left out
@@ -130,14 +135,14 @@ def replay(
 
     for node in steps:
         args = list(node.args)
-        if node.target in _VIEWS:
+        if node.target in (*_VIEWS, aten.expand.default):
             args[1] = [*cast("list[Any]", args[1])[:-1], last]
         if node.target is aten.cat.default:
             args[0] = [copied(part) for part in cast("list[fx.Node]", args[0])]
         else:
             args[0] = copied(cast(fx.Node, args[0]))
-        result = copies[node] = emit(node.target, *args, **node.kwargs)
-    return result
+        copies[node] = emit(node.target, *args, **node.kwargs)
+    return copies
 
 
 def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:

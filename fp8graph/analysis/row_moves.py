@@ -30,8 +30,22 @@ class Moves:
     nodes: frozenset[fx.Node]  # all of them
 
     def other_readers(self, reader: fx.Node) -> list[fx.Node]:
-        """The nodes, except ``reader``, that read the tensor or anything on the way."""
-        return [user for node in self.nodes for user in node.users if user not in self.nodes and user is not reader]
+        """The nodes, except ``reader``, that read numbers of the tensor or of anything on the way."""
+        return [user for user in self._users() if user is not reader and user not in self.size_readers()]
+
+    def size_readers(self) -> list[fx.Node]:
+        """The nodes that read only how many rows there are."""
+        found = (user for user in self._users() if user.target is aten.sym_size.int)
+        return [user for user in found if cast(int, user.args[1]) < value(cast(fx.Node, user.args[0])).ndim - 1]
+
+    def step_of(self, node: fx.Node) -> fx.Node:
+        """The step whose result ``node``, on the way, is, perhaps cast; or the source."""
+        while node not in self.steps and node is not self.source:
+            node = cast(fx.Node, node.args[0])
+        return node
+
+    def _users(self) -> list[fx.Node]:
+        return [user for node in self.nodes for user in node.users if user not in self.nodes]
 
 
 def moves_of(tensor: fx.Node) -> Moves | None:

@@ -89,11 +89,11 @@ def test_rows_with_their_scales() -> None:
     _, backend = ran(Routed(), "rowwise")
     (view,) = backend.report.graphs
     assert [line for line in lines(view) if "_weight" not in line][:6] == [
-        "index: f32[64, 32] = index.Tensor(primals_1, [primals_2])",
         "quantize_input_2: (e4m3[16, 32], f32[16, 1]) = quantize(primals_1, dtype=e4m3, rowwise=[1, 1], columnwise=[], "
         "scaling=row)",
         "index_tensor: uint8[64, 32] = index.Tensor(view_dtype, [primals_2])",
         "index_tensor_1: f32[64, 1] = index.Tensor(tokens_rowwise_scale_inv, [primals_2])",
+        "index: f32[64, 32] = index.Tensor(primals_1, [primals_2])",
         "quantize_default: (e4m3[32, 64], f32[4, 32]) = quantize(index, dtype=e4m3, rowwise=[], columnwise=[1, 1], "
         "scaling=row, offs=primals_4)",
         "grouped_fprop: f32[64, 48] = scaled_grouped_mm(view_dtype_1, weight_rowwise, index_tensor_1, "
@@ -229,6 +229,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         f"{recipe}, inference": (recipe, {"training": False}) for recipe in ("rowwise", "blockwise", "mxfp8", "delayed")
     },
     "delayed, weighted before": ("delayed", {"weighted": "before"}),
+    "delayed, exact splits": ("delayed", {"exact": True}),
+    "rowwise, exact splits": ("rowwise", {"exact": True, "training": False}),
     "delayed, generated": ("delayed", {"compiler": "inductor"}),
 }
 COLUMNS = "backward needs copies with the scales of columns, from high precision: both would have to be sent"
@@ -285,5 +287,7 @@ def test_bytes_of_an_all_to_all(ranks: int, on_ranks: Callable[[int], list[dict[
             _, found = rank[name]
             assert [(dtype, sent) for where, dtype, sent in found["sent"] if where == "forward"] == forward
             assert [(dtype, sent) for where, dtype, sent in found["sent"] if where == "backward"] == backward
+        exact = [(where, dtype) for where, dtype, _ in rank["delayed, exact splits"][1]["sent"] if dtype != "int64"]
+        assert exact == [(where, dtype) for where in ("forward", "backward") for dtype in ("uint8", "float32")]
         assert rank["rowwise, training"][1]["refused"] == {COLUMNS}
         assert rank["delayed, training"][1]["refused"] == set()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
 import fp8graph
 
@@ -66,23 +66,53 @@ class Experts(nn.Module):
         return x if self.ranks == 1 else all_to_all_single_autograd(x.contiguous(), None, None, _world())
 
 
+class Exact(Experts):
+    """Sends each rank as many rows as it needs: sizes that are known when the layer runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = EXPERTS // self.ranks
+        weights, chosen = torch.topk(self.router(x).softmax(-1), CHOSEN)
+        order = torch.argsort(chosen.flatten(), stable=True)
+        mine = torch.zeros(EXPERTS, dtype=torch.long).scatter_add(0, chosen.flatten(), torch.ones_like(order))
+        sent = all_to_all_single(mine, None, None, _world())  # [ranks * own]: rows of each of my experts, by rank
+        gives, takes = (counts.view(self.ranks, own).sum(1).tolist() for counts in (mine, sent))
+        for count in (*gives, *takes):
+            torch._check(count >= 0)
+        y = all_to_all_single_autograd(x[order // CHOSEN], takes, gives, _world())
+        expert = torch.arange(own).repeat(self.ranks).repeat_interleave(sent, output_size=y.shape[0])
+        rows = torch.argsort(expert, stable=True)
+        offs = sent.view(self.ranks, own).sum(0).cumsum(0).to(torch.int32)
+        h = torch.ops.transformers.grouped_mm_fallback(y[rows], self.up.transpose(-2, -1), offs)
+        y = torch.ops.transformers.grouped_mm_fallback(nn.functional.silu(h), self.down.transpose(-2, -1), offs)
+        y = all_to_all_single_autograd(torch.zeros_like(y).index_copy(0, rows, y), gives, takes, _world())
+        y = torch.zeros(len(order), HIDDEN).index_copy(0, order, y)
+        return (y.view(-1, CHOSEN, HIDDEN) * weights.unsqueeze(-1)).sum(1)
+
+
 def train(
-    rank: int, recipe: Any, *, weighted: str = "after", training: bool = True, ranks: int = 0, compiler: Any = "eager"
+    rank: int,
+    recipe: Any,
+    *,
+    weighted: str = "after",
+    training: bool = True,
+    ranks: int = 0,
+    compiler: Any = "eager",
+    exact: bool = False,
 ) -> dict[str, Any]:
     """Outputs and gradients of some steps. Each rank has its share of the tokens; ``ranks``: 1 for one process."""
     importlib.import_module("transformers.integrations.moe")  # it defines an op
     torch._dynamo.reset()
     ranks = ranks or dist.get_world_size()
-    model = Experts(ranks, weighted)
+    model = Exact(ranks, weighted) if exact and ranks > 1 else Experts(ranks, weighted)
     policy = fp8graph.Policy([fp8graph.Rule("router", None), fp8graph.Rule("*", recipe, op="*")], default=None)
     backend = fp8graph.Backend(policy, compiler=compiler)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend=backend)
     data = torch.randn(STEPS, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
     share = slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)
     outputs: list[Tensor] = []
     for x in data[:, share]:
         x = x.clone().requires_grad_(training)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), torch._dynamo.config.patch(capture_scalar_outputs=True):
             outputs.append(y := compiled(x))
         if training:
             y.square().sum().backward()
