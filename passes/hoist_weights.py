@@ -91,7 +91,7 @@ def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compi
     waiting = {node: index for node, index in gathered.items() if index not in compilation.known.sent}
     if not waiting or compilation.known.settings.target is not None:
         return {}
-    found = why_not_sent(graph, gathered, compilation.known.gathered)
+    found = why_not_sent(graph, gathered, compilation)
     sendable = [node for node, reason in found.items() if reason is None and node.meta.get(OPERAND_KEY) == "weight"]
     bodies = {node: computed_from(node, gathered) or [] for node in sendable}
     compilation.sendable = tuple(_extract(node, body, gathered, compilation) for node, body in bodies.items())

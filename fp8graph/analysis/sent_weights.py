@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from fp8graph.analysis.gather_legality import scale_may_differ
 from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 
@@ -26,31 +28,30 @@ def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:
 
 
 def why_not_sent(
-    graph: fx.Graph, parameters: Mapping[fx.Node, int], shards: Mapping[int, tuple[int, str | None]]
+    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation
 ) -> dict[fx.Node, str | None]:
     """Why the weight of each quantize node is gathered in high precision; None for those that need not be.
 
     Args:
         parameters: the inputs that FSDP2 gathers, with their positions.
-        shards: by position: the rows of each shard, and why FSDP2 cannot gather it in FP8.
     """
     found = [node for node in nodes(graph, (ops.quantize,)) if computed_from(node, parameters) is not None]
-    return {node: _why_not(node, parameters, shards) for node in found}
+    return {node: _why_not(node, parameters, compilation) for node in found}
 
 
-def _why_not(
-    node: fx.Node, parameters: Mapping[fx.Node, int], shards: Mapping[int, tuple[int, str | None]]
-) -> str | None:
+def _why_not(node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Compilation) -> str | None:
     quantized = QuantizeNode(node)
     asked, kind = quantized.asked, quantized.kind
     sources = [source_of_part(part)[0] for part in asked.parts]
     if any(source not in parameters or value(source).ndim != 2 for source in sources) or len({*sources}) < len(sources):
         return "it is computed from more than matrices and casts"
-    for rows, reason in (shards[parameters[source]] for source in sources):
-        if reason is not None:
-            return reason
-        if asked.block and rows % asked.block[0]:
-            return f"shards of {rows} rows are not a multiple of the {asked.block[0]}-row tile"
+    for shard in (compilation.known.gathered[parameters[source]] for source in sources):
+        if shard.reason is not None:
+            return shard.reason
+        if asked.block and shard.rows % asked.block[0]:
+            return f"shards of {shard.rows} rows are not a multiple of the {asked.block[0]}-row tile"
+        if kind.has_state and scale_may_differ(node, shard.group, compilation):
+            return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if unknown := sorted(set(node.kwargs) - _SETTINGS):
         return f"it is quantized with {', '.join(unknown)}"
     if asked.more and asked.dim != -2:
@@ -59,10 +60,8 @@ def _why_not(
     if reader := next((user for source in sources for user in source.users if user not in body), None):
         again = "quantized in another way" if reader.target is ops.quantize else "read in high precision"
         return f"it is {again} too, by {reader.name}"
-    if kind.has_state:
-        return "its scale is known to the graph alone"
     square = bool(asked.block) and asked.block[0] > 1
-    if not (kind.own_scale and kind.one_scale) and not square:
+    if not kind.one_scale and not square:
         return "its two layouts in FP8 are as many bytes" if asked.columnwise else "it has scales of rows"
     rows, columns = sum(value(source).shape[0] for source in sources), value(sources[0]).shape[1]
     shapes = {"rowwise": (rows, columns), "columnwise": (columns, rows)}

@@ -67,16 +67,17 @@ class Backend:
         self.settings: Final = Settings(**arguments)
         epoch, policies = Epoch(), Policies(self.settings.hardware)
         weights = Weights(epoch, strict=self.settings.strict)
+        names, state = Names(epoch), State(epoch)
         self._shared: Final = Shared(
             settings=self.settings,
             policies=policies,
             schedule=Schedule(policies, epoch, weights.steps),
             generator=self,
             epoch=epoch,
-            names=Names(epoch),
-            state=State(epoch),
+            names=names,
+            state=state,
             weights=weights,
-            sent=SentWeights(weights.steps, epoch),
+            sent=SentWeights(weights.steps, epoch, state, names),
         )
         self.programs: Final = Programs()
         self._created = time.time_ns() // 1000  # microseconds

@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,17 @@ _OWNER: Final = "fp8graph_owner"
 _NEEDED: Final = (
     *("sharded_param", "_unsharded_param", "_orig_size", "mesh_info", "post_forward_mesh_info", "fsdp_placement"),
     *("offload_to_cpu", "is_dtensor", "orig_dtype", "param_dtype", "all_gather_outputs", "_init_extensions"),
+    *("init_all_gather_outputs", "free_unsharded_param"),
     *("sharded_state", "shard_mesh", "_module_info"),
 )
+
+
+class Shard(NamedTuple):
+    """What a graph has to know of a parameter that FSDP2 gathers for it."""
+
+    rows: int  # of each shard
+    reason: str | None  # why it cannot be gathered in FP8; None if it can
+    group: str = ""  # the name of the process group that gathers it
 
 
 def gathered() -> dict[int, Any]:
@@ -96,14 +105,19 @@ def why_not_in_fp8(sharded: Any) -> str | None:
     return None
 
 
-def facts(sharded: Any) -> tuple[int, str | None]:
-    """The number of rows of each shard, and why it cannot be gathered in FP8 (None if it can)."""
-    return shard_of(sharded).shape[0] if shard_of(sharded).ndim else 0, why_not_in_fp8(sharded)
+def facts(sharded: Any) -> Shard:
+    rows, reason = shard_of(sharded).shape[0] if shard_of(sharded).ndim else 0, why_not_in_fp8(sharded)
+    return Shard(rows, reason, "" if reason else sharded.shard_mesh.get_group().group_name)
 
 
 def shard_of(sharded: Any) -> Tensor:
     """The rows of this rank."""
     return getattr(sharded.sharded_param, SHARD)
+
+
+def whole_of(sharded: Any) -> Tensor:
+    """The whole parameter, whether it is there now or not: an object that stays the same from gather to gather."""
+    return sharded._unsharded_param
 
 
 def is_gathered(sharded: Any) -> bool:
@@ -117,10 +131,11 @@ def owner_of(sharded: Any) -> Any:
 
 
 def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any], owner: Any) -> None:
-    """From the next gather on, FSDP2 sends what ``before`` returns, and takes what ``after`` returns as the parameter.
+    """From the next gather on, FSDP2 sends what ``before`` returns, and gives what is gathered to ``after``.
 
     The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is. The shard
-    keeps ``owner`` alive.
+    keeps ``owner`` alive. The whole parameter stays the same object, by which names and scaling state are found; its
+    memory is up to the caller (:func:`stand_in`).
     """
     setattr(before, _OWNER, owner)
     tensor: Any = shard_of(sharded)
@@ -155,11 +170,23 @@ def detach(sharded: Any) -> None:
         if hasattr(tensor, name):
             delattr(tensor, name)
     _begin_anew(sharded)
+    if hasattr(sharded, "_unsharded_param"):
+        rows, ranks = shard_of(sharded), sharded.shard_mesh.size()
+        dtype = sharded.param_dtype or sharded.orig_dtype
+        sharded.init_all_gather_outputs([rows.numel()], [dtype], ranks, rows.device)
+        stand_in(sharded, view_of(sharded.all_gather_outputs[0], sharded._orig_size))
+        sharded.free_unsharded_param()
 
 
-def largest(x: Tensor) -> Tensor:
-    """[]: the amax of ``x``, in its dtype, without a copy of |x|."""
-    return torch._foreach_norm([x], torch.inf)[0]
+def stand_in(sharded: Any, whole: Tensor) -> None:
+    """Let the whole parameter, if it was gathered once, have the memory of ``whole``."""
+    if hasattr(sharded, "_unsharded_param"):
+        sharded._unsharded_param.data = whole
+
+
+def frees(sharded: Any, tensors: Sequence[Tensor]) -> None:
+    """Let FSDP2 free the memory of ``tensors`` with the whole parameter."""
+    sharded._unsharded_inner_tensors = list(tensors)
 
 
 def allocate(x: Tensor) -> None:
@@ -179,8 +206,6 @@ def _begin_anew(sharded: Any) -> None:
     """Forget the buffers of earlier gathers; FSDP2 makes new ones."""
     sharded._init_extensions()
     sharded.all_gather_outputs = []
-    if hasattr(sharded, "_unsharded_param"):
-        del sharded._unsharded_param
 
 
 def _parameter_groups(state: Any) -> Sequence[Any]:

@@ -46,6 +46,16 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def largest_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """[]: the largest magnitude in each tensor, in its dtype, in few kernels and without a copy of magnitudes."""
+    return list(torch._foreach_norm(list(tensors), torch.inf))
+
+
+def raise_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """``target = max(target, source)`` for each pair, in few kernels; NaN wins."""
+    torch._foreach_maximum_(list(targets), list(sources))
+
+
 def schema(op: Any) -> Any:
     """The schema of an op: its arguments and returns, with types and aliases."""
     return cast(OpOverload, op)._schema

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight, SpareInputs
 from fp8graph.ir.nodes import value
@@ -31,8 +32,8 @@ class Known:
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
-    # parameters that are whole only while the graph runs (FSDP2): rows of each shard, and why not sent in FP8
-    gathered: Mapping[int, tuple[int, str | None]] = field(default_factory=dict[int, "tuple[int, str | None]"])
+    # parameters that are whole only while the graph runs (FSDP2): what is known of their shards
+    gathered: Mapping[int, Shard] = field(default_factory=dict[int, Shard])
     sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone

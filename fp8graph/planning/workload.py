@@ -175,7 +175,7 @@ def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[
         return {}
     quantizer = recipe.quantizer("weight")
     kind, tile = SCALINGS[quantizer.scaling], quantizer.block[0]
-    if kind.has_state or not ((kind.own_scale and kind.one_scale) or tile > 1):
+    if not kind.one_scale and tile <= 1:
         return {}
     found: dict[str, Linear] = {}
     for linear in work.linears:

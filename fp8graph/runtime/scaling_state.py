@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class State:
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
         self._step_is_over = False  # staged amaxes may be committed
+        self.before_commit: list[Callable[[], None]] = []  # they stage amaxes from outside of graphs
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
         reference = weakref.ref(self)
 
@@ -100,6 +101,8 @@ class State:
             return
         self._step_is_over = False
         self._without_backward.clear()
+        for stage in self.before_commit:
+            stage()
         staged = self._staged_pages()
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import getitem
 from typing import Any, Final
 
 import torch
@@ -12,28 +11,20 @@ from torch import Tensor, fx
 
 from fp8graph.analysis.sent_weights import source_of_part
 from fp8graph.compat import autograd, fsdp
+from fp8graph.compat.ops import largest_of_each
 from fp8graph.ir import ops
 from fp8graph.ir.extra_inputs import QuantizedWeight
-from fp8graph.ir.nodes import aten, nodes
+from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.shards import Memory, quantizes_rows
 from fp8graph.runtime.staleness import Steps, storage_of, version
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
-
-
-class Memory:
-    """NaNs, one tensor for each dtype and device, which all parameters share that are not there in high precision."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-
-    def nan(self, size: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        known = self._known.get((dtype, device))
-        if known is None or known.numel() < size.numel():
-            known = self._known[dtype, device] = torch.full((size.numel(),), torch.nan, dtype=dtype, device=device)
-        return fsdp.view_of(known, size)
 
 
 class SentWeight:
@@ -44,16 +35,26 @@ class SentWeight:
         sharded: FSDP2's objects for ``weight.parameters``.
         compile: compiles a graph of dialect nodes into a function.
         memory: for what stands in the place of whole parameters.
+        state, names: of the backend, for delayed scaling.
     """
 
     def __init__(
-        self, weight: QuantizedWeight, sharded: Sequence[Any], steps: Steps, compile: Compile, memory: Memory
+        self,
+        weight: QuantizedWeight,
+        sharded: Sequence[Any],
+        *,
+        steps: Steps,
+        compile: Compile,
+        memory: Memory,
+        state: State,
+        names: Names,
     ) -> None:
         self.weight, self.sharded = weight, list(sharded)
         self._steps, self._compile, self._memory = steps, compile, memory
+        self._scaling_state, self._names = state, names
         (node,) = nodes(weight.quantizing, (ops.quantize,))
-        self._asked, kind = QuantizeNode(node).asked, QuantizeNode(node).kind
-        self.has_one_scale: Final = kind.one_scale
+        self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
+        self._pages = () if weight.page is None else (weight.page,)
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
@@ -62,6 +63,8 @@ class SentWeight:
         self.restored = False  # whole parameters are there, too: a graph reads them
         self._rows: list[dict[str, Tensor]] = []  # quantized rows of this rank, for each part
         self._made_of: list[Any] = []
+        self._amaxes: list[Tensor] = []  # [] FP32 each: with delayed scaling, of the quantized rows of each part
+        self._to_record: dict[int, bool] = {}  # part -> whether gradients were computed with it
         self._scales: Tensor | None = None  # [1, 2]
         self._scales_of: Any = None
         self.tensors: dict[str, Tensor] = {}  # the copies, by output name
@@ -81,6 +84,8 @@ class SentWeight:
         """From the next gather on. The whole parameters must not be there now."""
         count = len(self._parts)
         self._rows, self._made_of = [{} for _ in range(count)], [None] * count
+        if self._kind.has_state:
+            self._amaxes = [torch.zeros((), device=fsdp.shard_of(sharded).device) for sharded, _ in self._parts]
         self.tensors = {}
         self._functions = [self._around(part) for part in range(count)]
         for (sharded, _), functions in zip(self._parts, self._functions, strict=True):
@@ -92,11 +97,16 @@ class SentWeight:
         for (sharded, _), functions in zip(self._parts, self._functions, strict=False):
             fsdp.attach_again(sharded, *functions)
 
+    def stand_in(self) -> None:
+        """Put NaN in the place of the whole parameters, unless a graph reads them."""
+        for sharded in () if self.restored else self.sharded:
+            fsdp.stand_in(sharded, self._nan(sharded))
+
     def copies(self, weight: QuantizedWeight, parameters: Sequence[Any]) -> list[Tensor] | None:
         """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
         gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
         alike = self.weight.signature == weight.signature and {*weight.outputs} <= {*self.weight.made}
-        if not alike or len(gathered) != len(parameters):
+        if not alike or _scaled_by(self.weight) != _scaled_by(weight) or len(gathered) != len(parameters):
             return None
         if any(own is not given for own, given in zip(gathered, parameters, strict=True)):
             return None
@@ -109,18 +119,40 @@ class SentWeight:
 
     @property
     def waits_for_amax(self) -> bool:
-        """Whether its rows have changed since its scale was made."""
-        return self.has_one_scale and self._scales_of != self._state()
+        """Whether its rows have changed since its scale was made of the amax of all rows."""
+        return self._kind.own_scale and self._scales_of != self._state()
 
     def amax(self) -> Tensor:
         """[1]: of this rank's rows."""
         found: list[Tensor] = []
         with torch.no_grad():
             for sharded, casts in self._parts:
-                found.append(fsdp.largest(fsdp.shard_of(sharded).detach()))
+                found += largest_of_each([fsdp.shard_of(sharded).detach()])
                 for dtype in (sharded.param_dtype or sharded.orig_dtype, *casts):
                     found[-1] = found[-1].to(dtype)  # rounding keeps the order
         return reducible_amax(torch.stack(found).to(torch.float32))
+
+    def _delayed_scale(self) -> None:
+        """Take the scale from the scaling state, in which the last step is recorded first."""
+        self._scaling_state.commit()
+        self._scales, self._scales_of = history.read_scales(self._row(), copy=True), self._state()
+
+    def _row(self) -> Tensor:
+        """[1, 2 + length]: the weight's page of scaling state."""
+        owners = dict(zip(self.weight.parameters, map(fsdp.whole_of, self.sharded), strict=True))
+        args = [owners.get(index) for index in range(max(owners) + 1)]
+        (page,) = self._scaling_state.tensors(self._pages, args, self._names)
+        return page
+
+    def take_amaxes(self) -> tuple[Tensor, list[Tensor]] | None:
+        """Its page, and the amaxes of this rank's rows that are not recorded yet; None if there are none.
+
+        As for kept copies, an amax is recorded once for each update of the weight, if gradients were computed with it.
+        """
+        parts = [part for part, used in self._to_record.items() if used]
+        for part in parts:
+            del self._to_record[part]
+        return (self._row(), [self._amaxes[part] for part in parts]) if parts else None
 
     def set_amax(self, amax: Tensor) -> None:
         """``amax`` [1]: of all rows on all ranks."""
@@ -147,12 +179,19 @@ class SentWeight:
             # a graph that computes gradients may run before the next gather, or is about to run backward
             gradients = torch.is_grad_enabled() or autograd.in_backward() or sharded.post_forward_mesh_info is None
             self._received(part, outs, gradients)
+            if part in self._to_record:
+                self._to_record[part] |= gradients
+            freed = [self.tensors[name] for name in ("rowwise", "columnwise") if name in self.tensors and part == 0]
+            fsdp.frees(sharded, freed)
             if out is not None:
                 return self._restore(part) if self.restored else None
-            freed = [self.tensors[name] for name in ("rowwise", "columnwise") if name in self.tensors and part == 0]
-            return self._memory.nan(sharded._orig_size, param_dtype, outs[0].device), tuple(freed)
+            return self._nan(sharded), tuple(freed)
 
         return before, after
+
+    def _nan(self, sharded: Any) -> Tensor:
+        dtype = sharded.param_dtype or sharded.orig_dtype
+        return self._memory.nan(sharded._orig_size, dtype, fsdp.shard_of(sharded).device)
 
     @torch.no_grad()
     def _sent(self, part: int) -> list[Tensor]:
@@ -162,23 +201,28 @@ class SentWeight:
             if self.waits_for_amax:  # the first gather, or written to without a step
                 dist.all_reduce(amax := self.amax(), dist.ReduceOp.MAX, group=self.group)
                 self.set_amax(amax)
+            if self._kind.has_state and self._scales_of != state:
+                self._delayed_scale()
             sharded, casts = self._parts[part]
             rows = fsdp.shard_of(sharded).detach()
             made = self._rows[part]
             if not made:
-                tile_rows, tile_columns = (1, 1) if self.has_one_scale else self._asked.block
+                tile_rows, tile_columns = (1, 1) if self._kind.one_scale else self._asked.block
                 made["rowwise"] = torch.empty(rows.shape, dtype=self._asked.dtype, device=rows.device)
-                if not self.has_one_scale:
+                if not self._kind.one_scale:
                     like = self.weight.made_outputs()["rowwise_scale_inv"]
                     grid = rows.shape[0] // tile_rows, -(-rows.shape[1] // tile_columns)
                     made["rowwise_scale_inv"] = torch.empty(grid, dtype=like.dtype, device=rows.device)
-            inputs = [rows, *([] if self._scales is None else [self._scales]), *made.values()]
+            buffers = {**made, **({"amax": self._amaxes[part]} if self._amaxes else {})}
+            inputs = [rows, *([] if self._scales is None else [self._scales]), *buffers.values()]
             with autograd.without_autocast():
                 if part not in self._quantize:
                     dtypes = (sharded.param_dtype or sharded.orig_dtype, *casts)
-                    self._quantize[part] = self._compile(self._quantizing(dtypes, list(made)), inputs)
+                    self._quantize[part] = self._compile(quantizes_rows(self._asked, dtypes, list(buffers)), inputs)
                 self._quantize[part](*inputs)
             self._made_of[part] = state
+            if self._amaxes:
+                self._to_record[part] = False
             self.quantized += 1
         return list(self._rows[part].values())
 
@@ -203,22 +247,6 @@ class SentWeight:
             fsdp.detach(sharded)
         self._functions, self.restored = [], False
 
-    def _quantizing(self, dtypes: Sequence[torch.dtype], names: Sequence[str]) -> fx.GraphModule:
-        """A function of rows, their scale if they have one, and buffers for the results."""
-        graph, asked = fx.Graph(), self._asked
-        x = graph.placeholder("rows")
-        scales = graph.placeholder("scales") if self.has_one_scale else None
-        buffers = [graph.placeholder(name) for name in names]
-        for dtype in dtypes:
-            x = graph.call_function(_CONVERT, (x, dtype))
-        args = (x, asked.dtype, asked.power_2_scale, asked.amax_epsilon, [1, 1], [])
-        kwargs: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block), "scales": scales}
-        made = graph.call_function(ops.quantize, args, kwargs)
-        for index, buffer in enumerate(buffers):
-            graph.call_function(aten.copy_.default, (buffer, graph.call_function(getitem, (made, index))))
-        graph.output(())
-        return fx.GraphModule(torch.nn.Module(), graph)
-
     @torch.no_grad()
     def _received(self, part: int, outs: Sequence[Tensor], gradients: bool) -> None:
         """Put what was gathered into the copies that graphs take; dgrad's only if ``gradients`` may be computed."""
@@ -237,7 +265,7 @@ class SentWeight:
             writes.append((self.tensors["rowwise"][rows], data))
         if "columnwise" in wanted and gradients:
             writes.append((self.tensors["columnwise"][:, rows], data.t()))
-        if self.has_one_scale:
+        if self._kind.one_scale:
             assert self._scales is not None
             writes.append((self.tensors["scale_inv"], self._scales[0, 1].reshape(self.tensors["scale_inv"].shape)))
         else:
@@ -249,6 +277,12 @@ class SentWeight:
         with autograd.unnoticed_writes(list(self.tensors.values())):  # backward reads what was gathered again
             for target, source in writes:
                 _bytes(target).copy_(_bytes(source))
+
+
+def _scaled_by(weight: QuantizedWeight) -> Any:
+    """What its scale comes from: with delayed scaling, the amaxes of which ranks, by which recipe."""
+    page = weight.page
+    return page and (page.recipe, page.fp8_max, page.group)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ The whole parameter in high precision does not exist. What FSDP2 puts in its pla
 that all such parameters share and that holds NaN: code that reads it outside of the compiled graphs gets NaN.
 
 A weight is sent in FP8 from the first step of its optimizer on. With one scale for a whole tensor, the amaxes of all
-weights are then reduced over the ranks by one collective per step.
+weights are then reduced over the ranks by one collective per step; with delayed scaling, together with those of
+activations and gradients (``runtime/scaling_state.py``), where the scale comes from.
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fp8graph.compat import fsdp
+from fp8graph.compat import autograd, fsdp, ops
 from fp8graph.ir.extra_inputs import QuantizedWeight
+from fp8graph.numerics.history import HEADER
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.sent_weight import Compile, Memory, SentWeight
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.sent_weight import Compile, SentWeight
+from fp8graph.runtime.shards import Memory
 from fp8graph.runtime.staleness import Steps
 
 
 class SentWeights:
     """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
 
-    def __init__(self, steps: Steps, epoch: Epoch) -> None:
+    def __init__(self, steps: Steps, epoch: Epoch, state: State, names: Names) -> None:
         self._steps, self._epoch = steps, epoch
+        self._state, self._names = state, names
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
         self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]], Compile]] = []
@@ -85,8 +91,19 @@ class SentWeights:
         if not self._steps.listeners:
             listener: Any = torch.compiler.disable(self._after_step)
             self._steps.listeners.append(listener)
+            self._state.before_commit.append(self._stage)
+
+    def _stage(self) -> None:
+        """Stage the amaxes of delayed weights, which are then reduced over the ranks with those of the graphs."""
+        taken = [found for weight in self._alive() if (found := weight.take_amaxes()) is not None]
+        if taken:
+            pages = [page for page, _ in taken]
+            with torch.no_grad(), autograd.unnoticed_writes(pages):
+                amaxes = ops.largest_of_each([torch.stack(amaxes) for _, amaxes in taken])
+                ops.raise_each([page[0, HEADER] for page in pages], amaxes)
 
     def _after_step(self, optimizer: Optimizer) -> None:
+        self._state.commit()  # before weights are given back, whose amaxes it takes
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}  # no backward waits for these
 
         def free(sharded: Sequence[Any]) -> bool:
@@ -99,6 +116,7 @@ class SentWeights:
             elif free(weight.sharded):
                 weight.detach()
                 self._epoch.advance()
+        new = False
         for asked in list(self._asked):
             weight, references, compile = asked
             sharded = [x for reference in references if (x := reference()) is not None]
@@ -106,10 +124,21 @@ class SentWeights:
                 self._asked.remove(asked)
             elif free(sharded):
                 self._asked.remove(asked)
-                sent = SentWeight(weight, sharded, self._steps, compile, self._memory)
+                sent = SentWeight(
+                    weight,
+                    sharded,
+                    steps=self._steps,
+                    compile=compile,
+                    memory=self._memory,
+                    state=self._state,
+                    names=self._names,
+                )
                 sent.attach()
+                new = True
                 self._attached.append(weakref.ref(sent))
                 self._epoch.advance()
+        for weight in self._alive() if new else ():
+            weight.stand_in()  # in the memory of the largest
         waiting: dict[Any, list[SentWeight]] = {}
         for weight in self._alive():
             if weight.waits_for_amax and all(id(x.sharded_param) in held for x in weight.sharded):

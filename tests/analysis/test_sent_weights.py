@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8graph import Policy
 from fp8graph.analysis.sent_weights import why_not_sent
+from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.sources import graph_inputs
 from helpers import passed
 
@@ -34,7 +36,8 @@ def reasons(
     parameters = {
         node: index for node, index in graph_inputs(graph) if index is not None and index in found.known.parameters
     }
-    return [*why_not_sent(graph, parameters, dict.fromkeys(parameters.values(), shard)).values()]
+    known = dataclasses.replace(found.known, gathered=dict.fromkeys(parameters.values(), Shard(*shard)))
+    return [*why_not_sent(graph, parameters, dataclasses.replace(found, known=known)).values()]
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
@@ -50,7 +53,7 @@ def test_what_can_be_sent(recipe: str) -> None:
         (nn.Linear(256, 264), "tensorwise", (132, None), "it is padded"),
         (Twice(256, 256), "tensorwise", (128, None), "it is read in high precision too, by "),
         (Scaled(256, 256), "tensorwise", (128, None), "it is computed from more than matrices and casts"),
-        (nn.Linear(256, 256), "delayed", (128, None), "its scale is known to the graph alone"),
+        (nn.Linear(256, 256), "delayed", (128, None), "its amaxes are not reduced over the ranks that gather"),
         (nn.Linear(256, 256), "rowwise", (128, None), "its two layouts in FP8 are as many bytes"),
         (nn.Linear(256, 256), "mxfp8", (128, None), "its two layouts in FP8 are as many bytes"),
     ],

@@ -87,13 +87,14 @@ def test_modules_of_fsdp2_without_parameters_of_their_own(monkeypatch: pytest.Mo
 
 def _sharded_parameter(**changed: Any) -> _State:
     """What FSDP2 keeps of one [48, 32] on the first of two ranks."""
-    mesh = _State(size=lambda: 2)
+    mesh = _State(size=lambda: 2, get_group=lambda: _State(group_name="7"))
     values: dict[str, Any] = {
         "sharded_param": _State(_local_tensor=torch.ones(24, 32), requires_grad=True),
         "_unsharded_param": torch.ones(48, 32),
         "_orig_size": torch.Size((48, 32)), "mesh_info": mesh, "post_forward_mesh_info": mesh, "shard_mesh": mesh,
         "fsdp_placement": _State(dim=0), "offload_to_cpu": False, "is_dtensor": False, "orig_dtype": torch.float32,
         "param_dtype": None, "all_gather_outputs": [], "_init_extensions": lambda: None,
+        "init_all_gather_outputs": lambda *_: None, "free_unsharded_param": lambda: None,
         "sharded_state": _State(name="SHARDED"), "_module_info": _State(shared_modules=[]),
     }  # fmt: skip
     return _State(**values | changed)
@@ -132,14 +133,22 @@ def test_functions_of_others_and_other_torches() -> None:
 
 
 def test_functions_come_and_go() -> None:
-    sharded, owner = _sharded_parameter(all_gather_outputs=[1]), object()
+    sharded, owner = _sharded_parameter(all_gather_outputs=[1], _orig_size=torch.Size((48, 32))), object()
+    sharded.init_all_gather_outputs = lambda sizes, dtypes, ranks, _: setattr(
+        sharded, "all_gather_outputs", [torch.ones(sizes[0] * ranks, dtype=dtypes[0])]
+    )
+    whole = fsdp.whole_of(sharded)
     assert fsdp.owner_of(sharded) is None
     fsdp.attach(sharded, lambda: None, lambda: None, owner)
     assert fsdp.owner_of(sharded) is owner
-    assert (sharded.all_gather_outputs, hasattr(sharded, "_unsharded_param")) == ([], False)
-    assert fsdp.facts(sharded) == (24, f"torch {torch.__version__} has no FSDPParam._unsharded_param")
+    assert sharded.all_gather_outputs == []
+    assert fsdp.facts(sharded) == (24, None, "7")
+    fsdp.stand_in(sharded, torch.full((48, 32), torch.nan))
     fsdp.detach(sharded)
     assert fsdp.owner_of(sharded) is None
+    assert fsdp.whole_of(sharded) is whole  # in the memory that FSDP2 gathers into
+    assert whole.data_ptr() == sharded.all_gather_outputs[0].data_ptr()
+    assert (whole.shape, whole.sum()) == ((48, 32), 48 * 32)
 
 
 def test_memory_that_several_tensors_share() -> None:
@@ -147,7 +156,6 @@ def test_memory_that_several_tensors_share() -> None:
     a, b = fsdp.view_of(memory, torch.Size((4, 8))), fsdp.view_of(memory, torch.Size((2, 3)))
     assert a.data_ptr() == b.data_ptr() == memory.data_ptr()
     assert (a.shape, a.stride()) == ((4, 8), (8, 1))
-    assert fsdp.largest(torch.tensor([1.0, -3.0])) == 3.0
     a.untyped_storage().resize_(0)
     fsdp.allocate(a)
     assert a.untyped_storage().nbytes() >= a.nbytes

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fp8graph.compat import ops
-from fp8graph.compat.ops import copy_each, named_arguments, schema
+from fp8graph.compat.ops import copy_each, largest_of_each, named_arguments, raise_each, schema
 
 aten = torch.ops.aten
 
@@ -61,3 +61,18 @@ def test_a_scaled_matmul_decodes_and_rounds_once() -> None:
     assert torch.allclose(got, a.float() @ b.float().t(), rtol=1e-6, atol=1e-5)
     with pytest.raises((RuntimeError, ValueError, TypeError)):
         ops.scaled_mm(a.float(), b.t().float(), scale_a, scale_b, **settings)
+
+
+def test_magnitudes() -> None:
+    found = largest_of_each([torch.tensor([1.0, -3.0]), torch.tensor([2.0, torch.nan]), torch.ones(2, 2)])
+    assert [x.shape for x in found] == [()] * 3
+    assert (found[0], found[2]) == (3.0, 1.0)
+    assert found[1].isnan()
+
+
+def test_larger_ones_are_kept() -> None:
+    page = torch.zeros(3, 4)
+    raise_each([page[0, 2], page[1, 2]], [torch.tensor(2.0), torch.tensor(torch.nan)])
+    raise_each([page[0, 2]], [torch.tensor(1.0)])
+    assert page[0].tolist() == [0, 0, 2, 0]
+    assert page[1, 2].isnan()

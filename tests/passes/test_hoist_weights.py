@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.compat import aot
+from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
@@ -209,7 +210,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     [
         pytest.param({"settings": Settings(cache_weights=False)}, id="by the user"),
         pytest.param({"parameters": {}}, id="no parameter"),
-        pytest.param({"gathered": {0: (24, None)}}, id="gathered by FSDP2"),
+        pytest.param({"gathered": {0: Shard(24, None)}}, id="gathered by FSDP2"),
         pytest.param({"subgraph": True}, id="the body of a higher-order op"),
     ],
 )
@@ -222,7 +223,7 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
 
 
 def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)})
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)})
     next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
     hoist_weights(graph, found)
     (weight,) = found.sendable
@@ -230,14 +231,14 @@ def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
 
 
 def test_what_fsdp2_gathered_in_fp8_is_taken() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)}, sent=frozenset({0}))
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
     hoist_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     assert (len(found.weights), found.sendable, found.read) == (1, (), frozenset())
 
 
 def test_a_reader_in_high_precision_is_found() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: (24, None)}, sent=frozenset({0}))
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
     (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
     output.args = ([*output.args[0], parameter],)
     hoist_weights(graph, found)

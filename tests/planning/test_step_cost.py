@@ -77,7 +77,7 @@ RUN: dict[int, list[tuple[str, str | None]]] = {
     3: [("fsdp", None)],  # sizes that 3 does not divide are padded
     4: [
         ("ddp", None),
-        *(("fsdp", recipe) for recipe in (None, "tensorwise")),
+        *(("fsdp", recipe) for recipe in (None, "tensorwise", "delayed")),
         ("tp", None),
         *(("tp and sp", recipe) for recipe in (None, "tensorwise")),
         *(("fsdp and tp", recipe) for recipe in (None, "delayed")),

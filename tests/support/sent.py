@@ -77,6 +77,7 @@ def train(
     checkpointed: bool = False,
     accumulated: bool = False,
     offload: bool = False,
+    compiled_step: bool = False,
     event: str = "",
 ) -> tuple[dict[str, Any], fp8graph.Backend, weakref.ref[nn.Module]]:
     """Some steps of training and evaluation; ``event`` happens before the third."""
@@ -101,6 +102,7 @@ def train(
     for layer in model.layers:
         layer.compile(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    take_step: Any = torch.compile(optimizer.step, backend="eager") if compiled_step else optimizer.step
     generator = torch.Generator().manual_seed(rank)
     found: dict[str, Any] = {"losses": [], "evaluated": [], "bytes": []}
     for step in range(STEPS):
@@ -116,7 +118,7 @@ def train(
         found["bytes"].append(counting.sent - before)
         if step == STEPS - 1:
             found["gradients"] = {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # pyright: ignore
-        optimizer.step()
+        take_step()
         optimizer.zero_grad()
         with torch.no_grad():
             found["evaluated"].append(model(x).float().square().mean().item())
@@ -125,6 +127,7 @@ def train(
     found["reasons"] = {r.fqn: r.reason for r in refusals if r.what == "kept weight"}
     found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
     found["gemms"] = len(backend.report.gemms)
+    found["state"] = dict(backend.state_dict())
     found["quantized"] = backend._shared.sent.quantized
     found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
     return found, backend, weakref.ref(model.layers[0])
@@ -145,7 +148,7 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
 
 def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gathered in high precision, and in FP8."""
-    return run(rank, recipe, False, **settings), run(rank, recipe, True, **settings)
+    return run(rank, recipe, False, **{**settings, "compiled_step": False}), run(rank, recipe, True, **settings)
 
 
 def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[str]]:
