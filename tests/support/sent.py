@@ -148,7 +148,7 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
 
 def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Gathered in high precision, and in FP8."""
-    return run(rank, recipe, False, **{**settings, "compiled_step": False}), run(rank, recipe, True, **settings)
+    return run(rank, recipe, False, **settings), run(rank, recipe, True, **settings)
 
 
 def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[str]]:
