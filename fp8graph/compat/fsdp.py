@@ -60,6 +60,12 @@ def meshes(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def _sharded_parameters() -> Iterator[Any]:
+    for group in _groups():
+        yield from _read(group, "fsdp_params")
+
+
+def _groups() -> Iterator[Any]:
+    """The sets of parameters that FSDP2 gathers together."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nobody uses it
     if fsdp is None or not dist.is_available():
         return
@@ -73,8 +79,7 @@ def _sharded_parameters() -> Iterator[Any]:
         return
     for module, reference in list(states.items()):
         if isinstance(module, fsdp.FSDPModule) and (state := reference()) is not None:
-            for group in _parameter_groups(state):
-                yield from _read(group, "fsdp_params")
+            yield from _parameter_groups(state)
 
 
 def why_not_in_fp8(sharded: Any) -> str | None:
@@ -118,6 +123,19 @@ def shard_of(sharded: Any) -> Tensor:
 def whole_of(sharded: Any) -> Tensor:
     """The whole parameter, whether it is there now or not: an object that stays the same from gather to gather."""
     return sharded._unsharded_param
+
+
+def group_of(sharded: Any) -> Any:
+    """What FSDP2 gathers together with the parameter."""
+    return next(group for group in _groups() if sharded in group.fsdp_params)
+
+
+def is_kept(group: Any) -> bool:
+    """Whether the whole parameters of ``group`` stay after forward: backward does not gather them again.
+
+    So it is, unless said otherwise, for the module that FSDP2 was told of last. The parameters do not know it.
+    """
+    return group.post_forward_mesh_info is None
 
 
 def is_gathered(sharded: Any) -> bool:
@@ -194,6 +212,11 @@ def allocate(x: Tensor) -> None:
     storage, size = x.untyped_storage(), x.numel() * x.itemsize
     if storage.size() < size:
         storage.resize_(size)
+
+
+def free(x: Tensor) -> None:
+    """Free the tensor's memory, which :func:`allocate` gives back."""
+    x.untyped_storage().resize_(0)
 
 
 def view_of(memory: Tensor, size: torch.Size) -> Tensor:

@@ -18,6 +18,7 @@ from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
+from fp8graph.runtime.gathered_copies import GatheredCopies
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.shards import Memory, quantizes_rows
@@ -58,6 +59,7 @@ class SentWeight:
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
+        self._groups = [fsdp.group_of(sharded) for sharded, _ in self._parts]
         self._functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         self._quantize: dict[int, Callable[..., Any]] = {}  # by part
         self.restored = False  # whole parameters are there, too: a graph reads them
@@ -67,7 +69,6 @@ class SentWeight:
         self._to_record: dict[int, bool] = {}  # part -> whether gradients were computed with it
         self._scales: Tensor | None = None  # [1, 2]
         self._scales_of: Any = None
-        self.tensors: dict[str, Tensor] = {}  # the copies, by output name
         self.quantized = 0
 
     @property
@@ -86,7 +87,8 @@ class SentWeight:
         self._rows, self._made_of = [{} for _ in range(count)], [None] * count
         if self._kind.has_state:
             self._amaxes = [torch.zeros((), device=fsdp.shard_of(sharded).device) for sharded, _ in self._parts]
-        self.tensors = {}
+        sizes = [sharded._orig_size[0] for sharded, _ in self._parts]
+        self._copies = GatheredCopies(self.weight, sizes, fsdp.shard_of(self.sharded[0]).device)
         self._functions = [self._around(part) for part in range(count)]
         for (sharded, _), functions in zip(self._parts, self._functions, strict=True):
             fsdp.attach(sharded, *functions, owner=self)
@@ -105,12 +107,17 @@ class SentWeight:
     def copies(self, weight: QuantizedWeight, parameters: Sequence[Any]) -> list[Tensor] | None:
         """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
         gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
-        alike = self.weight.signature == weight.signature and {*weight.outputs} <= {*self.weight.made}
-        if not alike or _scaled_by(self.weight) != _scaled_by(weight) or len(gathered) != len(parameters):
+        if self.weight.signature != weight.signature or _scaled_by(self.weight) != _scaled_by(weight):
             return None
-        if any(own is not given for own, given in zip(gathered, parameters, strict=True)):
+        if len(gathered) != len(parameters) or any(a is not b for a, b in zip(gathered, parameters, strict=True)):
             return None
-        return [self.tensors[name] for name in weight.outputs]
+        if not {*weight.outputs} <= {*self.weight.made}:  # of a graph for training, after one for evaluation
+            if not {*self.weight.made} <= {*weight.made}:
+                return None
+            self.weight, backward = weight, any(map(fsdp.is_kept, self._groups))
+            self._copies.widen(weight, backward=backward)
+            fsdp.frees(self._parts[0][0], self._copies.kept(backward=backward))
+        return [self._copies.tensors[name] for name in weight.outputs]
 
     @property
     def group(self) -> Any:
@@ -176,12 +183,12 @@ class SentWeight:
 
         def after(outs: Sequence[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
             sharded, _ = self._parts[part]
-            # a graph that computes gradients may run before the next gather, or is about to run backward
-            gradients = torch.is_grad_enabled() or autograd.in_backward() or sharded.post_forward_mesh_info is None
-            self._received(part, outs, gradients)
+            # backward is about to run, or may run before the next gather
+            backward = autograd.in_backward() or fsdp.is_kept(self._groups[part])
+            self._copies.receive(part, outs, self._scales, backward=backward)
             if part in self._to_record:
-                self._to_record[part] |= gradients
-            freed = [self.tensors[name] for name in ("rowwise", "columnwise") if name in self.tensors and part == 0]
+                self._to_record[part] |= backward or torch.is_grad_enabled()
+            freed = self._copies.kept(backward=backward) if part == 0 else []
             fsdp.frees(sharded, freed)
             if out is not None:
                 return self._restore(part) if self.restored else None
@@ -247,43 +254,8 @@ class SentWeight:
             fsdp.detach(sharded)
         self._functions, self.restored = [], False
 
-    @torch.no_grad()
-    def _received(self, part: int, outs: Sequence[Tensor], gradients: bool) -> None:
-        """Put what was gathered into the copies that graphs take; dgrad's only if ``gradients`` may be computed."""
-        wanted, device = self.weight.made_outputs(), outs[0].device
-        data = outs[0].view(self._asked.dtype)
-        alone = len(self._parts) == 1
-        for name, like in wanted.items():
-            if name not in self.tensors:
-                zero_copy = alone and name == "rowwise"
-                self.tensors[name] = data if zero_copy else torch.empty(like.shape, dtype=like.dtype, device=device)
-            fsdp.allocate(self.tensors[name])
-        start = sum(sharded._orig_size[0] for sharded, _ in self._parts[:part])
-        rows = slice(start, start + data.shape[0])
-        writes: list[tuple[Tensor, Tensor]] = []
-        if not alone:
-            writes.append((self.tensors["rowwise"][rows], data))
-        if "columnwise" in wanted and gradients:
-            writes.append((self.tensors["columnwise"][:, rows], data.t()))
-        if self._kind.one_scale:
-            assert self._scales is not None
-            writes.append((self.tensors["scale_inv"], self._scales[0, 1].reshape(self.tensors["scale_inv"].shape)))
-        else:
-            first = start // self._asked.block[0]
-            tiles = slice(first, first + outs[1].shape[0])
-            writes.append((self.tensors["rowwise_scale_inv"][tiles], outs[1]))
-            if "columnwise_scale_inv" in wanted:
-                writes.append((self.tensors["columnwise_scale_inv"][:, tiles], outs[1].t()))
-        with autograd.unnoticed_writes(list(self.tensors.values())):  # backward reads what was gathered again
-            for target, source in writes:
-                _bytes(target).copy_(_bytes(source))
-
 
 def _scaled_by(weight: QuantizedWeight) -> Any:
     """What its scale comes from: with delayed scaling, the amaxes of which ranks, by which recipe."""
     page = weight.page
     return page and (page.recipe, page.fp8_max, page.group)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.itemsize == 1 else x

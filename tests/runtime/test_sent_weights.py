@@ -31,6 +31,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "delayed, compiled step": ("delayed", {"compiled_step": True}),
         "delayed, generated": ("delayed", {"compiler": "inductor"}),
         "not resharded": ("blockwise", {"reshard": False}),
+        "gathered together": ("tensorwise", {"together": True}),
         "in FP32": ("tensorwise", {"param_dtype": None}),
         "checkpointed": ("tensorwise", {"checkpointed": True}),
         "accumulated": ("tensorwise", {"accumulated": True}),
@@ -181,3 +182,21 @@ def test_layers_share_code(tmp_path: Path) -> None:
                 counts, names = found[f"{recipe} {layers}"]
                 assert counts == [2, 4, 4]
                 assert names == [f"layers.{i}.{name}" for i in range(layers) for name in ("gate", "up", "down")]
+
+
+def test_memory_of_a_layer_while_it_runs(tmp_path: Path) -> None:
+    """One byte for each number in forward; in backward, fprop's and dgrad's. Evaluation came first, and is as wide.
+
+    What stands for whole parameters, as large as the largest, is counted in each layer: 2/3 of a byte here.
+    """
+    import sent
+
+    calls = {
+        f"{recipe} {on}": (sent.peaks, (recipe, on)) for recipe in ("tensorwise", "delayed") for on in (False, True)
+    }
+    for found in run_ranks(run_each, 2, tmp_path, calls):
+        for recipe in ("tensorwise", "delayed"):
+            before, after = (found[f"{recipe} {in_fp8}"] for in_fp8 in (False, True))
+            # bf16 and FP8 of the widest; backward: and the gradients, in bf16
+            assert before == pytest.approx([2 + 2 / 3, 2 + 2 / 3, 5 + 1 / 3], abs=0.1)
+            assert after == pytest.approx([1 + 2 / 3, 1 + 2 / 3, 3 + 1 / 3], abs=0.12)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph.backend.codegen import run_eagerly
+from fp8graph.compat import fsdp
 from helpers import Counting as Generations
 
 STEPS = 4
@@ -78,6 +84,7 @@ def train(
     accumulated: bool = False,
     offload: bool = False,
     compiled_step: bool = False,
+    together: bool = False,
     event: str = "",
 ) -> tuple[dict[str, Any], fp8graph.Backend, weakref.ref[nn.Module]]:
     """Some steps of training and evaluation; ``event`` happens before the third."""
@@ -95,10 +102,14 @@ def train(
     if offload:
         settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     counting = Counting()
-    for layer in model.layers:
+    if together:  # the root is not resharded after forward, by default
+        del settings["reshard_after_forward"]
+    for layer in () if together else model.layers:
         sharded: Any = fully_shard(layer, **settings)
         sharded.set_custom_all_gather(counting)
     root: Any = fully_shard(model, **settings)
+    if together:
+        root.set_custom_all_gather(counting)
     for layer in model.layers:
         layer.compile(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -172,3 +183,73 @@ def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[st
         optimizer.zero_grad()
         counts.append(len(backend.generated))
     return counts, list(dict.fromkeys(gemm.fqn for gemm in backend.report.gemms))
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most memory that the tensors of a graph take at once: its inputs, and what it computes."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._storages: dict[StorageWeakRef, int] = {}
+        self.peak = 0
+        self._count(inputs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self._count(results)
+        return results
+
+    def _count(self, tensors: Any) -> None:
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._storages[StorageWeakRef(tensor.untyped_storage())] = tensor.untyped_storage().nbytes()
+        self._storages = {key: size for key, size in self._storages.items() if not key.expired()}
+        self.peak = max(self.peak, sum(self._storages.values()))
+
+
+class Measuring(fp8graph.Backend):
+    """Runs graphs as they are, and measures the peak of each run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compiler="eager", **kwargs)
+        self.peaks: list[int] = []
+
+    @property
+    def inner_compile(self) -> Callable[..., Any]:
+        def compile(module: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
+            run: Any = run_eagerly(module, inputs)
+
+            def measured(args: list[Any]) -> Any:
+                with PeakMemory([args, [x.all_gather_outputs for x in fsdp.gathered().values()]]) as memory:
+                    results = run(args)
+                self.peaks.append(memory.peak)
+                return results
+
+            measured._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
+            return measured
+
+        return compile
+
+
+def peaks(rank: int, recipe: str, in_fp8: bool) -> list[float]:
+    """Bytes for each number of a layer's matrices: the most at once in evaluation, in forward and in backward."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    backend = Measuring(recipe=recipe, cache_weights=in_fp8)
+    model = nn.ModuleDict({"layer": (layer := Block(512, 1024))})
+    backend.bind(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(
+        layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=True
+    )
+    layer.compile(backend=backend)
+    optimizer = torch.optim.SGD(layer.parameters())
+    for _ in range(3):
+        backend.peaks.clear()
+        x = torch.randn(8, 512, requires_grad=True)
+        with torch.no_grad():
+            layer(x)
+        layer(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [peak / (3 * 512 * 1024) for peak in backend.peaks]
