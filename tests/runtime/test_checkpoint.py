@@ -16,7 +16,7 @@ import checkpointing
 from fp8graph import Backend, StateError
 from ranks import run_each, run_ranks
 
-KINDS = [*checkpointing.KINDS, checkpointing.IN_FP8]
+KINDS = [*checkpointing.KINDS, checkpointing.WITHOUT_STATE]
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed"),
@@ -145,8 +145,8 @@ def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any,
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
 def test_resuming_with_gathers_in_fp8(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
     """FP8 shards are no state: they are made from the loaded weights. Other ranks quantize other rows of a batch."""
-    of_ranks = [found["saved"][checkpointing.IN_FP8] for found in (two if before == 2 else four)[1]]
-    results = [found[f"of {before}"][checkpointing.IN_FP8] for found in (two_again if after == 2 else four[1])]
+    of_ranks = [found["saved"][checkpointing.WITHOUT_STATE] for found in (two if before == 2 else four)[1]]
+    results = [found[f"of {before}"][checkpointing.WITHOUT_STATE] for found in (two_again if after == 2 else four[1])]
     assert all(found["sent"] > 0 for found in of_ranks)
     expected, got = (
         [statistics.mean(x) for x in zip(*(r["losses"] for r in each), strict=True)] for each in (of_ranks, results)

@@ -18,8 +18,8 @@ import fp8graph
 import parallelism
 
 RECIPE = fp8graph.DelayedScaling(amax_history_len=4)
-KINDS = ["ddp", "fsdp"]  # with delayed scaling
-IN_FP8 = "fsdp, gathered in FP8"  # with tensorwise scaling, which has no state
+KINDS = ["ddp", "fsdp"]  # with delayed scaling; FSDP2 gathers its weights in FP8
+WITHOUT_STATE = "fsdp, tensorwise"  # gathers in FP8 as well; this recipe keeps no state
 
 
 class Run:
@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, how: str, recipe: Any = RECIPE) -> None:
         """``how``: see ``parallelism.parallelize``; "alone" is one process without a process group."""
-        if how == IN_FP8:
+        if how == WITHOUT_STATE:
             how, recipe = "fsdp", "tensorwise"
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
