@@ -23,7 +23,7 @@ class CollectiveRecord:
 class RefusalRecord:
     """A rewrite that a pass did not make for one layer, and why."""
 
-    what: str  # "one GEMM", "kept weight", "FP8 activation", "quantized again" or "FP8"
+    what: str  # "one GEMM", "kept weight", "FP8 activation", "FP32 gradient", "quantized again" or "FP8"
     fqn: str
     index: int  # among the sites of one module
     reason: str

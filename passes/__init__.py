@@ -13,6 +13,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
+from fp8graph.passes.accumulate_wgrad import accumulate_wgrad
 from fp8graph.passes.assign import assign
 from fp8graph.passes.connect_scales import connect_scales
 from fp8graph.passes.fold import fold
@@ -46,6 +47,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     fuse_linears,
     hoist_weights,
     connect_scales,
+    accumulate_wgrad,
     save_for_backward,
 )
 

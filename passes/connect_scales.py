@@ -32,7 +32,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, nodes, runs_without_gradients, value
@@ -111,7 +111,7 @@ def _connect(
         # forward's scales are needed in backward, after the update; backward's until its end
         copy = record and not layout.backward
         scales = insert(graph, ops.read_scales, (page, copy), like=first, made_by=_NAME, name="scales")
-    _belongs(scales, tag)
+    set_direction(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, entry in enumerate(entries):
         for user in entry.users:
@@ -133,7 +133,7 @@ def _record(graph: fx.Graph, update: _Update) -> None:
     (output,) = graph.find_nodes(op="output")
     with graph.inserting_before(output):
         copy = insert(graph, aten.copy_.default, (update.page, new), like=update.like, made_by=_NAME)
-    _belongs(copy, tag and ("must_be_in_backward" if update.layout.backward else "must_be_in_forward"))
+    set_direction(copy, tag and ("must_be_in_backward" if update.layout.backward else "must_be_in_forward"))
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def _at_the_end(graph: fx.Graph, like: fx.Node) -> Generator[None]:
     with graph.inserting_before(output):
         yield
     for node in set(graph.nodes) - before:
-        _belongs(node, like.meta.get("partitioner_tag"))
+        set_direction(node, like.meta.get("partitioner_tag"))
 
 
 def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
@@ -173,14 +173,6 @@ def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
 
     # the user's functions are not ops: their traces go into the graph
     return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))
-
-
-def _belongs(node: fx.Node, tag: str | None) -> None:
-    """Put an inserted node into forward or backward, outside any activation checkpointing region."""
-    for key in ("recompute", "ac_graph_id", "partitioner_tag"):
-        node.meta.pop(key, None)
-    if tag is not None:
-        node.meta["partitioner_tag"] = tag
 
 
 def _first_operation(graph: fx.Graph) -> fx.Node:

@@ -57,7 +57,7 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
             if len(linears) > 1 and not any(linear in several for several in joined):
                 compilation.refuse("one GEMM", linear.site, linear.refusal or why_apart(linear, linears))
     for linears in joined:
-        multiplied = list(_group(graph, linears))
+        multiplied = list(_group(graph, linears, compilation))
         for linear in linears:
             others = tuple(x.site.fqn.rpartition(".")[2] for x in linears if x is not linear)
             for gemm in multiplied:
@@ -73,7 +73,7 @@ def _dgrads(linears: Sequence[Linear]) -> list[fx.Node]:
     return [linear.gemms["dgrad"] for linear in linears if "dgrad" in linear.gemms]
 
 
-def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
+def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation) -> Iterator[GemmName]:
     """Turn the first linear's nodes into those of the group. Yields the GEMMs that are now fused."""
     sizes = [linear.size for linear in linears]
     for place, quantized in linears[0].quantized().items():
@@ -82,7 +82,10 @@ def _group(graph: fx.Graph, linears: Sequence[Linear]) -> Iterator[GemmName]:
     for gemm, first in linears[0].gemms.items():
         others = [linear.gemms[gemm] for linear in linears[1:]]
         if gemm == "fprop" and not can_be_slices([first, *others]):
-            _multiply_apart(graph, [first, *others], sizes)
+            _multiply_apart(graph, [first, *others], sizes, "b")
+            continue
+        if gemm == "wgrad" and compilation.known.settings.accumulate_wgrad:  # each is added to a gradient of its own
+            _multiply_apart(graph, [first, *others], sizes, "a")
             continue
         biases = [named_arguments(node)["bias"] for node in (first, *others)]
         if None not in biases:
@@ -130,11 +133,11 @@ def _parts(
             yield insert(graph, aten.slice.Tensor, args, like=node, made_by=_NAME, name=f"{node.name}_part")
 
 
-def _multiply_apart(graph: fx.Graph, fprops: Sequence[fx.Node], sizes: Sequence[int]) -> None:
-    """Let each fprop take its rows of the joined weight."""
-    for name in ("b", "scale_inv_b"):  # data [N, K], scales [N / tile, K / tile] or one
-        joined = cast(fx.Node, named_arguments(fprops[0])[name])
+def _multiply_apart(graph: fx.Graph, gemms: Sequence[fx.Node], sizes: Sequence[int], side: str) -> None:
+    """Let each GEMM take its rows of the joined weight, or of the joined gradient's columnwise copy."""
+    for name in (side, f"scale_inv_{side}"):  # data [N, K], scales [N / tile, K / tile] or one
+        joined = cast(fx.Node, named_arguments(gemms[0])[name])
         rows = value(joined).shape[0] if value(joined).ndim == 2 else 0
-        parts = _parts(graph, joined, fprops, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
-        for node, part in zip(fprops, parts or [joined] * len(fprops), strict=True):
+        parts = _parts(graph, joined, gemms, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
+        for node, part in zip(gemms, parts or [joined] * len(gemms), strict=True):
             set_argument(node, name, part)

@@ -47,7 +47,7 @@ class Backend:
         recipe: the recipe of that default policy: "mxfp8" if the target or this machine's GPU is an NVIDIA one
             that supports it, else "tensorwise". Together with ``policy``, it replaces the policy's default recipe.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
-            cache_weights, save, save_activations_in_fp8, fuse_linears.
+            cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad.
 
     A backend keeps no model and no compiled code alive. Compiled code, the data prepared for its calls and the FP8
     copies of weights are freed with the model and by ``torch._dynamo.reset()``. Scaling state, and the names that
@@ -219,6 +219,7 @@ class Backend:
             pass_seconds=self.pass_seconds,
             weights=len(self.weights) + len(self._shared.sent),
             weight_bytes=self.weights.bytes + self._shared.sent.bytes,
+            gradient_bytes=self._shared.main_grads.bytes,
         )
 
     def check_call(self, *, second: bool, empty: bool) -> None:

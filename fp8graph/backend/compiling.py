@@ -64,6 +64,7 @@ class Compiler:
             amax_group=situation.amax_group,
             spares=SpareInputs(indices=range(first, first + spares)),
             gathered=graph.gathered,
+            gradients=graph.accumulates,
             sent=situation.sent,
             parameters=graph.parameters(names),
         )

@@ -21,6 +21,7 @@ from fp8graph.models.general import families_of
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
+from fp8graph.runtime.main_grads import why_not_accumulated
 
 
 class DynamoGraph:
@@ -41,6 +42,10 @@ class DynamoGraph:
         whole = fsdp.gathered()
         self.gathered = {
             index: fsdp.facts(whole[key]) for index in self._parameters if (key := id(example_inputs[index])) in whole
+        }
+        self.accumulates = {
+            index: why_not_accumulated(example_inputs[index], gathered=index in self.gathered)
+            for index in self._parameters
         }
         # for variants that are compiled later; the real inputs must not be kept alive
         self.fake_inputs = [
@@ -104,6 +109,7 @@ class DynamoGraph:
         regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
         digest.update(repr((self._parameters, sorted(self.gathered.items()))).encode())
+        digest.update(repr(sorted(self.accumulates.items())).encode())
         for node in self.module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""

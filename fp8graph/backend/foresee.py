@@ -33,7 +33,7 @@ _MATMULS: Final[Mapping[str, Op]] = {
 
 
 def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int:
-    """The number of FP8 copies of weights, of their scales and of pages of scaling state that ``module`` may take."""
+    """How many FP8 copies of weights, their scales, pages of scaling state and gradients ``module`` may take."""
     if known.subgraph:
         return 0
     parameters = _parameters(module, known)
@@ -47,6 +47,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
     names = names_of([site.place for _, site in found], parameters.values())
     weights: dict[Any, int] = {}  # the weights that become one copy -> the number of its tensors
     pages: set[Any] = set()
+    gradients: set[Any] = set()
     for (node, site), (fqn, index) in zip(found, names, strict=True):
         site.fqn, site.index = fqn, index
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
@@ -61,6 +62,8 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
                 if known.settings.cache_weights and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
+            if known.settings.accumulate_wgrad and training and recipes["wgrad"] is not None:
+                gradients.add(site.parameter)
             for recipe in recipes.values():
                 if isinstance(recipe, DelayedScaling):
                     pages |= {
@@ -69,7 +72,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
                         if (training or operand == "input")
                         and (operand != "weight" or not known.settings.cache_weights or site.parameter is None)
                     }
-    return sum(weights.values()) + len(pages)
+    return sum(weights.values()) + len(pages) + len(gradients - {None})
 
 
 def _outputs(recipe: Recipe, *, layouts: int) -> int:

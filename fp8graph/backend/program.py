@@ -92,9 +92,10 @@ class Program:
         if self._shared.schedule.due:
             self._shared.schedule.advance()
         call = self._prepared.get(args, (current_region(), self._shared.groups.now())) or self._prepare(args)
-        if call.pages is None:
-            return call.run(*args, *call.more)
-        return self._run_with_state(call, args)
+        results = call.run(*args, *call.more) if call.pages is None else self._run_with_state(call, args)
+        if call.gradients:
+            self._shared.main_grads.watch(results, [args[index] for index in call.gradients])
+        return results
 
     def _prepare(self, args: Sequence[Any]) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
@@ -122,18 +123,22 @@ class Program:
         if copies:
             kept = iter(weights)
             weights = [x for w in findings.weights for x in copies.get(w) or [next(kept) for _ in w.outputs]]
+        gradients = tuple(gradient.parameter for gradient in findings.gradients)
+        buffers = shared.main_grads.tensors([args[index] for index in gradients])
+        more = [*weights, *pages, *buffers]
         # without copies, pages and names that matter, the call is prepared for any parameters
         by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
-        known = bool(findings.weights or pages or by_name or self._graph.gathered)
+        known = bool(more or by_name or self._graph.gathered)
         call = Prepared(
             run=variant.run,
-            more=[*weights, *pages, *[self._empty] * (variant.spares - len(weights) - len(pages))],
+            more=[*more, *[self._empty] * (variant.spares - len(more))],
             pages=slice(len(weights), len(weights) + len(pages)) if pages or variant.reduces else None,
             layouts=findings.pages,
+            gradients=gradients,
             reduces=variant.reduces,
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
-            unchanged=shared.weights.unchanged(findings.own_weights, args),
+            unchanged=shared.main_grads.check(gradients, shared.weights.unchanged(findings.own_weights, args)),
         )
         self._prepared.keep(args, (situation.region, situation.amax_group), call)
         return call

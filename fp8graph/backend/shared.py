@@ -15,6 +15,7 @@ from fp8graph.backend.policies import Policies
 from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.scaling_state import State
@@ -56,6 +57,7 @@ class Shared:
     state: State
     weights: Weights
     sent: SentWeights
+    main_grads: MainGrads = field(default_factory=MainGrads)
     groups: RankGroups = field(default_factory=RankGroups)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 

@@ -29,6 +29,11 @@ def after_optimizer_steps(owner: object, hook: Callable[..., None]) -> None:
     weakref.finalize(owner, _hooks_of_the_dead.append, register_optimizer_step_post_hook(hook))
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of Python wait for the gradient of a leaf. (Those of DDP are C++, and cannot be seen.)"""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
     return torch._C._current_graph_task_id() != -1

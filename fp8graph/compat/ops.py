@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["OpOverload", "copy_each", "named_arguments", "pytree", "scaled_grouped_mm", "scaled_mm", "schema"]
+__all__ = [
+    "HAS_SCALED_ADDMM",
+    "OpOverload",
+    "copy_each",
+    "named_arguments",
+    "pytree",
+    "scaled_addmm",
+    "scaled_grouped_mm",
+    "scaled_mm",
+    "schema",
+]
 
 
 def scaled_mm(
@@ -25,6 +35,18 @@ def scaled_mm(
 ) -> Tensor:
     """``(a * scale_a) @ (b * scale_b) + bias``: a [m, k] row-major, b [k, n] column-major, both FP8 or FP4."""
     return torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+HAS_SCALED_ADDMM: Final = hasattr(torch.nn.functional, "scaled_addmm")  # from torch 2.15 on
+
+
+def scaled_addmm(
+    addend: Tensor, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, use_fast_accum: bool
+) -> Tensor:
+    """``addend + (a * scale_a) @ (b * scale_b)`` in one kernel: addend [m, n] FP32, one scale for each operand."""
+    functional: Any = torch.nn.functional
+    kind = functional.ScalingType.TensorWise
+    return functional.scaled_addmm(addend, a, b, scale_a, kind, scale_b, kind, use_fast_accum=use_fast_accum)
 
 
 def scaled_grouped_mm(

@@ -110,6 +110,11 @@ class Hardware:
         return False
 
     @classmethod
+    def adds(cls, gemm: str) -> bool:
+        """Whether that kernel can add its result to an FP32 tensor."""
+        return False
+
+    @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Data and scales of one operand in the types and the order in which torch._scaled_mm reads them."""
         return data, scale_inv
@@ -130,6 +135,7 @@ class Hardware:
         block_b: Sequence[int] = (),
         global_scale_inv_a: Tensor | None = None,
         global_scale_inv_b: Tensor | None = None,
+        addend: Tensor | None = None,
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
@@ -142,17 +148,21 @@ class Hardware:
             bias: [n] in ``out_dtype`` (bf16 or fp16), or None.
             scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
             global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
+            addend: FP32 [m, n], added to an FP32 result; there is no bias then.
         """
         kind = SCALINGS[scaling]
         gemm = kind.gemm
         if not cls.has_kernel(gemm):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
-            return matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
+            result = matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
+            return result if addend is None else addend + result
         data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
         data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
         if scales_a.ndim != scales_b.ndim:  # [] (own amax) and [1] (table): Inductor's templates want one shape
             scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
+        if addend is not None and cls.adds(gemm):
+            return ops.scaled_addmm(addend, data_a, data_b.t(), scales_a, scales_b, use_fast_accum=use_fast_accum)
         two_levels = global_scale_inv_a is not None and global_scale_inv_b is not None
         result = ops.scaled_mm(
             data_a,  # [m, k] row-major
@@ -166,7 +176,7 @@ class Hardware:
         if two_levels:  # v1 of torch's op has no place for the global scales
             result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
             result = (result if bias is None else result + bias).to(out_dtype)
-        return result
+        return result if addend is None else addend + result
 
     @classmethod
     def scaled_grouped_mm(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import torch_build
+from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
 from fp8graph.numerics.scalings import SCALINGS
@@ -174,6 +175,10 @@ class NVIDIA(Hardware):
     @classmethod
     def has_kernel(cls, gemm: str) -> bool:
         return gemm in _ALIGNMENT
+
+    @classmethod
+    def adds(cls, gemm: str) -> bool:
+        return gemm == "tensor" and HAS_SCALED_ADDMM
 
     @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight, SpareInputs
+from fp8graph.ir.extra_inputs import Gradient, PageLayout, QuantizedWeight, SpareInputs
 from fp8graph.ir.nodes import value
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
@@ -35,6 +35,8 @@ class Known:
     # parameters that are whole only while the graph runs (FSDP2): what is known of their shards
     gathered: Mapping[int, Shard] = field(default_factory=dict[int, Shard])
     sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
+    # the parameters, and why wgrad cannot add to their FP32 gradients (None if it can)
+    gradients: Mapping[int, str | None] = field(default_factory=dict[int, "str | None"])
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
@@ -55,6 +57,10 @@ class Compilation:
     sendable: tuple[QuantizedWeight, ...] = ()  # hoist_weights
     read: frozenset[int] = frozenset()  # hoist_weights
     pages: tuple[PageLayout, ...] = ()  # connect_scales
+    gradients: tuple[Gradient, ...] = ()  # accumulate_wgrad
+    accumulated: dict[tuple[str, int], str] = field(  # accumulate_wgrad: (fqn, index) -> what it moves
+        default_factory=dict[tuple[str, int], str]
+    )
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
 
     def hardware_of(self, node: fx.Node) -> Hardware:
@@ -81,6 +87,7 @@ class Findings:
     sendable: tuple[QuantizedWeight, ...] = ()  # weights that FSDP2 may gather in FP8 from now on
     read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
     pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
+    gradients: tuple[Gradient, ...] = ()  # those that it takes after the pages, to add to them
     sent: frozenset[int] = frozenset()  # the parameters that FSDP2 gathered in FP8
     has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
 
@@ -97,7 +104,7 @@ class Findings:
     @property
     def inputs(self) -> int:
         """The number of inputs that the graph takes after Dynamo's."""
-        return sum(len(weight.outputs) for weight in self.weights) + len(self.pages)
+        return sum(len(weight.outputs) for weight in self.weights) + len(self.pages) + len(self.gradients)
 
     def names(self, sources: Sequence[str]) -> list[str]:
         """What those are called: after the parameters that they are made of, whose ``sources`` are Dynamo's."""
@@ -106,11 +113,13 @@ class Findings:
             return ", ".join(split_source(sources[index])[1] for index in weight.parameters)
 
         copies = [f"{made_of(weight)} {output}" for weight in self.weights for output in weight.outputs]
-        return [*copies, *(f"scaling state {index}" for index in range(len(self.pages)))]
+        pages = (f"scaling state {index}" for index in range(len(self.pages)))
+        return [*copies, *pages, *(f"{split_source(sources[x.parameter])[1]} gradient" for x in self.gradients)]
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Empty tensors for the inputs after Dynamo's, in order, in the active fake mode."""
-        return [*(x for weight in self.weights for x in weight.stand_ins()), *(page.stand_in() for page in self.pages)]
+        copies = (x for weight in self.weights for x in weight.stand_ins())
+        return [*copies, *(x.stand_in() for x in (*self.pages, *self.gradients))]
 
     def and_those_of(self, compilation: Compilation) -> Findings:
         """These findings and those in one more graph: a higher-order op has graphs of its own, without extra inputs."""
@@ -122,5 +131,6 @@ class Findings:
             read=compilation.read | self.read,
             sent=compilation.known.sent,
             pages=compilation.pages or self.pages,
+            gradients=compilation.gradients or self.gradients,
             has_subgraphs=self.has_subgraphs or (compilation.known.subgraph and bool(compilation.sites)),
         )

@@ -47,6 +47,14 @@ def insert(
     return node
 
 
+def set_direction(node: fx.Node, tag: str | None) -> None:
+    """Put an inserted node into forward or backward, outside any activation checkpointing region."""
+    for key in ("recompute", "ac_graph_id", "partitioner_tag"):
+        node.meta.pop(key, None)
+    if tag is not None:
+        node.meta["partitioner_tag"] = tag
+
+
 def set_argument(node: fx.Node, name: str, value: Any) -> None:
     """Give an op's node another value for one of its arguments."""
     names = [argument.name for argument in schema(node.target).arguments]

@@ -1,4 +1,4 @@
-"""The inputs that a graph takes beside Dynamo's: pages of scaling state, FP8 copies of weights."""
+"""The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, FP32 gradients."""
 
 from __future__ import annotations
 
@@ -46,6 +46,19 @@ class PageLayout:
     def stand_in(self) -> torch.Tensor:
         """An empty page, in the active fake mode."""
         return torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient:
+    """The FP32 gradient of a parameter, which a graph takes as an input to add wgrad's result to it."""
+
+    parameter: int  # graph input
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def stand_in(self) -> torch.Tensor:
+        """An empty one, in the active fake mode."""
+        return torch.empty(self.shape, device=self.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

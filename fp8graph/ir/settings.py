@@ -44,6 +44,9 @@ class Settings:
             fuse_linears: fuse linears of one module that share their input into one GEMM (q, k and v; gate and up).
             With per-tensor recipes, the fused weights (and the fused gradients) share a single scale. Formerly
             ``group``.
+        accumulate_wgrad: add wgrad's FP32 result to a buffer, without rounding it to bf16: ``weight.main_grad`` if the
+            weight has one (FP32, as Megatron's and Transformer Engine's have), else the ``.grad`` of an FP32 weight.
+            With torch 2.15 on an NVIDIA GPU the GEMM itself adds.
 
     Raises:
         ConfigError: (a ``ValueError``) for a value that cannot be used.
@@ -57,6 +60,7 @@ class Settings:
     save: Literal["speed", "memory"] = field(default="speed", metadata=_DECIDES)
     save_activations_in_fp8: bool = field(default=False, metadata=_DECIDES)
     fuse_linears: bool = field(default=True, metadata=_DECIDES)
+    accumulate_wgrad: bool = field(default=False, metadata=_DECIDES)
 
     def __post_init__(self) -> None:
         for name, values in {"compiler": ("inductor", "eager"), "save": ("speed", "memory")}.items():
@@ -64,7 +68,7 @@ class Settings:
                 raise ConfigError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
         if self.save_activations_in_fp8 and self.save != "memory":
             raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
-        for name in ("strict", "cache_weights", "save_activations_in_fp8", "fuse_linears"):
+        for name in ("strict", "cache_weights", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
         _ = self.hardware, self.inductor  # raises for an unknown target

@@ -116,7 +116,7 @@ def _sizes(node: fx.Node, device: Hardware) -> str | None:
     """Check that ``device`` supports the GEMM of a scaled_mm node."""
     given = named_arguments(node)
     a, b = value(given["a"]), value(given["b"])
-    quantizers = _quantizers(given)
+    quantizers = quantizers_of(given)
     _, *multiples = device.alignment(*quantizers)
     sizes = b.shape[0], a.shape[1] * SCALINGS[quantizers[0].scaling].packed
     for name, size, multiple in zip("nk", sizes, multiples, strict=True):
@@ -125,7 +125,7 @@ def _sizes(node: fx.Node, device: Hardware) -> str | None:
     return device.obstacle(*quantizers, given["out_dtype"])
 
 
-def _quantizers(given: Mapping[str, Any]) -> tuple[Quantizer, Quantizer]:
+def quantizers_of(given: Mapping[str, Any]) -> tuple[Quantizer, Quantizer]:
     """The quantizers of a scaled matmul's operands, as far as the node tells."""
     a, b = (
         Quantizer(
@@ -156,7 +156,7 @@ def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
     if not given["native"]:
         return None
     a, b = value(given["a"]), value(given["b"])
-    quantizers = _quantizers(given)
+    quantizers = quantizers_of(given)
     if (problem := device.obstacle(*quantizers, given["out_dtype"], grouped=True)) is not None:
         return f"no grouped GEMM {a.dtype} x {b.dtype} -> {given['out_dtype']}: {problem}"
     multiple = given["multiple"] if b.ndim == 2 else static_size(a.shape[1])

@@ -20,11 +20,14 @@ def gemm_records(compilation: Compilation) -> list[GemmRecord]:
 
 
 def with_groups(records: Sequence[GemmRecord], compilation: Compilation) -> list[GemmRecord]:
-    """The records of one graph, each with the GEMMs that it was fused with."""
+    """The records of one graph, each with the GEMMs that it was fused with, and the gradient that it is added to."""
     result: list[GemmRecord] = []
     for record in records:
         others = compilation.fused.get((record.fqn, record.index, record.gemm), ())
         more = f"; one GEMM with {', '.join(others)}" if others else ""
+        if record.gemm == "wgrad" and (added := compilation.accumulated.get((record.fqn, record.index))):
+            record = dataclasses.replace(record, dtypes=(*record.dtypes[:2], "fp32"))
+            more += f"; {added}"
         result.append(dataclasses.replace(record, reason=record.reason + more))
     return result
 

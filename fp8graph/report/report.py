@@ -96,6 +96,7 @@ class Report:
     reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
     weights: int = 0  # the number of weights that are quantized once per update, outside the graphs
     weight_bytes: int = 0  # the memory that their FP8 copies take
+    gradient_bytes: int = 0  # the memory of FP32 gradients that stay between steps, for wgrad to add to
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -162,6 +163,7 @@ class Report:
             "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
+            "gradient_bytes": self.gradient_bytes,
         }
 
     def _plain_policy(self) -> Any:
@@ -228,6 +230,10 @@ class Report:
         if self.weights:
             size = size_text(self.weight_bytes)
             lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
+        if self.gradient_bytes:
+            lines.append(
+                f"{size_text(self.gradient_bytes)} of FP32 gradients that stay between steps, for wgrad to add to"
+            )
         if self.forgotten:
             lines.append(f"{self.forgotten} older graphs, whose models are gone, are no longer listed")
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]

@@ -44,6 +44,7 @@ class Prepared:
     more: Sequence[torch.Tensor]  # the graph's inputs after Dynamo's
     pages: slice | None  # the pages of scaling state among them; None: the call neither has pages nor takes part
     layouts: Sequence[PageLayout]  # of the pages
+    gradients: tuple[int, ...]  # the parameters whose FP32 gradients the graph adds to
     reduces: bool  # the call takes part in reductions of amaxes over ranks
     epoch: int
     parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters

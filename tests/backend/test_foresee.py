@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8graph import Policy
 from fp8graph.backend import compiling
@@ -22,6 +22,19 @@ def test_a_graph_is_traced_once(recipe: str, training: bool, monkeypatch: pytest
         torch.compile(model, backend=backend)(x)
     assert len(runs) == 1
     assert all(t.numel() for t in backend.generated[0]["inputs"] if isinstance(t, Tensor))
+
+
+@pytest.mark.parametrize("module", [MLP(128, 256), nn.Linear(128, 256)])
+def test_gradients_are_foreseen(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One FP32 gradient for each weight, whatever it is multiplied as one with; none without gradients."""
+    runs = counted_passes(monkeypatch)
+    backend = Counting(Policy(default="delayed", min_speedup=0), accumulate_wgrad=True)
+    for training in (True, False):
+        with torch.set_grad_enabled(training):
+            torch.compile(module, backend=backend)(torch.randn(16, 128, requires_grad=training))
+    assert len(runs) == 2
+    assert all(t.numel() for graph in backend.generated for t in graph["inputs"] if isinstance(t, Tensor))
+    assert "addend" in backend.report.graphs[0].after
 
 
 @pytest.mark.parametrize("foreseen", [0, 1, 40])

@@ -21,3 +21,10 @@ def test_recomputation_is_noticed() -> None:
     torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()  # pyright: ignore
     assert [backward for backward, _ in seen] == [False, False, True]
     assert [hooks for _, hooks in seen][:2] == [False, True]
+
+
+def test_hooks_that_wait_for_a_gradient() -> None:
+    plain, hooked, told = (torch.ones(3, requires_grad=True) for _ in range(3))
+    hooked.register_hook(lambda grad: grad)
+    told.register_post_accumulate_grad_hook(lambda _: None)
+    assert [autograd.has_gradient_hooks(x) for x in (plain, hooked, told)] == [False, True, True]

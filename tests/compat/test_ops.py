@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.compat import ops
 from fp8graph.compat.ops import copy_each, largest_of_each, named_arguments, raise_each, schema
@@ -76,3 +77,15 @@ def test_larger_ones_are_kept() -> None:
     raise_each([page[0, 2]], [torch.tensor(1.0)])
     assert page[0].tolist() == [0, 0, 2, 0]
     assert page[1, 2].isnan()
+
+
+@pytest.mark.skipif(not ops.HAS_SCALED_ADDMM, reason="torch before 2.15 has no scaled_addmm")
+def test_a_scaled_gemm_that_adds_has_the_shape_of_its_addend() -> None:
+    """On fake CUDA tensors: torch's own checks of layouts, dtypes and scales. It has not been run on a GPU."""
+    with FakeTensorMode():
+        addend = torch.empty(32, 48, device="cuda")
+        a = torch.empty(32, 64, dtype=torch.float8_e5m2, device="cuda")
+        b = torch.empty(48, 64, dtype=torch.float8_e4m3fn, device="cuda")
+        scale = torch.empty((), device="cuda")
+        out = ops.scaled_addmm(addend, a, b.t(), scale, scale, use_fast_accum=False)
+    assert (out.shape, out.dtype, out.stride()) == ((32, 48), torch.float32, (48, 1))

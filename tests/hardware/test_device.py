@@ -45,6 +45,15 @@ def test_a_device_without_a_vendor_multiplies_nothing_and_decodes(recipe: Recipe
     assert torch.equal(got, numerics.dequantize(left) @ numerics.dequantize(right).t())
 
 
+def test_an_addend_is_added_to_the_result() -> None:
+    """By a kernel of its own where the GEMM does not add."""
+    a, b = (torch.randn(16, 48).to(E4M3) for _ in range(2))
+    args, addend = (a, b, torch.tensor(0.5), torch.tensor(2.0), None, torch.float32, False), torch.randn(16, 16)
+    for device in (Hardware, hardware.of_device(torch.device("cpu"))):
+        assert not device.adds("tensor")
+        assert torch.equal(device.scaled_mm(*args, addend=addend), addend + device.scaled_mm(*args))
+
+
 def test_its_own_type_is_used_where_it_multiplies() -> None:
     """What it does not multiply is decoded, and is what the recipe says."""
     device = Odd(name="odd", scalings=frozenset({"tensor"}))

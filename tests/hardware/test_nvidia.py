@@ -85,6 +85,20 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
+def test_the_gemm_adds_where_torch_has_such_a_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one scale per tensor. What torch itself has for CUDA tensors is checked in tests/compat/test_ops.py."""
+    seen: list[Any] = []
+    monkeypatch.setattr("fp8graph.hardware.nvidia.HAS_SCALED_ADDMM", True)
+    monkeypatch.setattr("fp8graph.hardware.device.ops.scaled_addmm", lambda *args, **_: seen.append(args) or args[0])
+    assert [HOPPER.adds(gemm) for gemm in ("tensor", "row", "block_1d")] == [True, False, False]
+    a, b = (torch.empty(size, 64, dtype=torch.float8_e4m3fn, device="meta") for size in (32, 48))
+    scale, addend = torch.empty((), device="meta"), torch.empty(32, 48, device="meta")
+    out = HOPPER.scaled_mm(a, b, scale, scale, None, torch.float32, False, addend=addend)
+    assert out is addend
+    ((_, data_a, data_b, *_),) = seen
+    assert (data_a.shape, data_b.shape, data_b.stride()) == ((32, 64), (64, 48), (1, 64))
+
+
 def ceil_div(size: int, tile: int) -> int:
     return -(-size // tile)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from fp8graph import Policy, Rule
 from fp8graph.ir import nodes, ops
+from fp8graph.ir.edit import set_direction
 from helpers import MLP, RECIPES, eager_backend
 
 
@@ -58,3 +59,12 @@ def test_a_dynamic_size_takes_the_long_way() -> None:
     backend = eager_backend()
     torch.compile(nn.Linear(32, 32), backend=backend, dynamic=True)(torch.randn(32, 32, requires_grad=True))
     assert all(gemm.recipe for gemm in backend.report.gemms)
+
+
+@pytest.mark.parametrize("tag", ["must_be_in_backward", None])
+def test_the_direction_of_a_node(tag: str | None) -> None:
+    """It leaves the checkpointing region that it was made in."""
+    node = fx.Graph().placeholder("x")
+    node.meta |= {"recompute": 1, "ac_graph_id": 2, "partitioner_tag": "is_backward", "val": 3}
+    set_direction(node, tag)
+    assert node.meta == ({"val": 3} if tag is None else {"val": 3, "partitioner_tag": tag})

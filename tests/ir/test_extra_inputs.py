@@ -7,7 +7,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.compat import aot
-from fp8graph.ir.extra_inputs import SpareInputs
+from fp8graph.ir.extra_inputs import Gradient, SpareInputs
 from fp8graph.ir.keys import TAKEN_KEY
 
 MODE = FakeTensorMode()
@@ -50,3 +50,10 @@ def test_too_few_are_left_as_they_are_and_what_is_wanted_is_counted() -> None:
     assert spares.take(graph, [fake(1), fake(1)]) is None
     assert spares.wanted == 3
     assert TAKEN_KEY not in graph.find_nodes(op="placeholder")[1].meta
+
+
+def test_the_stand_in_of_a_gradient() -> None:
+    gradient = Gradient(parameter=3, shape=(4, 8), device=torch.device("cpu"))
+    with MODE:
+        made = gradient.stand_in()
+    assert (made.shape, made.dtype) == ((4, 8), torch.float32)

@@ -77,6 +77,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "fuse_linears",
         "hoist_weights",
         "connect_scales",
+        "accumulate_wgrad",
         "save_for_backward",
     ]
     assert view.before == view.stages["assign"]
