@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import recorded
 from fp8graph import offline
 from fp8graph.ir import ops
 from fp8graph.recipes.policy import Policy
-from fp8graph.tools.explain import Generating
+from fp8graph.tools.explain import Generating, explain
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
 from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
 
@@ -35,6 +35,18 @@ def data() -> dict[str, Any]:
     if not recorded.FILE.exists():
         pytest.skip(f"nothing is recorded for torch {recorded.TORCH}: make record-kernels TORCH={recorded.TORCH}")
     return json.loads(recorded.FILE.read_text(encoding="utf-8"))
+
+
+class Autocast(nn.Module):
+    """A linear with an FP32 weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(512, 1024, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
+            return self.linear(x).float().sin().sum()
 
 
 ELEMENTWISE = ("add", "gelu")  # fused as silu_mul is
@@ -114,6 +126,25 @@ def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, 
 
     offline_generate = generate(function, [torch.empty(256, 256, dtype=torch.bfloat16)] * 2)
     assert "_scaled_mm" in [kernel.name.rpartition(".")[2] for kernel in offline_generate.kernels]
+
+
+@pytest.mark.slow
+def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
+    """It and the GEMM's result are read, and it is written. Otherwise a cast moves 6, and autograd's addition 12."""
+    found: list[list[int]] = []
+    for accumulate in (True, False):
+        view = explain(
+            Autocast(),
+            torch.randn(256, 512, requires_grad=True),
+            policy=Policy(default="tensorwise", min_speedup=0),
+            target="sm_90",
+            accumulate_wgrad=accumulate,
+        )
+        found.append([kernel.bytes for kernel in view.kernels])
+    numbers = 512 * 1024
+    ours, theirs = ([size for size in sizes if size in (6 * numbers, 12 * numbers)] for sizes in found)
+    assert len(found[0]) == len(found[1])
+    assert (ours, theirs) == ([12 * numbers], [6 * numbers])
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.runtime.main_grads import MainGrads, why_not_accumulated
 from helpers import eager_backend
@@ -37,7 +38,7 @@ class Run:
     def __init__(self, accumulate: bool, recipe: Any = "tensorwise", **settings: Any) -> None:
         torch.manual_seed(0)
         self.block = Block()
-        self.backend = eager_backend(recipe=recipe, accumulate_wgrad=accumulate, **settings)
+        self.backend = fp8graph.Backend(recipe=recipe, accumulate_wgrad=accumulate, **{"compiler": "eager", **settings})
         self.compiled = torch.compile(self.block, backend=self.backend)
         self.optimizer = torch.optim.SGD(self.block.parameters(), lr=0.1)
         self.batches = iter(torch.randn(40, 16, 32))
@@ -162,6 +163,19 @@ def test_fp32_results_are_added_as_they_are() -> None:
             run.compiled(next(run.batches)).square().mean().backward()
         found.append(run.gradients())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[1])
+
+
+@pytest.mark.slow
+def test_generated_code_adds_to_the_same_memory() -> None:
+    """With Inductor: the gradients of autograd, but for bf16."""
+    found: list[dict[str, Tensor]] = []
+    for accumulate in (True, False):
+        run = Run(accumulate, compiler="inductor")
+        micro_batches(run)
+        run.optimizer.zero_grad()
+        micro_batches(run)
+        found.append(run.gradients())
+    assert all(sqnr_db(found[1][name], found[0][name]) > 40 for name in found[1])
 
 
 def test_buffers_stay_and_the_report_says_what_they_take() -> None:
