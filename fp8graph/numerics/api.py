@@ -12,6 +12,14 @@ from torch import Tensor
 from fp8graph.numerics.decoding import dequantize_data
 from fp8graph.numerics.quantization import quantize_layouts, quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.statistic_parts import (
+    QUANTIZED_PARTS,
+    TENSOR_PARTS,
+    finished,
+    named,
+    quantized_parts,
+    tensor_parts,
+)
 from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 
@@ -97,6 +105,48 @@ def cast_to_representable(x: Tensor, recipe: Recipe, operand: OperandName) -> Te
     the order of summation (Transformer Engine's quickstart shows this experiment).
     """
     return dequantize(quantize(x, recipe, operand, "rowwise"))
+
+
+def statistics(
+    x: Tensor,
+    recipe: Recipe | None = None,
+    operand: OperandName = "input",
+    layout: Layout = "rowwise",
+    *,
+    scale: Tensor | None = None,
+    block_size: int = 32,
+) -> dict[str, float]:
+    """What is in ``x``, and what ``recipe`` makes of it when it quantizes it.
+
+    Args:
+        x, recipe, operand, layout, scale: see :func:`quantize`. Without a recipe, only ``x`` itself is described.
+        block_size: of the blocks that "max_blockwise_dynamic_range" looks at, along rows and along columns.
+
+    Returns:
+        By Transformer Engine's names: min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range (log2 of the
+        largest over the smallest size that is not zero), max_blockwise_dynamic_range; with a recipe underflows%,
+        overflows%, mse, scale_inv_min and scale_inv_max. In addition zeros%, saturated%, sqnr (dB), quantiles of the
+        scales (scale_inv_q5 to scale_inv_q95), and scale_inv_std (octaves).
+
+    Raises:
+        ValueError: see :func:`quantize`.
+    """
+    if recipe is None:
+        recipe_parts = None
+        if x.ndim < 2 or x.numel() == 0:
+            raise ValueError(f"cannot describe shape {tuple(x.shape)}: it needs at least 2 dims and one element")
+    else:
+        q = quantize(x, recipe, operand, layout, scale=scale)
+        parts = quantized_parts(
+            x,
+            q.data,
+            q.scale_inv,
+            layout=layout,
+            **quantizer_kwargs(q.quantizer),
+            global_scale_inv=q.global_scale_inv,
+        )
+        recipe_parts = named(QUANTIZED_PARTS, parts)
+    return finished(named(TENSOR_PARTS, tensor_parts(x, block_size)), recipe_parts)
 
 
 def sqnr_db(reference: Tensor, approximation: Tensor) -> float:

@@ -1,0 +1,202 @@
+"""What quantization does to a tensor, in numbers: Transformer Engine's statistics and a few more.
+
+Each is made of parts that are counted or summed in one pass (``tensor_parts``, ``quantized_parts``: FP32 vectors, so
+that a graph can make them next to a quantization). Parts of several micro-batches or ranks are merged in FP64
+(``merged``), and statistics are computed from what they come to (``finished``).
+
+Names and definitions are those of Transformer Engine (transformer_engine/debug/features/utils/stats_computation.py),
+except that numbers that were zero before they were quantized are no underflows, that all variances are merged exactly
+(its ``compute_variance`` subtracts the spread of the means), and that blocks of zeros alone have no dynamic range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import FP8_MAX, Layout
+
+Parts = Mapping[str, float]
+
+TENSOR_PARTS: Final = (
+    "numel",
+    "min",
+    "max",
+    "mean",
+    "square_deviation",  # from the mean, summed
+    "l1_norm",
+    "l2_norm_square",
+    "cur_amax",
+    "smallest",  # |x| that is not zero
+    "nonzero",
+    "max_blockwise_dynamic_range",
+)
+QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+QUANTIZED_PARTS: Final = (
+    "underflows",
+    "overflows",
+    "saturated",
+    "square_error",
+    "scale_inv_min",
+    "scale_inv_max",
+    "scales",
+    "log2_mean",  # of the scales that are not zero
+    "log2_square_deviation",
+    *(f"scale_inv_q{100 * q:g}" for q in QUANTILES),
+)
+_FP4_MAX: Final = 0x77  # two E2M1 codes of 6
+
+
+def tensor_parts(x: Tensor, block_size: int = 32) -> Tensor:
+    """The ``TENSOR_PARTS`` of ``x`` [..., rows, columns], FP32.
+
+    ``block_size``: of max_blockwise_dynamic_range, which looks at blocks along rows and along columns.
+    """
+    numbers = x.to(torch.float32)
+    sizes = numbers.abs()
+    variance, mean = torch.var_mean(numbers, correction=0)
+    ranges = [_blockwise_dynamic_range(side, block_size) for side in (sizes, sizes.transpose(-2, -1))]
+    parts = {
+        "numel": _number(x.numel(), x),
+        "min": numbers.amin(),
+        "max": numbers.amax(),
+        "mean": mean,
+        "square_deviation": variance * x.numel(),
+        "l1_norm": sizes.sum(),
+        "l2_norm_square": numbers.square().sum(),
+        "cur_amax": sizes.amax(),
+        "smallest": torch.where(sizes > 0, sizes, torch.inf).amin(),
+        "nonzero": _count(numbers != 0),
+        "max_blockwise_dynamic_range": torch.maximum(*ranges),
+    }
+    return torch.stack([parts[name] for name in TENSOR_PARTS])
+
+
+def quantized_parts(
+    x: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    *,
+    layout: Layout,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    global_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """The ``QUANTIZED_PARTS`` of ``x`` [..., rows, columns] and its quantized copy, FP32.
+
+    ``data``, ``scale_inv``, ``scaling``, ``block``, ``global_scale_inv``: see ``quantize_layouts``. What pads the data
+    does not count.
+    """
+    kind = SCALINGS[scaling]
+    source = (x.transpose(-2, -1) if layout == "columnwise" else x).to(torch.float32)
+    largest = torch.full_like(data, _FP4_MAX) if kind.packed > 1 else _full(data, FP8_MAX[data.dtype])
+    decoded, limit = (
+        kind.decode(codes, scale_inv, block, global_scale_inv)[..., : source.shape[-2], : source.shape[-1]]
+        for codes in (data, largest)
+    )
+    scales = scale_inv.to(torch.float32).reshape(-1)
+    used = scales > 0
+    count = _count(used)
+    log2 = torch.where(used, scales, 1.0).log2()  # 0 for those that are not used
+    log2_mean = log2.sum() / count.clamp_min(1.0)
+    in_order = scales.sort().values
+    last = scales.shape[0] - 1
+    parts = {
+        "underflows": _count((source != 0) & (decoded == 0)),
+        "overflows": _count(source.abs() > limit),
+        "saturated": _count(decoded.abs() == limit),
+        "square_error": (decoded - source).square().sum(),
+        "scale_inv_min": torch.where(used, scales, torch.inf).amin(),
+        "scale_inv_max": scales.amax(),
+        "scales": count,
+        "log2_mean": log2_mean,
+        "log2_square_deviation": torch.where(used, (log2 - log2_mean).square(), 0.0).sum(),
+        **{f"scale_inv_q{100 * q:g}": in_order[round(q * last)] for q in QUANTILES},
+    }
+    return torch.stack([parts[name] for name in QUANTIZED_PARTS])
+
+
+def merged(vectors: Sequence[Parts]) -> dict[str, float]:
+    """The parts of several tensors as those of one, in FP64. Quantiles of scales are averaged."""
+    first, *others = vectors
+    result = dict(first)
+    for other in others:
+        both = dict(result)
+        for count, mean, deviation in (
+            ("numel", "mean", "square_deviation"),
+            ("scales", "log2_mean", "log2_square_deviation"),
+        ):
+            if count in both:  # Chan, Golub and LeVeque, "Updating formulae" (1979): Welford's, for two sets
+                here, there = result[count], other[count]
+                apart, total = other[mean] - result[mean], max(here + there, 1.0)
+                both[mean] = result[mean] + apart * there / total
+                both[deviation] = result[deviation] + other[deviation] + apart**2 * here * there / total
+        for name in result.keys() - {"mean", "square_deviation", "log2_mean", "log2_square_deviation"}:
+            both[name] = _merge(name, result[name], other[name])
+        result = both
+    weight = len(vectors)
+    return {name: value / weight if "_q" in name else value for name, value in result.items()}
+
+
+def finished(tensor: Parts, quantized: Parts | None = None) -> dict[str, float]:
+    """The statistics that the parts come to, by Transformer Engine's names where it has one.
+
+    "overflows%" counts numbers beyond the largest that the scale leaves room for; "saturated%" those that were
+    quantized to it. "sqnr" is in dB, "scale_inv_std" in octaves (log2). A tensor of zeros has a dynamic range of 0.
+    """
+    numel, smallest = tensor["numel"], tensor["smallest"]
+    found = {name: tensor[name] for name in ("min", "max", "mean", "l1_norm", "cur_amax")}
+    found["std"] = math.sqrt(tensor["square_deviation"] / (numel - 1)) if numel > 1 else math.nan
+    found["l2_norm"] = math.sqrt(tensor["l2_norm_square"])
+    found["dynamic_range"] = math.log2(tensor["cur_amax"] / smallest) if 0 < tensor["cur_amax"] < math.inf else 0.0
+    found["max_blockwise_dynamic_range"] = tensor["max_blockwise_dynamic_range"]
+    found["zeros%"] = 100 * (1 - tensor["nonzero"] / numel)
+    if quantized is not None:
+        for name in ("underflows", "overflows", "saturated"):
+            found[f"{name}%"] = 100 * quantized[name] / numel
+        error, signal = quantized["square_error"], tensor["l2_norm_square"]
+        found["mse"] = error / numel
+        found["sqnr"] = math.inf if error == 0 else 10 * math.log10(signal / error) if signal else -math.inf
+        found |= {name: value for name, value in quantized.items() if name.startswith("scale_inv")}
+        scales = quantized["scales"]
+        found["scale_inv_std"] = math.sqrt(quantized["log2_square_deviation"] / scales) if scales else 0.0
+    return found
+
+
+def named(names: Sequence[str], vector: Tensor) -> dict[str, float]:
+    """A vector of parts by name."""
+    return dict(zip(names, vector.tolist(), strict=True))
+
+
+def _merge(name: str, here: float, there: float) -> float:
+    if name in ("min", "smallest", "scale_inv_min"):
+        return min(here, there)
+    if name in ("max", "cur_amax", "scale_inv_max", "max_blockwise_dynamic_range"):
+        return max(here, there)
+    return here + there
+
+
+def _blockwise_dynamic_range(sizes: Tensor, block_size: int) -> Tensor:
+    """The largest log2(amax / smallest that is not zero) of the blocks of a row; [...], of |x|."""
+    padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[-1] % block_size))
+    blocks = padded.unflatten(-1, (-1, block_size))
+    top = blocks.amax(-1)
+    bottom = torch.where(blocks > 0, blocks, torch.inf).amin(-1)
+    return torch.where(top > 0, top.log2() - bottom.log2(), 0.0).amax()
+
+
+def _count(which: Tensor) -> Tensor:
+    return which.sum(dtype=torch.float32)
+
+
+def _number(value: int, like: Tensor) -> Tensor:
+    return torch.full((), float(value), dtype=torch.float32, device=like.device)
+
+
+def _full(data: Tensor, value: float) -> Tensor:
+    return torch.full(data.shape, value, dtype=torch.float32, device=data.device).to(data.dtype)
