@@ -59,3 +59,17 @@ class GemmRecord:
     def missing(self) -> bool:
         """Whether a user's rule or region asks for FP8 and it would pay, and yet this GEMM runs in high precision."""
         return self.required and self.recipe is None and not self.by_profitability
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticRecord:
+    """One number that was measured at one step: see ``docs/statistics.md``."""
+
+    step: int
+    site: str  # the name of the layer
+    operand: str  # input, weight or grad_output; output, dgrad or wgrad: what a GEMM returns
+    layout: str  # rowwise or columnwise; "" for the tensor itself
+    recipe: str  # that quantizes the tensor; "" for the tensor itself
+    what_if: bool  # no GEMM reads this copy
+    stat: str
+    value: float

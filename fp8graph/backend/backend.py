@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -16,13 +14,14 @@ from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.compiling import Variants
 from fp8graph.backend.coverage import check_compiled
 from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.eager_frames import EagerFrames
 from fp8graph.backend.policies import Policies, PolicyLike
 from fp8graph.backend.program import Program
 from fp8graph.backend.programs import Programs
 from fp8graph.backend.schedule import Schedule
 from fp8graph.backend.shared import Shared
-from fp8graph.compat import dynamo, wrappers
-from fp8graph.errors import Fp8CoverageError
+from fp8graph.backend.statistics import Statistics, Steps, observe
+from fp8graph.compat import dynamo
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
@@ -80,11 +79,8 @@ class Backend:
             sent=SentWeights(weights.steps, epoch, state, names),
         )
         self.programs: Final = Programs()
-        self._created = time.time_ns() // 1000  # microseconds
-        self._frames: set[str] = set()  # Dynamo's ids of the frames compiled here
+        self._eager_frames: Final = EagerFrames(self)
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
-        self._eager_frames: list[str] = []  # frames that reached the recompile limit
-        self._watch_recompile_limit()
         self.set_policy(policy, recipe=recipe)
 
     @property
@@ -123,8 +119,7 @@ class Backend:
 
     def program(self, graph: DynamoGraph, inputs: Sequence[Any] | None, variants: Variants | None = None) -> Program:
         """See :class:`Program`."""
-        if graph.frame:
-            self._frames.add(graph.frame)
+        self._eager_frames.compiled(graph.frame)
         self._shared.groups.look()
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
@@ -153,6 +148,34 @@ class Backend:
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
 
+    def observe(
+        self,
+        *,
+        every: int = 100,
+        stats: str | Sequence[str] = "all",
+        layers: str | Sequence[str] = "*",
+        start: int = 0,
+        end: int | None = None,
+        what_if: Sequence[RecipeLike] = (),
+    ) -> Statistics:
+        """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
+
+        A second variant of each graph is compiled for these steps; all others run the code that they ran.
+
+        Args:
+            every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
+                of the optimizers'.
+            stats: names of statistics, or "all": see ``docs/statistics.md``.
+            layers: globs of the layers' names.
+            what_if: recipes. What they would make of each tensor is measured, too.
+
+        Raises:
+            ConfigError: for arguments that cannot be used.
+        """
+        self._shared.epoch.advance()
+        when = Steps(every=every, start=start, end=end)
+        return observe(self._shared.observation, self._shared.schedule, when, stats, layers, what_if)
+
     def bind(self, model: torch.nn.Module, *, name: str = "") -> None:
         """Learn the full names of ``model``'s parameters, by identity.
 
@@ -178,7 +201,7 @@ class Backend:
             StateError: two layers have one name (see :meth:`bind`).
         """
         state, schedule = self.state.state_dict(), self._shared.schedule
-        step = step_entry(schedule.step()) if schedule.runs else {}
+        step = step_entry(schedule.step()) if schedule.runs or schedule.counts else {}
         stage = self._shared.groups.in_stage
         place = stage.stage if stage is not None and len(state) > 1 else None  # the first entry is the version
         return ScalingState({**dict(state), **step}, state.not_shared, place)
@@ -211,8 +234,8 @@ class Backend:
             forgotten=self.programs.forgotten,
             policy=self.policy,
             identities=self._shared.policies.identities(),
-            eager_frames=self._fallen_back(),
-            skipped_frames=dynamo.skipped_frames(self._created),
+            eager_frames=self._eager_frames.texts(),
+            skipped_frames=dynamo.skipped_frames(self._eager_frames.created),
             reductions=self.state.reductions(),
             unused_state=self.state.unused,
             **self.names.in_no_graph(),
@@ -226,29 +249,8 @@ class Backend:
         """At a later call of a graph. At the second one every graph of the first step is known."""
         if second and empty:
             check_compiled(self, None)
-        if self.settings.strict and (second or self._fallen_back()):
+        if self.settings.strict and (second or self._eager_frames.texts()):
             self.report.check()
-
-    def _fallen_back(self) -> list[str]:
-        """The frames that Dynamo runs in eager, each once."""
-        return list(dict.fromkeys([*self._eager_frames, *dynamo.failed_frames(self._frames, self._created)]))
-
-    def _watch_recompile_limit(self) -> None:
-        reference = weakref.ref(self)
-
-        def at_limit(found: Any, text: str) -> None:
-            backend = reference()
-            backends = wrappers.fp8graph_backends(found)
-            if backend is None or (backends is not backend and backend not in getattr(backends, "known", ())):
-                return
-            if backend.settings.strict:
-                raise Fp8CoverageError(
-                    f"strict mode: {text}. TORCH_LOGS=recompiles shows what changes from call to call; compile with "
-                    "dynamic=True if it is a size, or raise torch._dynamo.config.recompile_limit."
-                )
-            backend._eager_frames.append(text)
-
-        dynamo.on_recompile_limit(self, at_limit)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments that make another Backend like this one: its settings, and the policy in force now."""
@@ -267,8 +269,7 @@ class Backend:
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this: the compiled code is then gone, and Dynamo counts frames anew."""
-        self._eager_frames = self._fallen_back()
-        self._frames.clear()
+        self._eager_frames.reset()
 
     def backends_for(self, _options: Mapping[str, Any]) -> Backend:
         """Return this backend itself, as code compiled by name asks for the backends of its options."""

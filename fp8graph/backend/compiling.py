@@ -66,6 +66,7 @@ class Compiler:
             gathered=graph.gathered,
             gradients=graph.accumulates,
             sent=situation.sent,
+            observed=situation.observed,
             parameters=graph.parameters(names),
         )
 

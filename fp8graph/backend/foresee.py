@@ -72,7 +72,8 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
                         if (training or operand == "input")
                         and (operand != "weight" or not known.settings.cache_weights or site.parameter is None)
                     }
-    return sum(weights.values()) + len(pages) + len(gradients - {None})
+    statistics = 0 if known.observed is None else 2 if training else 1
+    return statistics + sum(weights.values()) + len(pages) + len(gradients - {None})
 
 
 def _outputs(recipe: Recipe, *, layouts: int) -> int:

@@ -24,6 +24,7 @@ from fp8graph.compat import fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
+from fp8graph.ir.observed import Observed
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
@@ -67,16 +68,18 @@ class Program:
     def views(self) -> list[GraphView]:
         """The report's view of each variant, repeated for each layer that runs it.
 
-        Once FSDP2 gathers weights in FP8, the variant for weights gathered in high precision is not run any more.
+        Once FSDP2 gathers weights in FP8, the variant for weights gathered in high precision is not run any more. The
+        variants that measure have the GEMMs of those that do not.
         """
         sent = [(situation, names) for situation, names in self._variants if situation.sent]
         gathered = {(dataclasses.replace(situation, sent=frozenset()), names) for situation, names in sent}
-        return [variant.decided.view for key, variant in self._variants.items() if key not in gathered]
+        own = {key: variant for key, variant in self._variants.items() if key[0].observed is None}
+        return [variant.decided.view for key, variant in own.items() if key not in gathered]
 
     def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
         """The weights whose copies this graph takes under the policy of now, and their parameters' bound names."""
         for (situation, names), variant in self._variants.items():
-            if names and situation.policy == self._situation().policy:
+            if names and situation.policy == self._situation().policy and situation.observed is None:
                 called = dict(zip(self._graph.positions, names, strict=True))
                 for weight in variant.findings.weights:
                     yield weight, [called[index] for index in weight.parameters]
@@ -91,18 +94,24 @@ class Program:
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
-        call = self._prepared.get(args, (current_region(), self._shared.groups.now())) or self._prepare(args)
+        observed = self._shared.observation.asked(gradients=self._graph.gradients)
+        situation = current_region(), self._shared.groups.now(), observed
+        call = self._prepared.get(args, situation) or self._prepare(args, observed)
+        if call.statistics:
+            measured = self._shared.observation.tensors(call.statistics)
+            call = dataclasses.replace(call, more=[*measured, *call.more[len(measured) :]])
         results = call.run(*args, *call.more) if call.pages is None else self._run_with_state(call, args)
         if call.gradients:
             self._shared.main_grads.watch(results, [args[index] for index in call.gradients])
         return results
 
-    def _prepare(self, args: Sequence[Any]) -> Prepared:
+    def _prepare(self, args: Sequence[Any], observed: Observed | None) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
         self._shared.groups.look()
         self._shared.schedule.meets(args[index] for index in self._graph.positions)
         sent = self._sent(args)
-        situation, names = self._situation(frozenset(sent)), self._names(args)
+        situation = dataclasses.replace(self._situation(frozenset(sent)), observed=observed)
+        names = self._names(args)
         variant = self._find(situation, names)
         copies = self._sent_copies(variant.findings, sent, args)
         missing = {*variant.findings.sent_weights} - copies.keys()
@@ -125,22 +134,25 @@ class Program:
             weights = [x for w in findings.weights for x in copies.get(w) or [next(kept) for _ in w.outputs]]
         gradients = tuple(gradient.parameter for gradient in findings.gradients)
         buffers = shared.main_grads.tensors([args[index] for index in gradients])
-        more = [*weights, *pages, *buffers]
+        measured = [self._empty] * len(findings.statistics)  # each call has its own
+        more = [*measured, *weights, *pages, *buffers]
+        first_page = len(measured) + len(weights)
         # without copies, pages and names that matter, the call is prepared for any parameters
         by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
         known = bool(more or by_name or self._graph.gathered)
         call = Prepared(
             run=variant.run,
             more=[*more, *[self._empty] * (variant.spares - len(more))],
-            pages=slice(len(weights), len(weights) + len(pages)) if pages or variant.reduces else None,
+            pages=slice(first_page, first_page + len(pages)) if pages or variant.reduces else None,
             layouts=findings.pages,
+            statistics=findings.statistics,
             gradients=gradients,
             reduces=variant.reduces,
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
             unchanged=shared.main_grads.check(gradients, shared.weights.unchanged(findings.own_weights, args)),
         )
-        self._prepared.keep(args, (situation.region, situation.amax_group), call)
+        self._prepared.keep(args, (situation.region, situation.amax_group, observed), call)
         return call
 
     def _run_with_state(self, call: Prepared, args: Sequence[Any]) -> Any:
@@ -220,11 +232,13 @@ class Program:
                 break
         else:
             known.append(variant := self._compiler.variant(situation, names, inputs))
-            announce(variant.decided.view)
+            if situation.observed is None:
+                announce(variant.decided.view)
         self._variants[situation, names] = variant
         self._shared.names.note_graph(names, bound=bool(names or not self._graph.positions))
         self._taken.append(variant.findings)
-        self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
+        if situation.observed is None:
+            self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
             check_records(variant.decided.view.gemms)
         return variant

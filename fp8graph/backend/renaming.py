@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fp8graph.analysis.naming import names_of
 from fp8graph.ir.compilation import Findings, Known
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import PageLayout, StateRow, StatisticsPage
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
 from fp8graph.recipes.rules import Resolution
@@ -46,6 +46,9 @@ class Decided:
             old.recipes == new.recipes and old.by_user == new.by_user
             for old, new in zip(self.resolutions, resolutions, strict=True)
         )
+        if known.observed is not None:
+            takes = [[known.observed.takes(site.fqn) for site in of] for of in (sites, called)]
+            alike &= takes[0] == takes[1]
         if not alike or _modules(sites) != _modules(called) or self.findings.has_subgraphs:
             return None
         renamed: _Sites = {
@@ -61,6 +64,7 @@ class Decided:
             sites=tuple(called),
             weights=weights,
             pages=tuple(_page(page, renamed) for page in self.findings.pages),
+            statistics=tuple(_statistics(page, renamed) for page in self.findings.statistics),
         )
         view = dataclasses.replace(
             self.view,
@@ -82,6 +86,14 @@ def _page(page: PageLayout, renamed: _Sites) -> PageLayout:
         return dataclasses.replace(old, fqn=site.fqn, index=site.index)
 
     return dataclasses.replace(page, rows=tuple(tuple(map(row, rows)) for rows in page.rows))
+
+
+def _statistics(page: StatisticsPage, renamed: _Sites) -> StatisticsPage:
+    def names(old: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
+        return tuple((renamed[name][0].fqn, renamed[name][0].index) for name in old)
+
+    tensors = (dataclasses.replace(tensor, names=names(tensor.names)) for tensor in page.tensors)
+    return dataclasses.replace(page, tensors=tuple(tensors))
 
 
 def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:

@@ -32,6 +32,9 @@ class Schedule:
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps
         self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # of the compiled models, by id
+        self.counts = False  # someone asks for the step, whether the policy has a schedule or not
+        self._asked: int | None = None  # the optimizers' steps when it was last asked for
+        self._now = 0
 
     @property
     def runs(self) -> bool:
@@ -47,14 +50,14 @@ class Schedule:
         """Learn what the models train."""
         known = self._parameters
         for parameter in parameters:
-            if self.runs and parameter.requires_grad and id(parameter) not in known:
+            if (self.runs or self.counts) and parameter.requires_grad and id(parameter) not in known:
                 key = id(parameter)
                 known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))
 
     def advance(self) -> None:
         """Take the policy as it is at the step of now."""
         self._seen = self._steps.count
-        if self._policies.advance(self.step()):
+        if self.runs and self._policies.advance(self.step()):
             self._epoch.advance()
 
     def step(self) -> int:
@@ -62,10 +65,20 @@ class Schedule:
         alive = [parameter for reference in list(self._parameters.values()) if (parameter := reference()) is not None]
         return self._start + self._steps.taken(alive)
 
+    def step_of_call(self) -> int:
+        """The same at a call of compiled code: a recomputation in backward belongs to the step of its forward."""
+        if self._asked != self._steps.count and not autograd.in_backward():
+            self._asked, self._now = self._steps.count, self.step()
+        return self._now
+
+    def count(self) -> None:
+        """Count a step that no optimizer makes."""
+        self._start, self._asked = self._start + 1, None
+
     def load(self, step: int | None) -> None:
         """Go on from a saved step; None: it was not saved."""
         if step is not None:
-            self._start = step
+            self._start, self._asked = step, None
             self._steps.restart()
             self.advance()
         elif self.runs:

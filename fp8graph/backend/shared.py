@@ -17,6 +17,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
@@ -58,6 +59,7 @@ class Shared:
     weights: Weights
     sent: SentWeights
     main_grads: MainGrads = field(default_factory=MainGrads)
+    observation: Observation = field(default_factory=Observation)
     groups: RankGroups = field(default_factory=RankGroups)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from fp8graph.errors import Fp8GraphError
+from fp8graph.ir.observed import Observed
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import region_recipe
 from fp8graph.recipes.rules import INHERIT
@@ -19,6 +20,7 @@ class Situation:
     region: str | Recipe | None
     amax_group: str | None  # process group of the amax reduction
     sent: frozenset[int] = frozenset()  # parameters that FSDP2 gathered in FP8
+    observed: Observed | None = None  # what is measured, on the steps that ask for it
 
 
 def region_text(region: Any) -> str:

@@ -43,3 +43,14 @@ def number_of_ranks(group: str | None) -> int:
 def default_store() -> Any:
     """The store in which the ranks of ``init_process_group`` met. It is private, but torchrun's tools use it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def gathered_objects(own: Any, group: Any, *, others: bool) -> list[Any]:
+    """What each rank of ``group`` (None: all) gives, in order; ``others``: without this rank's. All ranks call it."""
+    ranks = number_of_ranks(None) if group is None else dist.get_world_size(group)
+    if ranks == 1:
+        return [] if others else [own]
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, own, group=group)
+    this = dist.get_rank(group)
+    return [x for rank, x in enumerate(found) if rank != this or not others]

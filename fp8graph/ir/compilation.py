@@ -12,8 +12,9 @@ from torch import fx
 
 from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
-from fp8graph.ir.extra_inputs import Gradient, PageLayout, QuantizedWeight, SpareInputs
+from fp8graph.ir.extra_inputs import Gradient, PageLayout, QuantizedWeight, SpareInputs, StatisticsPage
 from fp8graph.ir.nodes import value
+from fp8graph.ir.observed import Observed
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Decision, Site
@@ -37,6 +38,7 @@ class Known:
     sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
     # the parameters, and why wgrad cannot add to their FP32 gradients (None if it can)
     gradients: Mapping[int, str | None] = field(default_factory=dict[int, "str | None"])
+    observed: Observed | None = None  # what is measured in this variant
     subgraph: bool = False  # the body of a higher-order op
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
@@ -53,6 +55,7 @@ class Compilation:
     fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # fuse_linears: (fqn, index, gemm) -> its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
+    statistics: tuple[StatisticsPage, ...] = ()  # observe
     weights: tuple[QuantizedWeight, ...] = ()  # hoist_weights
     sendable: tuple[QuantizedWeight, ...] = ()  # hoist_weights
     read: frozenset[int] = frozenset()  # hoist_weights
@@ -88,6 +91,7 @@ class Findings:
     read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
     pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
     gradients: tuple[Gradient, ...] = ()  # those that it takes after the pages, to add to them
+    statistics: tuple[StatisticsPage, ...] = ()  # those that it takes first of all
     sent: frozenset[int] = frozenset()  # the parameters that FSDP2 gathered in FP8
     has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
 
@@ -104,7 +108,8 @@ class Findings:
     @property
     def inputs(self) -> int:
         """The number of inputs that the graph takes after Dynamo's."""
-        return sum(len(weight.outputs) for weight in self.weights) + len(self.pages) + len(self.gradients)
+        copies = sum(len(weight.outputs) for weight in self.weights)
+        return len(self.statistics) + copies + len(self.pages) + len(self.gradients)
 
     def names(self, sources: Sequence[str]) -> list[str]:
         """What those are called: after the parameters that they are made of, whose ``sources`` are Dynamo's."""
@@ -114,12 +119,15 @@ class Findings:
 
         copies = [f"{made_of(weight)} {output}" for weight in self.weights for output in weight.outputs]
         pages = (f"scaling state {index}" for index in range(len(self.pages)))
-        return [*copies, *pages, *(f"{split_source(sources[x.parameter])[1]} gradient" for x in self.gradients)]
+        statistics = (f"statistics of {'backward' if page.backward else 'forward'}" for page in self.statistics)
+        gradients = (f"{split_source(sources[x.parameter])[1]} gradient" for x in self.gradients)
+        return [*statistics, *copies, *pages, *gradients]
 
     def stand_ins(self) -> list[torch.Tensor]:
         """Empty tensors for the inputs after Dynamo's, in order, in the active fake mode."""
         copies = (x for weight in self.weights for x in weight.stand_ins())
-        return [*copies, *(x.stand_in() for x in (*self.pages, *self.gradients))]
+        first, last = ([x.stand_in() for x in of] for of in (self.statistics, (*self.pages, *self.gradients)))
+        return [*first, *copies, *last]
 
     def and_those_of(self, compilation: Compilation) -> Findings:
         """These findings and those in one more graph: a higher-order op has graphs of its own, without extra inputs."""
@@ -131,6 +139,7 @@ class Findings:
             read=compilation.read | self.read,
             sent=compilation.known.sent,
             pages=compilation.pages or self.pages,
+            statistics=compilation.statistics or self.statistics,
             gradients=compilation.gradients or self.gradients,
             has_subgraphs=self.has_subgraphs or (compilation.known.subgraph and bool(compilation.sites)),
         )

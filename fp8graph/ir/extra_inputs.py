@@ -61,6 +61,31 @@ class Gradient:
         return torch.empty(self.shape, device=self.device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ObservedTensor:
+    """One vector of statistics in a :class:`StatisticsPage`."""
+
+    names: tuple[tuple[str, int], ...]  # (fqn, index) of the sites that it belongs to
+    tensor: str  # "input", "weight", "grad_output", or the result: "output", "dgrad", "wgrad"
+    layout: str  # of the copy; "" for the tensor itself
+    recipe: str  # "" for the tensor itself
+    what_if: bool  # no GEMM reads the copy
+    parts: tuple[str, ...]  # what each number is
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsPage:
+    """A tensor [numbers] that an observed graph takes as an input, and fills: one in forward, one in backward."""
+
+    backward: bool
+    device: torch.device
+    tensors: tuple[ObservedTensor, ...]
+
+    def stand_in(self) -> torch.Tensor:
+        """An empty one, in the active fake mode."""
+        return torch.empty(sum(len(tensor.parts) for tensor in self.tensors), device=self.device)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
     """A weight whose FP8 copy a graph takes as inputs, and how to make that copy (``runtime/weight_cache.py``)."""

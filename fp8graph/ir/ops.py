@@ -8,6 +8,8 @@
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
+    tensor_statistics(x, ...) -> [numbers];  quantization_statistics(x, data, scale_inv, columnwise, ...) -> [numbers]
+    what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, ...) -> [numbers]
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
@@ -28,7 +30,7 @@ from torch import Tensor, fx
 from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
-from fp8graph.numerics import decoding, experts, history, quantization, tiles
+from fp8graph.numerics import decoding, experts, history, quantization, statistic_parts, tiles
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.scalings import SCALINGS
 
@@ -104,6 +106,13 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
 
 def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
     return page.new_empty(page.shape)
+
+
+def _fake_parts(names: Sequence[str]) -> Callable[..., Any]:
+    def fake(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return x.new_empty((len(names),), dtype=torch.float32)
+
+    return fake
 
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
@@ -196,6 +205,26 @@ columnwise = _define(
     "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
     reference=tiles.columnwise_copy,
     fake=_fake_columnwise,
+)
+tensor_statistics = _define(
+    "tensor_statistics",
+    "(Tensor x, *, Tensor[]? more=None, int dim=-1) -> Tensor",
+    reference=statistic_parts.of_tensor,
+    fake=_fake_parts(statistic_parts.TENSOR_PARTS),
+)
+quantization_statistics = _define(
+    "quantization_statistics",
+    '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
+    " Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
+    reference=statistic_parts.of_copy,
+    fake=_fake_parts(statistic_parts.QUANTIZED_PARTS),
+)
+what_if_statistics = _define(
+    "what_if_statistics",
+    "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
+    ' str scaling="tensor", int[] block=[], Tensor[]? more=None, int dim=-1) -> Tensor',
+    reference=statistic_parts.of_other_copy,
+    fake=_fake_parts(statistic_parts.QUANTIZED_PARTS),
 )
 read_scales = _define(
     "read_scales",

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fp8graph.numerics.quantization import output_names, quantize_layouts
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.tiles import join, pad_to_multiple, tiles_of
 from fp8graph.recipes import FP8_MAX, Layout
 
 Parts = Mapping[str, float]
@@ -49,6 +51,29 @@ QUANTIZED_PARTS: Final = (
     "log2_square_deviation",
     *(f"scale_inv_q{100 * q:g}" for q in QUANTILES),
 )
+TENSOR_STATISTICS: Final = (
+    "min",
+    "max",
+    "mean",
+    "std",
+    "l1_norm",
+    "l2_norm",
+    "cur_amax",
+    "dynamic_range",
+    "max_blockwise_dynamic_range",
+    "zeros%",
+)
+QUANTIZED_STATISTICS: Final = (
+    "underflows%",
+    "overflows%",
+    "saturated%",
+    "mse",
+    "sqnr",
+    "scale_inv_min",
+    "scale_inv_max",
+    "scale_inv_std",
+    *(f"scale_inv_q{100 * q:g}" for q in QUANTILES),
+)
 _FP4_MAX: Final = 0x77  # two E2M1 codes of 6
 
 
@@ -60,13 +85,14 @@ def tensor_parts(x: Tensor, block_size: int = 32) -> Tensor:
     numbers = x.to(torch.float32)
     sizes = numbers.abs()
     variance, mean = torch.var_mean(numbers, correction=0)
+    numel = _count(torch.ones_like(numbers, dtype=torch.bool))  # of dynamic sizes, too
     ranges = [_blockwise_dynamic_range(side, block_size) for side in (sizes, sizes.transpose(-2, -1))]
     parts = {
-        "numel": _number(x.numel(), x),
+        "numel": numel,
         "min": numbers.amin(),
         "max": numbers.amax(),
         "mean": mean,
-        "square_deviation": variance * x.numel(),
+        "square_deviation": variance * numel,
         "l1_norm": sizes.sum(),
         "l2_norm_square": numbers.square().sum(),
         "cur_amax": sizes.amax(),
@@ -99,13 +125,16 @@ def quantized_parts(
         kind.decode(codes, scale_inv, block, global_scale_inv)[..., : source.shape[-2], : source.shape[-1]]
         for codes in (data, largest)
     )
+    rows, columns = source.shape[-2:]
+    if (own := kind.scale_shape(rows, columns, block)) is not None:
+        scale_inv = scale_inv[..., : own[0], : own[1]]
     scales = scale_inv.to(torch.float32).reshape(-1)
     used = scales > 0
     count = _count(used)
     log2 = torch.where(used, scales, 1.0).log2()  # 0 for those that are not used
     log2_mean = log2.sum() / count.clamp_min(1.0)
     in_order = scales.sort().values
-    last = scales.shape[0] - 1
+    last = _count(torch.ones_like(used)) - 1
     parts = {
         "underflows": _count((source != 0) & (decoded == 0)),
         "overflows": _count(source.abs() > limit),
@@ -116,9 +145,53 @@ def quantized_parts(
         "scales": count,
         "log2_mean": log2_mean,
         "log2_square_deviation": torch.where(used, (log2 - log2_mean).square(), 0.0).sum(),
-        **{f"scale_inv_q{100 * q:g}": in_order[round(q * last)] for q in QUANTILES},
     }
-    return torch.stack([parts[name] for name in QUANTIZED_PARTS])
+    ranks = torch.stack([q * last for q in QUANTILES]).round().long()
+    quantiles = in_order.index_select(0, ranks)
+    return torch.cat([torch.stack([parts[name] for name in QUANTIZED_PARTS[: len(parts)]]), quantiles])
+
+
+def of_tensor(x: Tensor, *, more: Sequence[Tensor] | None = None, dim: int = -1) -> Tensor:
+    """:func:`tensor_parts` of ``x`` and ``more``, joined along ``dim``."""
+    return tensor_parts(join([x, *(more or ())], dim))
+
+
+def of_copy(
+    x: Tensor,
+    data: Tensor,
+    scale_inv: Tensor,
+    columnwise: bool,
+    *,
+    more: Sequence[Tensor] | None = None,
+    dim: int = -1,
+    **settings: Any,
+) -> Tensor:
+    """:func:`quantized_parts` of ``x`` and ``more``, joined along ``dim``."""
+    layout: Layout = "columnwise" if columnwise else "rowwise"
+    return quantized_parts(join([x, *(more or ())], dim), data, scale_inv, layout=layout, **settings)
+
+
+def of_other_copy(
+    x: Tensor,
+    dtype: torch.dtype,
+    power_2_scale: bool,
+    amax_epsilon: float,
+    columnwise: bool,
+    *,
+    more: Sequence[Tensor] | None = None,
+    dim: int = -1,
+    **settings: Any,
+) -> Tensor:
+    """:func:`quantized_parts` of what a quantizer makes of ``x`` and ``more``, joined along ``dim``."""
+    whole = join([x, *(more or ())], dim)
+    layout: Layout = "columnwise" if columnwise else "rowwise"
+    multiples = ([], [1, 1]) if columnwise else ([1, 1], [])
+    results = quantize_layouts(whole, dtype, power_2_scale, amax_epsilon, *multiples, **settings)
+    made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
+    scale_inv = made.get("scale_inv", made.get(f"{layout}_scale_inv"))
+    assert scale_inv is not None
+    settings["global_scale_inv"] = made.get("global_scale_inv")
+    return quantized_parts(whole, made[layout], scale_inv, layout=layout, **settings)
 
 
 def merged(vectors: Sequence[Parts]) -> dict[str, float]:
@@ -183,8 +256,7 @@ def _merge(name: str, here: float, there: float) -> float:
 
 def _blockwise_dynamic_range(sizes: Tensor, block_size: int) -> Tensor:
     """The largest log2(amax / smallest that is not zero) of the blocks of a row; [...], of |x|."""
-    padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[-1] % block_size))
-    blocks = padded.unflatten(-1, (-1, block_size))
+    blocks = tiles_of(pad_to_multiple(sizes, 1, block_size), (1, block_size))
     top = blocks.amax(-1)
     bottom = torch.where(blocks > 0, blocks, torch.inf).amin(-1)
     return torch.where(top > 0, top.log2() - bottom.log2(), 0.0).amax()
@@ -192,10 +264,6 @@ def _blockwise_dynamic_range(sizes: Tensor, block_size: int) -> Tensor:
 
 def _count(which: Tensor) -> Tensor:
     return which.sum(dtype=torch.float32)
-
-
-def _number(value: int, like: Tensor) -> Tensor:
-    return torch.full((), float(value), dtype=torch.float32, device=like.device)
 
 
 def _full(data: Tensor, value: float) -> Tensor:

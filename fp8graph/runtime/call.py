@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fp8graph.ir.extra_inputs import PageLayout
+from fp8graph.ir.extra_inputs import PageLayout, StatisticsPage
 
 
 class Epoch:
@@ -44,6 +44,7 @@ class Prepared:
     more: Sequence[torch.Tensor]  # the graph's inputs after Dynamo's
     pages: slice | None  # the pages of scaling state among them; None: the call neither has pages nor takes part
     layouts: Sequence[PageLayout]  # of the pages
+    statistics: Sequence[StatisticsPage]  # the first of them, which each call has for itself
     gradients: tuple[int, ...]  # the parameters whose FP32 gradients the graph adds to
     reduces: bool  # the call takes part in reductions of amaxes over ranks
     epoch: int

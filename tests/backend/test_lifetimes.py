@@ -202,4 +202,4 @@ def test_a_frame_that_fell_back_is_reported_after_reset() -> None:
     assert len(before) == 1
     torch._dynamo.reset()
     assert backend.report.eager_frames == before
-    assert not backend._frames
+    assert not backend._eager_frames._frames

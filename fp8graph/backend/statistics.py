@@ -1,0 +1,152 @@
+"""What was measured on observed steps, for people and dashboards."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from fp8graph.backend.schedule import Schedule
+from fp8graph.errors import ConfigError
+from fp8graph.ir.observed import Observed
+from fp8graph.ir.settings import choices
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.statistic_parts import QUANTIZED_STATISTICS, TENSOR_STATISTICS, finished
+from fp8graph.recipes import RecipeLike, resolve_recipe
+from fp8graph.records import StatisticRecord
+from fp8graph.runtime.observation import Observation
+
+_NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The steps that are observed: see ``Backend.observe``."""
+
+    every: int
+    start: int
+    end: int | None
+
+    def __post_init__(self) -> None:
+        for what, least in (("every", 1), ("start", 0), ("end", self.start)):
+            value: Any = getattr(self, what)
+            if what == "end" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"observe({what}={value!r}): expected a whole number of steps >= {least}.")
+
+    def are_due(self, step: int) -> bool:
+        """Whether ``step`` is one of them."""
+        return step >= self.start and (self.end is None or step < self.end) and (step - self.start) % self.every == 0
+
+
+def _tag(record: StatisticRecord) -> str:
+    copy = "".join(f"/{part}" for part in (record.recipe, record.layout) if part)
+    return f"{record.site}/{record.operand}_{record.stat}{copy}"
+
+
+class Statistics:
+    """The statistics of a backend's observed steps: iterate over them (:class:`~fp8graph.records.StatisticRecord`).
+
+    Made by ``backend.observe()``. Reading waits for the GPU. The micro-batches of a step are merged; call
+    :meth:`reduce` on all ranks to merge theirs, too.
+    """
+
+    def __init__(self, observation: Observation, schedule: Schedule, names: Collection[str]) -> None:
+        self._observation, self._schedule, self._names = observation, schedule, names
+
+    def __iter__(self) -> Iterator[StatisticRecord]:
+        found = self._observation.found()
+        for key, parts in found.items():
+            if key.layout:
+                tensor = found.get(dataclasses.replace(key, layout="", recipe="", what_if=False))
+                values = finished(tensor, parts) if tensor is not None else {}
+                values = {name: value for name, value in values.items() if name in QUANTIZED_STATISTICS}
+            else:
+                values = finished(parts)
+            for stat, value in values.items():
+                if stat in self._names:
+                    yield StatisticRecord(**dataclasses.asdict(key), stat=stat, value=value)
+
+    def to_jsonl(self, path: str | Path) -> None:
+        """Write one JSON object per line. What is no finite number (the sqnr of an exact copy) becomes ``null``."""
+        with Path(path).open("w", encoding="utf-8") as file:
+            for record in self:
+                values = dataclasses.asdict(record)
+                values["value"] = record.value if math.isfinite(record.value) else None
+                file.write(json.dumps(values) + "\n")
+
+    def to_tensorboard(self, writer: Any) -> None:
+        """Give every number to a ``torch.utils.tensorboard.SummaryWriter``: "layer/input_underflows%/tensorwise"."""
+        for record in self:
+            writer.add_scalar(_tag(record), record.value, record.step)
+
+    def to_wandb(self, run: Any = None) -> None:
+        """Log every number to a run of Weights & Biases; None: the run that ``wandb.init()`` began.
+
+        Raises:
+            ConfigError: wandb is not installed, or there is no run.
+        """
+        if run is None:
+            try:
+                run = importlib.import_module("wandb").run
+            except ImportError as error:
+                raise ConfigError("to_wandb() needs wandb: pip install wandb, or give it a run") from error
+            if run is None:
+                raise ConfigError("to_wandb() found no run: call wandb.init() first, or give it a run")
+        steps: dict[int, dict[str, float]] = {}
+        for record in self:
+            steps.setdefault(record.step, {})[_tag(record)] = record.value
+        for step, values in sorted(steps.items()):
+            run.log({**values, "fp8graph/step": step})
+
+    def reduce(self, group: Any = None) -> None:
+        """Merge what the ranks of a process group (None: all) measured in steps that are over. All of them call it.
+
+        Weights are not merged: each rank has those that it began with.
+        """
+        self._observation.reduce(group)
+
+    def step(self) -> None:
+        """Count a step. Only needed where no optimizer of torch makes one: for inference, or one's own update."""
+        self._schedule.count()
+
+    def stop(self) -> None:
+        """Observe no more steps. What was measured stays."""
+        self._observation.stop()
+
+
+def observe(
+    observation: Observation,
+    schedule: Schedule,
+    steps: Steps,
+    stats: str | Sequence[str],
+    layers: str | Sequence[str],
+    what_if: Sequence[RecipeLike],
+) -> Statistics:
+    """See ``Backend.observe``."""
+    names = _NAMES if stats == "all" else (stats,) if isinstance(stats, str) else tuple(stats)
+    for name in names:
+        if name not in _NAMES:
+            raise ConfigError(f"observe() knows no statistic {name!r}{choices('Statistics', name, _NAMES)}")
+    recipes = [recipe for one in what_if if (recipe := resolve_recipe(one)) is not None]
+    for recipe in recipes:
+        if recipe.quantizer("input").scaling in [name for name, kind in SCALINGS.items() if kind.has_state]:
+            raise ConfigError(
+                f"observe(what_if=[{recipe.name!r}]): its scales come from earlier steps, which it has not seen."
+            )
+    copies = bool({*QUANTIZED_STATISTICS} & {*names})
+    asked = Observed(
+        layers=(layers,) if isinstance(layers, str) else tuple(layers),
+        copies=copies,
+        what_if=tuple(recipes) if copies else (),
+    )
+
+    schedule.counts = True
+    observation.start(asked, steps.are_due, schedule.step_of_call)
+    return Statistics(observation, schedule, names)

@@ -1,0 +1,126 @@
+"""Insert the nodes that measure tensors: for ``passes/observe.py``, which says what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from fp8graph.hardware import Hardware
+from fp8graph.ir import ops
+from fp8graph.ir.edit import insert, set_direction
+from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
+from fp8graph.ir.nodes import aten, is_backward, static_size, value
+from fp8graph.ir.observed import Observed
+from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
+from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS
+from fp8graph.recipes import Layout, OperandName
+
+Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
+
+
+class Measuring:
+    """The nodes that measure, each behind the last of its inputs, and what each of them measures."""
+
+    def __init__(self, graph: fx.Graph, asked: Observed, made_by: str) -> None:
+        self._graph, self._asked, self._made_by = graph, asked, made_by
+        self._order = {node: position for position, node in enumerate(graph.nodes)}
+        self._seen: set[tuple[tuple[str, int], str]] = set()  # sites whose tensor is measured
+        self.found: dict[fx.Node, ObservedTensor] = {}
+
+    def tensor(self, x: fx.Node, names: Names, tensor: str, *, like: fx.Node, **joined: Any) -> None:
+        """A tensor itself, for those of ``names`` for which it is not measured yet."""
+        new = tuple(name for name in names if (name, tensor) not in self._seen)
+        self._seen.update((name, tensor) for name in new)
+        what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
+        self._insert(ops.tensor_statistics, (x,), joined, what, like)
+
+    def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
+        """Whether :meth:`tensor` was called for it."""
+        return (name, tensor) in self._seen
+
+    def copy(
+        self,
+        x: fx.Node,
+        outputs: Mapping[str, fx.Node],
+        names: Names,
+        operand: OperandName,
+        layout: Layout,
+        recipe: str,
+        *,
+        like: fx.Node,
+        **settings: Any,
+    ) -> None:
+        """The copy of ``x`` that a quantize node makes. ``outputs``: those of them that are read."""
+        data, scale_inv = outputs.get(layout), outputs.get("scale_inv") or outputs.get(f"{layout}_scale_inv")
+        if not self._asked.copies or data is None or scale_inv is None:
+            return
+        if (global_scale_inv := outputs.get("global_scale_inv")) is not None:
+            settings["global_scale_inv"] = global_scale_inv
+        args = (x, data, scale_inv, layout == "columnwise")
+        self._insert(ops.quantization_statistics, args, settings, _copy(names, operand, layout, recipe), like)
+
+    def what_if(
+        self,
+        x: fx.Node,
+        names: Names,
+        operand: OperandName,
+        layout: Layout,
+        recipe: str,
+        device: Hardware,
+        *,
+        like: fx.Node,
+        **joined: Any,
+    ) -> None:
+        """The copies of ``x`` that other recipes than ``recipe`` would make on ``device``."""
+        for other in self._asked.what_if:
+            if other.name != recipe:
+                quantizer = device.quantizer(other, operand)
+                args = (x, *quantizer_args(quantizer), layout == "columnwise")
+                what = _copy(names, operand, layout, other.name, what_if=True)
+                self._insert(ops.what_if_statistics, args, {**quantizer_kwargs(quantizer), **joined}, what, like)
+
+    def transposed(self, node: fx.Node) -> fx.Node:
+        """``node`` [..., r, c] as [..., c, r]."""
+        *batch, rows, columns = range(value(node).ndim)
+        with self._graph.inserting_after(self._anchor(node)):
+            args = node, [*batch, columns, rows]
+            turned = insert(self._graph, aten.permute.default, args, like=node, made_by=self._made_by)
+        set_direction(turned, "is_backward" if is_backward(node) else node.meta.get("partitioner_tag"))
+        self._order[turned] = self._order[node]
+        return turned
+
+    def page(self, *, backward: bool) -> tuple[StatisticsPage, list[fx.Node]] | None:
+        """What is measured in one direction, and the nodes that do."""
+        found = {node: tensor for node, tensor in self.found.items() if is_backward(node) == backward}
+        if not found:
+            return None
+        device = value(next(iter(found))).device
+        return StatisticsPage(backward=backward, device=device, tensors=tuple(found.values())), [*found]
+
+    def _insert(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], what: ObservedTensor, like: fx.Node
+    ) -> None:
+        x, first = value(args[0]), next(iter(self.found), None)
+        elsewhere = first is not None and value(first).device != x.device
+        described = x.ndim >= 2 and x.is_floating_point() and not any(static_size(size) == 0 for size in x.shape)
+        if not what.names or elsewhere or not described:
+            return
+        inputs = [i for i in (*args, *kwargs.get("more", ()), *kwargs.values()) if isinstance(i, fx.Node)]
+        last = max(inputs, key=lambda node: self._order[node])
+        with self._graph.inserting_after(self._anchor(last)):
+            node = insert(self._graph, target, args, like=like, made_by=self._made_by, kwargs=dict(kwargs))
+        backward = any(map(is_backward, (like, *inputs)))
+        set_direction(node, "is_backward" if backward else like.meta.get("partitioner_tag"))
+        self.found[node] = what
+
+    def _anchor(self, node: fx.Node) -> fx.Node:
+        """The node behind which a reader of ``node`` may stand: no node may stand between placeholders."""
+        return self._graph.find_nodes(op="placeholder")[-1] if node.op == "placeholder" else node
+
+
+def _copy(names: Names, operand: str, layout: str, recipe: str, *, what_if: bool = False) -> ObservedTensor:
+    return ObservedTensor(
+        names=names, tensor=operand, layout=layout, recipe=recipe, what_if=what_if, parts=QUANTIZED_PARTS
+    )

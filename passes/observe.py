@@ -1,0 +1,132 @@
+"""Measure tensors and their quantized copies beside the GEMMs, in a variant of the graph for observed steps.
+
+    q = quantize(x)                                     ->      q = quantize(x)
+    y = scaled_mm(q[0], ...)                                    y = scaled_mm(q[0], ...)
+                                                                a = tensor_statistics(x)
+                                                                b = quantization_statistics(x, q[0], q[2])
+                                                                c = what_if_statistics(x, another recipe)
+                                                                d = tensor_statistics(y)
+                                                                copy_(statistics, cat([a, b, c, d]))
+
+The statistics are a tensor that the graph takes as an input; backward fills another one. The GEMMs and what they read
+are not changed. With too few spare inputs the graph is not changed; it is traced again with enough of them.
+
+Refuses (leaves out) tensors without elements, those on another device than the rest, quantized copies of experts'
+operands, and the bodies of higher-order ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import getitem
+from typing import Any, Final
+
+from torch import fx
+
+from fp8graph.analysis.readers import gemms_behind, sites_of_gemm
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.edit import insert, set_direction
+from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
+from fp8graph.ir.measuring import Measuring, Names
+from fp8graph.ir.nodes import GROUPED, aten, fake_mode_of, matmul_arguments, nodes
+from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.recipes import GemmName
+
+_NAME = "observe"
+_RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
+
+
+def observe(graph: fx.Graph, compilation: Compilation) -> None:
+    asked = compilation.known.observed
+    if asked is None or compilation.known.subgraph:
+        return
+    measuring = Measuring(graph, asked, _NAME)
+    results = _results(graph, compilation)
+    for node in list(nodes(graph, (ops.quantize,))):
+        _quantized(node, measuring, compilation)
+    _left_alone(measuring, compilation)
+    for (position, gemm), node in results.items():
+        sites = sites_of_gemm(position, gemm, compilation)
+        shared = [other for other in sites if other == position or (other, gemm) not in results]
+        measuring.tensor(node, _names(shared, compilation), _RESULTS[gemm], like=node)
+    pages = [page for backward in (False, True) if (page := measuring.page(backward=backward)) is not None]
+    compilation.statistics = tuple(page for page, _ in pages)
+    if not pages:
+        return
+    with fake_mode_of(next(iter(measuring.found))):
+        stand_ins = [page.stand_in() for page, _ in pages]
+    taken = compilation.known.spares.take(graph, stand_ins)
+    if taken is None:
+        return
+    (output,) = graph.find_nodes(op="output")
+    for placeholder, (page, vectors) in zip(taken, pages, strict=True):
+        tag = vectors[0].meta.get("partitioner_tag")
+        with graph.inserting_before(output):
+            whole = insert(graph, aten.cat.default, (vectors,), like=vectors[0], made_by=_NAME, name="statistics")
+            copy = insert(graph, aten.copy_.default, (placeholder, whole), like=whole, made_by=_NAME)
+        set_direction(whole, tag)
+        set_direction(copy, tag and ("must_be_in_backward" if page.backward else "must_be_in_forward"))
+
+
+def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmName], fx.Node]:
+    """What each GEMM returns: the last of its nodes, which adds a bias or cuts padding off."""
+    found: dict[tuple[int, GemmName], fx.Node] = {
+        (position, gemm.gemm): gemm.node
+        for position, site in enumerate(compilation.sites)
+        for gemm in site.gemms
+        if compilation.decisions[gemm.node].recipe is None
+    }
+    for node in graph.nodes:
+        if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
+            found[node.meta[GEMM_KEY]] = node
+    return found
+
+
+def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) -> None:
+    """The tensor and the copies of a quantize node."""
+    gemms = gemms_behind(node)
+    names = _names((i for gemm in gemms for i in sites_of_gemm(*gemm, compilation)), compilation)
+    if not names:
+        return
+    quantized = QuantizeNode(node)
+    asked, operand = quantized.asked, node.meta[OPERAND_KEY]
+    joined: dict[str, Any] = {"more": list(asked.more), "dim": asked.dim} if asked.more is not None else {}
+    measuring.tensor(asked.x, names, operand, like=node, **joined)
+    if asked.offs is not None or asked.per_matrix:
+        return
+    recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(asked.x)
+    settings: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block), **joined}
+    for layout in asked.layouts:
+        measuring.copy(asked.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
+        measuring.what_if(asked.x, names, operand, layout, recipe, device, like=node, **joined)
+
+
+def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
+    """The operands of GEMMs that stay in high precision."""
+    for position, site in enumerate(compilation.sites):
+        names = _names([position], compilation)
+        for gemm in site.gemms:
+            node = gemm.node
+            if not names or compilation.decisions[node].recipe is not None:
+                continue
+            device, grouped = compilation.hardware_of(node), node.target in GROUPED
+            for view, argument, is_b in zip((gemm.a, gemm.b), matmul_arguments(node), (False, True), strict=True):
+                if not measuring.is_measured(names[0], view.operand):
+                    columnwise = is_b ^ (view.layout == "columnwise")  # a [..., m, k], b [..., k, n]
+                    x = measuring.transposed(argument) if columnwise and not grouped else argument
+                    measuring.tensor(x, names, view.operand, like=node)
+                    if not grouped:
+                        measuring.what_if(x, names, view.operand, "rowwise", "", device, like=node)
+
+
+def _names(positions: Iterable[int], compilation: Compilation) -> Names:
+    sites = [compilation.sites[position] for position in dict.fromkeys(positions)]
+    asked = compilation.known.observed
+    return tuple((site.fqn, site.index) for site in sites if asked is not None and asked.takes(site.fqn))
+
+
+def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
+    node = next(found.node for found in compilation.sites[position].gemms if found.gemm == gemm)
+    recipe = compilation.decisions[node].recipe
+    return recipe.name if recipe is not None else ""
