@@ -2,10 +2,10 @@
 
     q = quantize(x)                                     ->      q = quantize(x)
     y = scaled_mm(q[0], ...)                                    y = scaled_mm(q[0], ...)
-                                                                a = tensor_statistics(x)
+                                                                a = tensor_statistics(x, 32)
                                                                 b = quantization_statistics(x, q[0], q[2])
                                                                 c = what_if_statistics(x, another recipe)
-                                                                d = tensor_statistics(y)
+                                                                d = tensor_statistics(y, 32)
                                                                 copy_(statistics, cat([a, b, c, d]))
 
 The statistics are a tensor that the graph takes as an input; backward fills another one. The GEMMs and what they read

@@ -144,6 +144,7 @@ def observe(
     asked = Observed(
         layers=(layers,) if isinstance(layers, str) else tuple(layers),
         copies=copies,
+        block_size=32 if "max_blockwise_dynamic_range" in names else 0,
         what_if=tuple(recipes) if copies else (),
     )
 

@@ -34,7 +34,7 @@ class Measuring:
         new = tuple(name for name in names if (name, tensor) not in self._seen)
         self._seen.update((name, tensor) for name in new)
         what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
-        self._insert(ops.tensor_statistics, (x,), joined, what, like)
+        self._insert(ops.tensor_statistics, (x, self._asked.block_size), joined, what, like)
 
     def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
         """Whether :meth:`tensor` was called for it."""

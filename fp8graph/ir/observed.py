@@ -15,11 +15,13 @@ class Observed:
     Args:
         layers: globs of the sites' names.
         copies: of the copies that the GEMMs read.
+        block_size: of the blocks whose dynamic range is measured; 0: it is not.
         what_if: of copies that other recipes would make. None of these recipes has a state.
     """
 
     layers: tuple[str, ...] = ("*",)
     copies: bool = True
+    block_size: int = 32
     what_if: tuple[Recipe, ...] = ()
 
     def takes(self, fqn: str) -> bool:

@@ -8,7 +8,7 @@
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
-    tensor_statistics(x, ...) -> [numbers];  quantization_statistics(x, data, scale_inv, columnwise, ...) -> [numbers]
+    tensor_statistics(x, block_size, ...) -> [numbers];  quantization_statistics(x, data, scale_inv, columnwise, ...) -> [numbers]
     what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, ...) -> [numbers]
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
@@ -208,7 +208,7 @@ columnwise = _define(
 )
 tensor_statistics = _define(
     "tensor_statistics",
-    "(Tensor x, *, Tensor[]? more=None, int dim=-1) -> Tensor",
+    "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=statistic_parts.of_tensor,
     fake=_fake_parts(statistic_parts.TENSOR_PARTS),
 )

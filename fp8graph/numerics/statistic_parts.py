@@ -80,27 +80,40 @@ _FP4_MAX: Final = 0x77  # two E2M1 codes of 6
 def tensor_parts(x: Tensor, block_size: int = 32) -> Tensor:
     """The ``TENSOR_PARTS`` of ``x`` [..., rows, columns], FP32.
 
-    ``block_size``: of max_blockwise_dynamic_range, which looks at blocks along rows and along columns.
+    ``block_size``: of max_blockwise_dynamic_range, which looks at blocks along rows and along columns, and so reads
+    ``x`` twice more; 0: it is left out (and is 0).
     """
     numbers = x.to(torch.float32)
     sizes = numbers.abs()
-    variance, mean = torch.var_mean(numbers, correction=0)
-    numel = _count(torch.ones_like(numbers, dtype=torch.bool))  # of dynamic sizes, too
-    ranges = [_blockwise_dynamic_range(side, block_size) for side in (sizes, sizes.transpose(-2, -1))]
+    # rows first, then all rows together: few kernels, since a reduction of a GPU takes two steps anyway
+    variances, means = torch.var_mean(numbers, -1, correction=0)
+    spread, mean = torch.var_mean(means, correction=0)
+    ones = torch.ones_like(numbers)  # not x.shape: sizes may be dynamic
+    numel, l1_norm, l2_norm_square, nonzero = _summed(
+        ones, sizes, numbers.square(), torch.where(numbers != 0, ones, 0.0)
+    )
+    smallest = torch.where(sizes > 0, sizes, torch.inf)
+    of_rows = [each.amax(-1) for each in (-numbers, numbers, sizes, -smallest)]
+    if block_size:
+        of_rows.append(_dynamic_ranges(sizes, block_size))
+    largest = torch.stack(of_rows).flatten(1).amax(-1)
+    blockwise = torch.zeros_like(mean)
+    if block_size:
+        blockwise = torch.maximum(largest[-1], _dynamic_ranges(sizes.transpose(-2, -1), block_size).amax())
     parts = {
         "numel": numel,
-        "min": numbers.amin(),
-        "max": numbers.amax(),
+        "min": -largest[0],
+        "max": largest[1],
         "mean": mean,
-        "square_deviation": variance * numel,
-        "l1_norm": sizes.sum(),
-        "l2_norm_square": numbers.square().sum(),
-        "cur_amax": sizes.amax(),
-        "smallest": torch.where(sizes > 0, sizes, torch.inf).amin(),
-        "nonzero": _count(numbers != 0),
-        "max_blockwise_dynamic_range": torch.maximum(*ranges),
+        "square_deviation": (variances.mean() + spread) * numel,
+        "l1_norm": l1_norm,
+        "l2_norm_square": l2_norm_square,
+        "cur_amax": largest[2],
+        "smallest": -largest[3],
+        "nonzero": nonzero,
+        "max_blockwise_dynamic_range": blockwise,
     }
-    return torch.stack([parts[name] for name in TENSOR_PARTS])
+    return _vector([parts[name] for name in TENSOR_PARTS])
 
 
 def quantized_parts(
@@ -133,13 +146,19 @@ def quantized_parts(
     count = _count(used)
     log2 = torch.where(used, scales, 1.0).log2()  # 0 for those that are not used
     log2_mean = log2.sum() / count.clamp_min(1.0)
-    in_order = scales.sort().values
+    in_order = scales if len(scales) == 1 else scales.sort().values
     last = _count(torch.ones_like(used)) - 1
+    underflows, overflows, saturated, square_error = _summed(
+        _counted((source != 0) & (decoded == 0)),
+        _counted(source.abs() > limit),
+        _counted(decoded.abs() == limit),
+        (decoded - source).square(),
+    )
     parts = {
-        "underflows": _count((source != 0) & (decoded == 0)),
-        "overflows": _count(source.abs() > limit),
-        "saturated": _count(decoded.abs() == limit),
-        "square_error": (decoded - source).square().sum(),
+        "underflows": underflows,
+        "overflows": overflows,
+        "saturated": saturated,
+        "square_error": square_error,
         "scale_inv_min": torch.where(used, scales, torch.inf).amin(),
         "scale_inv_max": scales.amax(),
         "scales": count,
@@ -148,12 +167,12 @@ def quantized_parts(
     }
     ranks = torch.stack([q * last for q in QUANTILES]).round().long()
     quantiles = in_order.index_select(0, ranks)
-    return torch.cat([torch.stack([parts[name] for name in QUANTIZED_PARTS[: len(parts)]]), quantiles])
+    return torch.cat([_vector([parts[name] for name in QUANTIZED_PARTS[: len(parts)]]), quantiles])
 
 
-def of_tensor(x: Tensor, *, more: Sequence[Tensor] | None = None, dim: int = -1) -> Tensor:
+def of_tensor(x: Tensor, block_size: int, *, more: Sequence[Tensor] | None = None, dim: int = -1) -> Tensor:
     """:func:`tensor_parts` of ``x`` and ``more``, joined along ``dim``."""
-    return tensor_parts(join([x, *(more or ())], dim))
+    return tensor_parts(join([x, *(more or ())], dim), block_size)
 
 
 def of_copy(
@@ -254,16 +273,34 @@ def _merge(name: str, here: float, there: float) -> float:
     return here + there
 
 
-def _blockwise_dynamic_range(sizes: Tensor, block_size: int) -> Tensor:
-    """The largest log2(amax / smallest that is not zero) of the blocks of a row; [...], of |x|."""
+def _dynamic_ranges(sizes: Tensor, block_size: int) -> Tensor:
+    """[..., rows]: the largest log2(amax / smallest that is not zero) of the blocks of each row of |x|."""
     blocks = tiles_of(pad_to_multiple(sizes, 1, block_size), (1, block_size))
-    top = blocks.amax(-1)
+    top = blocks.amax(-1)  # [..., rows, 1, blocks]
     bottom = torch.where(blocks > 0, blocks, torch.inf).amin(-1)
-    return torch.where(top > 0, top.log2() - bottom.log2(), 0.0).amax()
+    return torch.where(top > 0, top.log2() - bottom.log2(), 0.0).amax((-2, -1))
+
+
+def _summed(*numbers: Tensor) -> Sequence[Tensor]:
+    """The sum of each, rows first."""
+    return torch.stack([each.sum(-1) for each in numbers]).flatten(1).sum(-1).unbind()
+
+
+def _counted(which: Tensor) -> Tensor:
+    return which.to(torch.float32)
+
+
+def _vector(numbers: Sequence[Tensor]) -> Tensor:
+    """``torch.stack``, which Inductor would give a kernel per number."""
+    position = torch.arange(len(numbers), device=numbers[0].device)
+    result = numbers[0].expand(len(numbers))
+    for index, number in enumerate(numbers[1:], start=1):
+        result = torch.where(position == index, number, result)
+    return result.clone()
 
 
 def _count(which: Tensor) -> Tensor:
-    return which.sum(dtype=torch.float32)
+    return _counted(which).sum()
 
 
 def _full(data: Tensor, value: float) -> Tensor:

@@ -41,7 +41,7 @@ class Observation:
         self._asked: Observed | None = None
         self._is_due: Callable[[int], bool] = lambda _: False
         self._step_now: Callable[[], int] = lambda: 0
-        self.trains = False  # a graph with gradients was called: evaluations are not measured
+        self._trains = False  # a graph with gradients was called: evaluations are not measured
         self._found: dict[Measured, list[Parts]] = {}
         self._pending: list[tuple[int, StatisticsPage, Tensor]] = []
         self._reduced: set[Measured] = set()
@@ -59,8 +59,10 @@ class Observation:
         """What the call of a graph measures now; None on all other steps. Asked in every call."""
         if self._asked is None:
             return None
-        self.trains |= gradients
-        if self.trains and not gradients:
+        if gradients and not self._trains:
+            self._trains = True
+            self._forget(self._step_now())
+        if self._trains and not gradients:
             return None
         return self._asked if self._is_due(self._step_now()) else None
 
@@ -100,6 +102,11 @@ class Observation:
                     self._found.setdefault(key, []).append(parts)
                     own.setdefault(key, parts)
         self._reduced.update(own)
+
+    def _forget(self, step: int) -> None:
+        """Forget a step: before its first call with gradients, the model was only evaluated."""
+        self._pending = [entry for entry in self._pending if entry[0] != step]
+        self._found = {key: vectors for key, vectors in self._found.items() if key.step != step}
 
     def _read(self, before: int | None = None) -> None:
         waiting = [entry for entry in self._pending if before is not None and entry[0] >= before]

@@ -191,15 +191,3 @@ def test_a_backend_by_name_lives_as_long_as_what_was_compiled_with_it() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert reference() is None
-
-
-def test_a_frame_that_fell_back_is_reported_after_reset() -> None:
-    model, backend = MLP(), Backend(ALL, compiler="eager")
-    compiled = torch.compile(model, backend=backend, dynamic=False)
-    for length in range(2, 12):
-        compiled(torch.randn(length, 32))
-    before = backend.report.eager_frames
-    assert len(before) == 1
-    torch._dynamo.reset()
-    assert backend.report.eager_frames == before
-    assert not backend._eager_frames._frames

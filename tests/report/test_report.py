@@ -75,6 +75,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "share_tokens",
         "gather_in_fp8",
         "fuse_linears",
+        "observe",
         "hoist_weights",
         "connect_scales",
         "accumulate_wgrad",
