@@ -12,7 +12,7 @@ The statistics are a tensor that the graph takes as an input; backward fills ano
 are not changed. With too few spare inputs the graph is not changed; it is traced again with enough of them.
 
 Refuses (leaves out) tensors without elements, those on another device than the rest, quantized copies of experts'
-operands, and the bodies of higher-order ops.
+operands, the bodies of higher-order ops, and with ``accumulate_wgrad`` what wgrad returns.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def observe(graph: fx.Graph, compilation: Compilation) -> None:
     for node in list(nodes(graph, (ops.quantize,))):
         _quantized(node, measuring, compilation)
     _left_alone(measuring, compilation)
+    if compilation.known.settings.accumulate_wgrad:  # what wgrad returns is then a sum
+        results = {(position, gemm): node for (position, gemm), node in results.items() if gemm != "wgrad"}
     for (position, gemm), node in results.items():
         sites = sites_of_gemm(position, gemm, compilation)
         shared = [other for other in sites if other == position or (other, gemm) not in results]

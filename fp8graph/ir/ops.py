@@ -8,8 +8,9 @@
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
-    tensor_statistics(x, block_size, ...) -> [numbers];  quantization_statistics(x, data, scale_inv, columnwise, ...) -> [numbers]
-    what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, ...) -> [numbers]
+    tensor_statistics(x, block_size, *, ...) -> [numbers]
+    quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
+    what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, Policy, Rule, numerics
@@ -168,6 +169,40 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
     else:  # an observed step may round the tensors that it measures in other places
         for got, wanted in zip(losses[3], losses[0], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save": "memory"},
+        {"save": "memory", "save_activations_in_fp8": True},
+        {"fuse_linears": False},
+        {"cache_weights": False},
+        {"accumulate_wgrad": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+def test_observed_steps_train_as_others_do(recipe: str, settings: dict[str, Any]) -> None:
+    """Bit for bit, whatever is kept for backward."""
+    trained: list[list[Tensor]] = []
+    for every in (0, 1):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, backend = MLP(), Backend(Policy(default=recipe, min_speedup=0), compiler="eager", **settings)
+        statistics: Any = backend.observe(every=1) if every else []
+        compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            for part in data(32, 32).float().split(16):
+                compiled(part).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.detach() for p in model.parameters()])
+        if every:
+            operands = {r.operand for r in statistics}
+            assert ("wgrad" in operands) != settings.get("accumulate_wgrad", False)
+            assert operands >= {"input", "weight", "grad_output", "output", "dgrad"}
+    same_bits(*trained)
 
 
 def test_nothing_is_compiled_before_it_is_asked_for() -> None:
@@ -353,3 +388,38 @@ def test_ranks_are_merged_when_all_of_them_ask(tmp_path: Path) -> None:
     assert own[name, "input", "", "", "l1_norm"] < 0.6 * both[name, "input", "", "", "l1_norm"]
     wanted = numerics.statistics(linear.weight.detach())
     assert both[name, "weight", "", "", "l1_norm"] == pytest.approx(wanted["l1_norm"], rel=1e-5)
+
+
+def _sharded(rank: int, recipe: str) -> Any:
+    """FSDP2: on observed steps, the weights are read in high precision, too."""
+    trained: list[list[Tensor]] = []
+    names: set[str] = set()
+    for every in (0, 2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(MLP(64, 128), MLP(64, 128)).bfloat16()
+        backend = Backend(Policy(default=recipe, min_speedup=0), compiler="eager")
+        backend.bind(model)
+        for layer in model:
+            fully_shard(layer)
+            layer.compile(backend=backend)
+        fully_shard(model)
+        statistics: Any = backend.observe(every=every) if every else []
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for part in data(4 * 64, 64).split(64):
+            model(part.split(32)[rank]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.to_local().detach().clone() for p in model.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
+        names |= {f"{r.step} {r.site} {r.operand}" for r in statistics}
+    same_bits(*trained)
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])  # gathered in FP8, and in bf16
+def test_shards(tmp_path: Path, recipe: str) -> None:
+    first, second = run_ranks(_sharded, 2, tmp_path, recipe)
+    assert first == second
+    assert {name.split()[0] for name in first} == {"0", "2"}
+    assert {f"2 1.{name} weight" for name in ("gate", "up", "down")} <= first

@@ -47,7 +47,9 @@ def test_each_operand_and_result_is_measured_once() -> None:
     assert measuring(view, "fuse_linears") == []
     text = "\n".join(measuring(view))
     assert len(re.findall(r"fp8graph\.tensor_statistics", text)) == 5  # x, w, y, dy, dw; x has no gradient
-    assert len(re.findall(r"fp8graph\.quantization_statistics", text)) == 4  # x: both layouts; w: rowwise; dy: columnwise
+    assert (
+        len(re.findall(r"fp8graph\.quantization_statistics", text)) == 4
+    )  # x: both layouts; w: rowwise; dy: columnwise
     assert [line for line in measuring(view) if "copy_" in line] == [
         "copy__default: f32[75] = aten.copy_(primals_3, statistics)",
         "copy__default_1: f32[36] = aten.copy_(primals_4, statistics_1)",
