@@ -15,8 +15,8 @@ from fp8graph.backend.schedule import Schedule
 from fp8graph.errors import ConfigError
 from fp8graph.ir.observed import Observed
 from fp8graph.ir.settings import choices
+from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_STATISTICS, finished
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.numerics.statistic_parts import QUANTIZED_STATISTICS, TENSOR_STATISTICS, finished
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.records import StatisticRecord
 from fp8graph.runtime.observation import Observation

@@ -17,7 +17,7 @@ from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
 from fp8graph.ir.extra_inputs import StatisticsPage
 from fp8graph.ir.observed import Observed
-from fp8graph.numerics.statistic_parts import Parts, merged, named
+from fp8graph.numerics.finished_statistics import Parts, merged, named
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
 

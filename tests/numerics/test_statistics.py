@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, numerics
 from fp8graph.numerics import statistic_parts as parts
+from fp8graph.numerics.finished_statistics import finished, merged, named
 from fp8graph.numerics.quantization import quantizer_kwargs
 from fp8graph.recipes import FP8_MAX, LAYOUTS, Layout, resolve_recipe
 from helpers import RECIPES
@@ -118,7 +119,7 @@ def test_parts_of_micro_batches_are_those_of_the_whole(name: str) -> None:
     x = torch.cat([wide(32, 64), 3 + 0.01 * wide(64, 64), -5 * wide(96, 64)])
     rows = x.split([32, 64, 96])
     whole, several = (
-        parts.finished(*(parts.merged([parts.named(names, v) for v in vectors]) for names, vectors in of.items()))
+        finished(*(merged([named(names, v) for v in vectors]) for names, vectors in of.items()))
         for of in ({n: f([x], recipe) for n, f in VECTORS.items()}, {n: f(rows, recipe) for n, f in VECTORS.items()})
     )
     of_whole = name in ("tensorwise", "nvfp4")  # a scale that is another one for each micro-batch
@@ -149,7 +150,7 @@ VECTORS = {parts.TENSOR_PARTS: of_tensors, parts.QUANTIZED_PARTS: of_quantized}
 
 def test_averages_of_quantiles() -> None:
     one = {"numel": 1.0, "mean": 0.0, "square_deviation": 0.0, "scale_inv_q50": 1.0}
-    assert parts.merged([one, {**one, "scale_inv_q50": 2.0}, {**one, "scale_inv_q50": 6.0}])["scale_inv_q50"] == 3
+    assert merged([one, {**one, "scale_inv_q50": 2.0}, {**one, "scale_inv_q50": 6.0}])["scale_inv_q50"] == 3
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4)])
