@@ -11,25 +11,36 @@ cannot be traced is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from fp8graph import hardware
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes, value
 from fp8graph.ir.trace import inline, trace
 
 
 def lower(graph: fx.Graph) -> None:
+    _replace(graph, ops.REFERENCE)
+
+
+def lower_for_torch_alone(graph: fx.Graph) -> None:
+    """:func:`lower`, for code that runs without fp8graph: products are torch's own."""
+    _replace(graph, ops.REFERENCE | {ops.scaled_mm: functools.partial(hardware.scaled_mm, own_ops=False)})
+
+
+def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:
     traces: dict[Any, fx.Graph] = {}
-    for node in list(nodes(graph, ops.DIALECT)):
+    for node in list(nodes(graph, references)):
         if ops.stays(node):
             continue
         key = _signature(node)
         if key not in traces:
-            traces[key] = _trace(node)
+            traces[key] = _trace(node, references[node.target])
         _inline(graph, node, traces[key])
     graph.eliminate_dead_code()
 
@@ -48,15 +59,15 @@ def _signature(node: fx.Node) -> Any:
     return node.target, *map(describe, node.args), *((name, describe(x)) for name, x in sorted(node.kwargs.items()))
 
 
-def _trace(node: fx.Node) -> fx.Graph:
-    """The reference function as an aten graph; its placeholders are the node's input nodes in order."""
+def _trace(node: fx.Node, reference: Callable[..., Any]) -> fx.Graph:
+    """``reference`` as an aten graph; its placeholders are the node's input nodes in order."""
 
-    def reference(*values: torch.Tensor) -> Any:
+    def compute(*values: torch.Tensor) -> Any:
         given = dict(zip(node.all_input_nodes, values, strict=True))
         args, kwargs = cast(Any, fx.map_arg((node.args, node.kwargs), given.__getitem__))
-        return ops.REFERENCE[node.target](*args, **kwargs)
+        return reference(*args, **kwargs)
 
-    return trace(reference, node.all_input_nodes)
+    return trace(compute, node.all_input_nodes)
 
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:

@@ -83,7 +83,7 @@ def _rewrite(
         if grouped:
             result = _grouped(gemm, recipe, emit, *quantized, native=native, multiple=k)
         else:
-            result = (_native if native else _emulated)(gemm, recipe, emit, *quantized)
+            result = _native(gemm, recipe, emit, *quantized) if native else _emulated(gemm, device, emit, *quantized)
     return take_place(result, node, _NAME)
 
 
@@ -136,16 +136,17 @@ def _gemm_settings(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
     return settings
 
 
-def _emulated(gemm: Gemm, _recipe: Recipe, emit: Callable[..., fx.Node], *operands: QuantizedOperand) -> fx.Node:
-    a, b = (_dequantized(operand, emit) for operand in operands)  # [..., m, k], [..., n, k]
+def _emulated(gemm: Gemm, device: Hardware, emit: Callable[..., fx.Node], *operands: QuantizedOperand) -> fx.Node:
     out = value(gemm.node)
+    dtype = device.emulation_dtype([operand.quantizer for operand in operands], out.dtype)
+    a, b = (_dequantized(operand, dtype, emit) for operand in operands)  # [..., m, k], [..., n, k]
     if value(a).ndim == 3:
         result = emit(aten.bmm.default, a, emit(aten.permute.default, b, [0, 2, 1]))  # [b, n, k] -> [b, k, n]
     else:
         result = emit(aten.mm.default, a, emit(aten.permute.default, b, [1, 0]))  # [n, k] -> [k, n]
     if out.ndim > value(result).ndim:
         result = emit(aten.unsqueeze.default, result, 0)
-    if out.dtype != torch.float32:
+    if out.dtype != dtype:
         result = emit(_CONVERT, result, out.dtype)
     return _add_bias(gemm, result, emit)
 
@@ -160,11 +161,11 @@ def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) 
     return result
 
 
-def _dequantized(operand: QuantizedOperand, emit: Callable[..., fx.Node]) -> fx.Node:
+def _dequantized(operand: QuantizedOperand, dtype: torch.dtype, emit: Callable[..., fx.Node]) -> fx.Node:
     settings = quantization.quantizer_kwargs(operand.quantizer)
     if operand.global_scale_inv is not None:
         settings["global_scale_inv"] = operand.global_scale_inv
-    return emit(ops.dequantize, operand.data, operand.scale_inv, torch.float32, **settings)
+    return emit(ops.dequantize, operand.data, operand.scale_inv, dtype, **settings)
 
 
 def _bias_fits(gemm: Gemm) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
@@ -11,6 +12,12 @@ CPU_SCALINGS: Final = frozenset({"tensor"} | ({"row"} if torch.__version__ >= "2
 
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.
 PACKAGES_FP8_ON_CPU: Final = torch.__version__ >= "2.13"
+
+
+@functools.cache
+def multiplies_bf16_on_cpu() -> bool:
+    """Whether oneDNN has a bf16 GEMM for this CPU (AVX-512 or later; some Arm). torch's own loop takes far longer."""
+    return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _numbers(version: str | None) -> tuple[int, ...] | None:

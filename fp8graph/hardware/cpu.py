@@ -1,14 +1,22 @@
-"""CPUs: torch's reference ``_scaled_mm``, for scales per tensor and per row, is correct but not fast."""
+"""CPUs: FP8 operands with scales per tensor and per row are multiplied as bf16 numbers, which is exact.
+
+Results in other types than bf16, and all of a CPU without a bf16 GEMM, come from torch's reference ``_scaled_mm``,
+which is correct but not fast.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from fp8graph.compat import torch_build
 from fp8graph.hardware.device import Hardware
+from fp8graph.numerics import bf16_product
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Quantizer
 
 
@@ -37,3 +45,31 @@ class CPU(Hardware):
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
         return 1, 16, 16
+
+    def emulation_dtype(self, operands: Sequence[Quantizer], out_dtype: torch.dtype) -> torch.dtype:
+        exact = out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
+        if exact and all(SCALINGS[q.scaling].fits_bf16(q.power_2_scale) for q in operands):
+            return torch.bfloat16  # accumulated in FP32, and half as long as a GEMM in FP32
+        return torch.float32
+
+    @classmethod
+    def scaled_mm(
+        cls,
+        a: Tensor,
+        b: Tensor,
+        scale_inv_a: Tensor,
+        scale_inv_b: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+        *,
+        scaling: str = "tensor",
+        addend: Tensor | None = None,
+        own_ops: bool = True,
+        **settings: Any,
+    ) -> Tensor:
+        exact = out_dtype == torch.bfloat16 and addend is None and torch_build.multiplies_bf16_on_cpu()
+        if own_ops and exact and cls.has_kernel(SCALINGS[scaling].gemm):
+            return bf16_product.product(a, b, scale_inv_a, scale_inv_b, bias)
+        args = a, b, scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum
+        return super().scaled_mm(*args, scaling=scaling, addend=addend, **settings)

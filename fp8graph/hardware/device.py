@@ -102,6 +102,10 @@ class Hardware:
         """The same for grouped GEMMs."""
         return {}
 
+    def emulation_dtype(self, operands: Sequence[Quantizer], out_dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which decoded ``operands`` are multiplied; the result is rounded once, to ``out_dtype``."""
+        return torch.float32
+
     # The multiplication.
 
     @classmethod
@@ -136,6 +140,7 @@ class Hardware:
         global_scale_inv_a: Tensor | None = None,
         global_scale_inv_b: Tensor | None = None,
         addend: Tensor | None = None,
+        own_ops: bool = True,
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
@@ -149,6 +154,7 @@ class Hardware:
             scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
             global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
             addend: FP32 [m, n], added to an FP32 result; there is no bias then.
+            own_ops: whether fp8graph's own ops may multiply; False: torch's alone, for code that runs without fp8graph.
         """
         kind = SCALINGS[scaling]
         gemm = kind.gemm

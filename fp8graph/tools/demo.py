@@ -172,7 +172,7 @@ def run_demo(
     console.print(
         f"[bold]fp8graph demo[/]: a Llama of {parameters / 1e6:.1f} million parameters, {steps} steps of "
         f"{BATCH} x {SEQUENCE} bytes of Python's help texts, in bf16 and in FP8 ({recipe}).\n"
-        "On a CPU this shows the numbers, not the speed: FP8 GEMMs are slower than bf16 there."
+        "On a CPU this shows the numbers, not the speed: FP8 is slower than bf16 there."
     )
     plain: Any = "inductor" if compiler == "inductor" else "aot_eager"
     with quiet():

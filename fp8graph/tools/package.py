@@ -17,7 +17,7 @@ from fp8graph.compat import inductor, torch_build, wrappers
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError
 from fp8graph.libraries import adopt
-from fp8graph.passes.lower import lower
+from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.recipes import RecipeLike
 from fp8graph.report import Report
 
@@ -138,7 +138,7 @@ class _Packaged(nn.Module):
             return pytree.tree_unflatten(values, spec)
 
         self.arrange = arrange  # not the spec: torch.export copies attributes, and a spec's copy warns
-        lower(call.module.graph)
+        lower_for_torch_alone(call.module.graph)
         call.module.recompile()
         self.graph_module = call.module
         self.taken: list[int | str | None] = []  # for each placeholder: an input of the model, a buffer, nothing

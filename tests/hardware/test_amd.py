@@ -182,13 +182,19 @@ def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """a [m, k] and b [n, k]."""
-    return torch._scaled_mm(a[0].contiguous(), b[0].contiguous().t(), a[1], b[1], out_dtype=BF16)
+    """a [m, k] and b [n, k], each with its scale, in FP64."""
+    return (a[0].double() @ b[0].double().t()) * (a[1].double() * b[1].double())
+
+
+def is_rounded(got: Tensor, exact: Tensor) -> bool:
+    """Whether ``got`` is ``exact`` in bf16, but for errors of the accumulation in FP32."""
+    slack = 2.0**-16 * exact.abs().max()
+    return bool(((exact - slack).to(BF16) <= got).all() and (got <= (exact + slack).to(BF16)).all())
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gfx942_on_a_cpu_is_torchs_own_casts(compiler: Any) -> None:
-    """Forward and backward of a linear, bit for bit."""
+    """Forward and backward of a linear, but for the order of additions."""
     policy = fp8graph.Policy(default="tensorwise", min_speedup=0)
     backend = fp8graph.Backend(policy, target="gfx942", compiler=compiler, cache_weights=False)
     linear = nn.Linear(64, 48, bias=False).to(BF16)
@@ -196,9 +202,9 @@ def test_gfx942_on_a_cpu_is_torchs_own_casts(compiler: Any) -> None:
     out, dx, dw = step(torch.compile(linear, backend=backend), x, parameters=[linear.weight])
     dy = torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape).to(BF16)
     qx, qw, qdy = quantized(x.detach(), E4M3), quantized(linear.weight.detach(), E4M3), quantized(dy, E5M2)
-    assert torch.equal(out, product(qx, qw))
-    assert torch.equal(dx, product(qdy, (qw[0].t(), qw[1])))
-    assert torch.equal(dw, product((qdy[0].t(), qdy[1]), (qx[0].t(), qx[1])))
+    assert is_rounded(out, product(qx, qw))
+    assert is_rounded(dx, product(qdy, (qw[0].t(), qw[1])))
+    assert is_rounded(dw, product((qdy[0].t(), qdy[1]), (qx[0].t(), qx[1])))
     assert {g.dtypes for g in backend.report.gemms} == {
         ("e4m3fnuz", "e4m3fnuz", "bf16"),
         ("e5m2fnuz", "e4m3fnuz", "bf16"),

@@ -14,7 +14,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.text import graph_text
-from fp8graph.passes.lower import lower
+from fp8graph.numerics import bf16_product
+from fp8graph.passes.lower import lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling
 from helpers import graph_inputs_for, same_bits
 
@@ -66,14 +67,33 @@ def test_lowering_changes_no_bit(target: Any, args: tuple[Any, ...]) -> None:
 
 
 def test_the_gemm_gets_a_column_major_b_without_a_copy() -> None:
-    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
+    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.float32, True)
     lower(graph)
     assert [line.split(" = ")[1] for line in graph_text(graph).splitlines() if " = " in line] == [
         "aten.permute(x1, [1, 0])",
-        "aten._scaled_mm(x0, permute, x2, x3, None, None, bf16, True)",
+        "aten._scaled_mm(x0, permute, x2, x3, None, None, f32, True)",
     ]
     (gemm,) = nodes(graph, (aten._scaled_mm.default,))
     assert gemm.args[1].meta["val"].stride() == (1, 32)  # pyright: ignore
+
+
+def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
+    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
+    before = run(graph, FP8, FP8, ONE, ONE)
+    lower(graph)
+    (product,) = nodes(graph, (bf16_product.PRODUCT,))
+    assert [a.meta["val"].dtype for a in product.all_input_nodes[:2]] == [torch.bfloat16] * 2
+    assert same_bits(before, run(graph, FP8, FP8, ONE, ONE))
+
+
+def test_what_torch_runs_alone_has_no_op_of_ours() -> None:
+    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
+    before = run(graph, FP8, FP8, ONE, ONE)
+    lower_for_torch_alone(graph)
+    assert list(nodes(graph, (aten._scaled_mm.default,)))
+    assert not list(nodes(graph, (bf16_product.PRODUCT,)))
+    after = run(graph, FP8, FP8, ONE, ONE)
+    torch.testing.assert_close(after, before, rtol=2**-8, atol=0)  # one rounding each, of sums in other orders
 
 
 def test_the_scale_and_its_inverse_are_true_divisions() -> None:
@@ -101,7 +121,7 @@ def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     traced: list[fx.Node] = []
     original = module._trace  # pyright: ignore
-    monkeypatch.setattr(module, "_trace", lambda node: (traced.append(node), original(node))[1])
+    monkeypatch.setattr(module, "_trace", lambda node, *of: (traced.append(node), original(node, *of))[1])
     graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
     (node,) = nodes(graph, ops.DIALECT)
     with graph.inserting_after(node):

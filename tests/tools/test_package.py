@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import ConfigError, Policy, Rule
+from fp8graph.compat import torch_build
 from fp8graph.compat.torch_build import PACKAGES_FP8_ON_CPU
 from fp8graph.models.family import causal_lm
 from helpers import MLP
@@ -39,12 +40,19 @@ def by_torch_alone(folder: Path, *args: Any, **kwargs: Any) -> Any:
     return torch.load(folder / "out.pt")
 
 
+@pytest.fixture
+def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled models multiply as packages do: in FP32, as on a CPU without a bf16 GEMM."""
+    monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: False)
+
+
 def size(path: Path) -> int:
     with zipfile.ZipFile(path) as file:
         return sum(entry.file_size for entry in file.infolist())
 
 
 @ON_CPU
+@pytest.mark.usefixtures("in_fp32")
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
@@ -62,6 +70,7 @@ def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
 
 
 @ON_CPU
+@pytest.mark.usefixtures("in_fp32")
 @pytest.mark.slow
 def test_a_llama_without_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)

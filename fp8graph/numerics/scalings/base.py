@@ -142,6 +142,10 @@ class Scaling(ABC):
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
         """The decoded numbers, ``data * scale_inv``, in FP32."""
 
+    def fits_bf16(self, power_2_scale: bool) -> bool:
+        """Whether bf16 holds every decoded number exactly: an FP8 number times a power of two."""
+        return power_2_scale
+
     # Operands of GEMMs.
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:

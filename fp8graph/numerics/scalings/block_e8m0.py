@@ -33,3 +33,6 @@ class BlockE8M0(Block):
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
         return self.scale_values(scale_inv)
+
+    def fits_bf16(self, power_2_scale: bool) -> bool:
+        return True

@@ -28,3 +28,6 @@ class MXFP8(Tiled):
 
     def scale_values(self, scale_inv: Tensor) -> Tensor:
         return exp2_biased(scale_inv.to(torch.int32))
+
+    def fits_bf16(self, power_2_scale: bool) -> bool:
+        return True

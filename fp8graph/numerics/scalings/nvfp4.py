@@ -73,6 +73,9 @@ class NVFP4(Tiled):
         carried = asked.carry_overflow and shared.amax is not None
         return [with_overflow(scale_inv, cast(Tensor, shared.amax)) if carried else scale_inv]
 
+    def fits_bf16(self, power_2_scale: bool) -> bool:
+        return False  # the scale of the tensor is any FP32 number
+
     def values(self, data: Tensor) -> Tensor:
         return unpack_e2m1(data)
 
