@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class GemmRecord:
     required: bool  # a user's rule or region asks for FP8
     by_profitability: bool  # left in high precision because FP8 would not be faster
     speedup: float | None  # predicted, over high precision; None if it is not known or there is nothing to gain
+    seconds: float | None  # predicted in high precision; None without a speed model, or if the GEMM is emulated
+    bytes_read: int  # the sizes of a and b as this GEMM reads them, without scales
     rule: int | None  # index of the policy rule that matched the site
 
     @property
@@ -59,6 +62,14 @@ class GemmRecord:
     def missing(self) -> bool:
         """Whether a user's rule or region asks for FP8 and it would pay, and yet this GEMM runs in high precision."""
         return self.required and self.recipe is None and not self.by_profitability
+
+
+class Origin(NamedTuple):
+    """Where a node of a graph comes from."""
+
+    module: str  # the FQN of the module that it was traced in, relative to the frame; of an input: its name
+    source: str  # the line of the model, as "file:line code"; "" if it is not known
+    backward: bool
 
 
 @dataclass(frozen=True, kw_only=True)

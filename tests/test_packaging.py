@@ -53,6 +53,10 @@ def test_the_source_distribution_has_what_the_readme_points_to(tmp_path: Path) -
     assert links - names == set()
     assert {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")} <= names
     assert {"passes/match.py", "models/llama.py", "tests/test_packaging.py", "constraints.txt"} <= names
+    report = ROOT / "fp8graph" / "report"
+    files = {file for folder in ("page", "vendor") for file in (report / folder).rglob("*") if file.is_file()}
+    assert {"page.html", "page.js", "dagre.min.js", "LICENSE", "NOTICE", "LICENSE-d3"} <= {file.name for file in files}
+    assert {str(file.relative_to(ROOT)) for file in files} <= names
 
 
 @pytest.mark.parametrize("name", ["passes", "models"])

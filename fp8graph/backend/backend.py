@@ -172,9 +172,9 @@ class Backend:
         Raises:
             ConfigError: for arguments that cannot be used.
         """
-        self._shared.epoch.advance()
-        when = Steps(every=every, start=start, end=end)
-        return observe(self._shared.observation, self._shared.schedule, when, stats, layers, what_if)
+        shared, when = self._shared, Steps(every=every, start=start, end=end)
+        shared.epoch.advance()
+        return observe(shared.observation, shared.schedule, when, stats, layers, what_if, lambda: self.report)
 
     def bind(self, model: torch.nn.Module, *, name: str = "") -> None:
         """Learn the full names of ``model``'s parameters, by identity.

@@ -23,9 +23,10 @@ from fp8graph.ir.keys import DECIDED_KEY
 from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, Origin, RefusalRecord
 from fp8graph.report.build import gemm_records, with_groups
 from fp8graph.report.collectives import collective_records
+from fp8graph.report.origins import add_origins, input_origins
 
 GraphPass = Callable[[fx.Graph], None]
 
@@ -132,6 +133,8 @@ class JointPass(_Pass):
         self.before = ""
         self.inputs: tuple[str, ...] = ()
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
+        self.origins: dict[str, Origin] = {}  # of the nodes of all stages, by name
+        self.saved: tuple[str, ...] = ()  # the nodes that forward returns for backward; set after the partitioner
         self.collectives: tuple[CollectiveRecord, ...] = ()
         self.refusals: tuple[RefusalRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
@@ -150,6 +153,7 @@ class JointPass(_Pass):
     def _rewrite(self, graph: fx.Graph) -> None:
         text = GraphText()
         self.before = _append(self.before, text(graph))
+        add_origins(self.origins, graph)
         inputs = list(graph_inputs(graph))
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
         compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph))
@@ -165,20 +169,33 @@ class JointPass(_Pass):
                 if self._check is not None:
                     self._check(records)
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
+            add_origins(self.origins, graph)
         self.records = (*earlier, *with_groups(records, compilation))
         self.collectives = (*self.collectives, *collective_records(graph))
         self.refusals = (*self.refusals, *compilation.refusals)
         self.findings = self.findings.and_those_of(compilation)
         if not subgraph:
             names = dict(enumerate((*self._known.sources, *self.findings.names(self._known.sources))))
-            texts = (node.name if index is None else names.get(index) for node, index in inputs)
-            self.inputs = tuple(text for text in texts if text is not None)  # nobody took the other spare inputs
+            texts = {node: node.name if index is None else names.get(index) for node, index in inputs}
+            self.inputs = tuple(text for text in texts.values() if text is not None)  # nobody took the other spares
+            self.origins |= input_origins(texts)
         if self._known.spares.wanted > len(self._known.spares.indices):
             raise TooFewInputs(self._known.spares.wanted)
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))
             self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
+
+    def noting_saved(self, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
+        """The same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way."""
+
+        @functools.wraps(inner_compile)
+        def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if not kwargs.get("is_backward"):
+                self.saved = tuple(node.name for node in module.graph.output_node().all_input_nodes)
+            return inner_compile(module, inputs, **kwargs)
+
+        return compile
 
 
 class LowerPass(_Pass):

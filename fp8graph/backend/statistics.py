@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +19,8 @@ from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_S
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.records import StatisticRecord
+from fp8graph.report import Report
+from fp8graph.report.page_statistics import Losses
 from fp8graph.runtime.observation import Observation
 
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
@@ -57,8 +59,14 @@ class Statistics:
     :meth:`reduce` on all ranks to merge theirs, too.
     """
 
-    def __init__(self, observation: Observation, schedule: Schedule, names: Collection[str]) -> None:
-        self._observation, self._schedule, self._names = observation, schedule, names
+    def __init__(
+        self,
+        observation: Observation,
+        schedule: Schedule,
+        names: Collection[str],
+        report: Callable[[], Report],
+    ) -> None:
+        self._observation, self._schedule, self._names, self._report = observation, schedule, names, report
 
     def __iter__(self) -> Iterator[StatisticRecord]:
         found = self._observation.found()
@@ -80,6 +88,14 @@ class Statistics:
                 values = dataclasses.asdict(record)
                 values["value"] = record.value if math.isfinite(record.value) else None
                 file.write(json.dumps(values) + "\n")
+
+    def to_html(self, path: str | Path, *, losses: Losses | None = None) -> None:
+        """Write the report's page (``report.to_html``) with these statistics as heat maps and curves.
+
+        Args:
+            losses: by step, or a list that begins with step 0; drawn above the statistics.
+        """
+        self._report().to_html(path, statistics=self, losses=losses)
 
     def to_tensorboard(self, writer: Any) -> None:
         """Give every number to a ``torch.utils.tensorboard.SummaryWriter``: "layer/input_underflows%/tensorwise"."""
@@ -128,6 +144,7 @@ def observe(
     stats: str | Sequence[str],
     layers: str | Sequence[str],
     what_if: Sequence[RecipeLike],
+    report: Callable[[], Report],
 ) -> Statistics:
     """See ``Backend.observe``."""
     names = _NAMES if stats == "all" else (stats,) if isinstance(stats, str) else tuple(stats)
@@ -150,4 +167,4 @@ def observe(
 
     schedule.counts = True
     observation.start(asked, steps.are_due, schedule.step_of_call)
-    return Statistics(observation, schedule, names)
+    return Statistics(observation, schedule, names, report)

@@ -66,14 +66,18 @@ def gemm_seconds(
     dtype: torch.dtype,
     scaling: Scaling | None = None,
     operands: tuple[Operand, ...] = (),
+    batch: int = 1,
 ) -> float:
-    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and the quantization of ``operands``."""
+    """The time of ``[m, k] @ [k, n]`` in ``dtype``, or in FP8 with ``scaling`` and the quantization of ``operands``.
+
+    One kernel multiplies a ``batch`` of them, in high precision.
+    """
     flops = 2.0 * m * n * k
     wide = dtype.itemsize
     if scaling is None:
         rate = speed.fp32_flops if dtype == torch.float32 else speed.bf16_flops
         busy = max(flops / rate, wide * (m * k + k * n + m * n) / speed.bandwidth)
-        return max(speed.launch + busy, speed.host_launch)
+        return max(speed.launch + batch * busy, speed.host_launch)
     kind = SCALINGS[scaling]
     narrow = 1.0 / kind.packed  # bytes per number
     rate = speed.low_precision_flops(kind)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, value
 from fp8graph.ir.sites import Gemm, Site
@@ -37,10 +38,12 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     out = value(gemm.node)
     a, b = map(value, matmul_arguments(gemm.node))
     dtypes = [_short(a.dtype), _short(b.dtype)]
+    bits = [8 * a.itemsize, 8 * b.itemsize]
     if decision.recipe is not None:
         device = compilation.hardware_of(gemm.node)
         stored = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
         dtypes = ["fp4" if dtype == torch.uint8 else _short(dtype) for dtype in stored]  # two in one uint8
+        bits = [4 if dtype == torch.uint8 else 8 for dtype in stored]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
     batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m
@@ -61,7 +64,20 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         by_profitability=decision.by_profitability,
         speedup=decision.speedup,
         rule=decision.resolution.rule,
+        seconds=_seconds(gemm, (m, n, k), batch, compilation),
+        bytes_read=sum(math.prod(map(size_hint, x.shape)) * of // 8 for x, of in zip((a, b), bits, strict=True)),
     )
+
+
+def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: Compilation) -> float | None:
+    """The predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
+    speed, dtype = compilation.hardware_of(gemm.node).speed, value(gemm.node).dtype
+    emulated = compilation.decisions[gemm.node].execution == "emulated"
+    if speed is None or emulated or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    if compilation.known.settings.cuda_graphs:
+        speed = speed.replayed()
+    return gemm_seconds(speed, *sizes, dtype, batch=batch)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ import logging
 from typing import Final
 
 from fp8graph.compat.logs import trace_artifact
-from fp8graph.report.report import GraphView
+from fp8graph.report.graph_view import GraphView
 from fp8graph.report.tables import left_alone, summary
 
 _log: Final = logging.getLogger("fp8graph.report")

@@ -4,79 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from torch import fx
 
 from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
-from fp8graph.report.tables import HEADER, aligned, collective_rows, gemm_rows, refusal_rows, sites, size_text, summary
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class GraphView:
-    """One compiled graph: its GEMMs, and its text before the passes, after each pass, and after all of them."""
-
-    name: str
-    training: bool
-    inputs: tuple[str, ...]  # of ``module``: Dynamo's sources, FP8 copies, scaling state, the output gradients
-    gemms: tuple[GemmRecord, ...]
-    collectives: tuple[CollectiveRecord, ...]
-    refusals: tuple[RefusalRecord, ...]  # layers that a pass left unchanged, and why
-    before: str
-    after: str
-    stages: dict[str, str]
-    policy: str  # the policy it was compiled with, as text; distinguishes graphs after set_policy
-    load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def module(self) -> fx.GraphModule:
-        """The rewritten dialect graph. It runs eagerly, with one tensor for each of ``inputs``.
-
-        By position, or by names made of them: ``L['fn']._modules['up']._parameters['weight']`` is ``up_weight``.
-        """
-        if self.load_module is None:
-            raise ValueError(
-                f"graph {self.name!r} has text but no module: its model is gone, or it is from a file or a pickle"
-            )
-        return self.load_module()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the text, without the module."""
-        return vars(self) | {"load_module": None}
-
-    def summary(self) -> str:
-        """One line: how many of its GEMMs run in FP8, and how much of the multiplying that is."""
-        return summary(self.gemms)
-
-    def __repr__(self) -> str:
-        return f"<GraphView {self.name!r}: {self.summary()}>"
-
-    def to_dict(self) -> dict[str, Any]:
-        """The view as plain values, without the module."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        del values["load_module"]
-        records = {"gemms": self.gemms, "collectives": self.collectives, "refusals": self.refusals}
-        return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
-
-    @staticmethod
-    def from_dict(values: dict[str, Any]) -> GraphView:
-        """The inverse of :meth:`to_dict`."""
-        gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
-        sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
-        refused = (RefusalRecord(**r) for r in values["refusals"])
-        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
-        fields["refusals"] = tuple(refused)
-        fields["inputs"] = tuple(values["inputs"])
-        return GraphView(**fields)
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
+from fp8graph.report.graph_view import GraphView
+from fp8graph.report.page import page
+from fp8graph.report.page_data import page_data
+from fp8graph.report.page_statistics import Losses
+from fp8graph.report.tables import aligned, collective_rows, gemm_rows, refusal_rows, sites, size_text, summary
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -176,33 +119,20 @@ class Report:
         """What is pickled and copied: the rows and texts, without kernels that were not generated yet."""
         return vars(self) | {"load_kernels": None}
 
-    def to_html(self, path: str | Path) -> None:
-        """Write one self-contained HTML page: the table and every graph's text."""
-        rows = gemm_rows(self.gemms)
-        # native, emulated, high-precision
-        kinds = [row[HEADER.index("execution")].replace(" ", "-") for row in rows[1:]]
-        tables = _html_table(rows, kinds)
-        if self.collectives:
-            tables += "<h2>Collectives</h2>" + _html_table(collective_rows(self.collectives))
-        if self.refusals:
-            tables += "<h2>Left as it was</h2>" + _html_table(refusal_rows(self.refusals))
-        texts = [
-            f"<details><summary>{html.escape(graph.name)}: {html.escape(stage)}</summary>"
-            f"<pre>{html.escape(text)}</pre></details>"
-            for graph in self.graphs
-            for stage, text in {"before": graph.before, **graph.stages}.items()
-        ]
-        notes = "".join(f"<p>{html.escape(line)}</p>" for line in self._notes())
-        page = (
-            "<!doctype html><html lang=en><meta charset=utf-8><title>fp8graph report</title><style>"
-            "body{font:14px system-ui;margin:2em}table{border-collapse:collapse}"
-            "td,th{border:1px solid #ccc;padding:2px 8px;text-align:left}th{background:#eee}"
-            "tr.high-precision{color:#777}tr.emulated{background:#fff6e0}"
-            "pre{font-size:12px;overflow-x:auto;background:#f7f7f7;padding:1em}summary{cursor:pointer}</style>"
-            f"<h1>fp8graph report</h1><p>{html.escape(self.summary())}</p>{notes}"
-            f"{tables}<h2>Graphs</h2>{''.join(texts)}"
-        )
-        Path(path).write_text(page, encoding="utf-8")
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        statistics: Iterable[StatisticRecord] | None = None,
+        losses: Losses | None = None,
+    ) -> None:
+        """Write one self-contained HTML page: tables, each layer as a graph, its text after each pass.
+
+        Args:
+            statistics: of ``backend.observe()``; the page shows them as heat maps and curves.
+            losses: by step, or a list that begins with step 0; drawn above the statistics.
+        """
+        Path(path).write_text(page(page_data(self, statistics, losses)), encoding="utf-8")
 
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8, and how much of the multiplying that is."""
@@ -215,9 +145,10 @@ class Report:
         table = aligned(gemm_rows(self.gemms), ruled=True)
         sent = aligned(collective_rows(self.collectives), ruled=True) if self.collectives else []
         refused = aligned(refusal_rows(self.refusals), ruled=True) if self.refusals else []
-        return "\n".join([self.summary(), *table, *self._notes(), *sent, *refused])
+        return "\n".join([self.summary(), *table, *self.notes(), *sent, *refused])
 
-    def _notes(self) -> list[str]:
+    def notes(self) -> list[str]:
+        """What else there is to know: one sentence each."""
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
         lines = [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
@@ -248,13 +179,3 @@ class Report:
             )
         lines += [f"loaded state that no layer has asked for: {name}" for name in self.unused_state]
         return lines
-
-
-def _html_table(rows: Sequence[tuple[str, ...]], classes: Sequence[str] = ()) -> str:
-    header, *others = rows
-    titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = (
-        f"<tr{f' class={kind}' if kind else ''}>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>"
-        for kind, row in zip(classes or [""] * len(others), others, strict=True)
-    )
-    return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"

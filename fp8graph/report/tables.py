@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
 
@@ -41,9 +42,30 @@ def size_text(number: int) -> str:
 HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
 
 
-def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+@dataclass(frozen=True, kw_only=True)
+class GemmGroup:
+    """GEMMs of one kind: those of layers whose names differ only in numbers."""
+
+    site: str
+    op: str
+    gemm: str
+    size: str  # m x n x k
+    recipe: str
+    dtypes: str
+    execution: str
+    reason: str
+    gemms: Sequence[GemmRecord]
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells under ``HEADER``."""
+        count = str(len(self.gemms))
+        return self.site, count, self.op, self.gemm, self.size, self.recipe, self.dtypes, self.execution, self.reason
+
+
+def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
+    """One group per kind of GEMM, in the order of their first ones."""
+    groups: dict[tuple[str, ...], list[GemmRecord]] = {}
     for gemm in gemms:
         a, b, out = gemm.dtypes
         key = (
@@ -56,14 +78,32 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
             gemm.execution,
             gemm.reason,
         )
-        groups.setdefault(key, []).append(gemm.name)
+        groups.setdefault(key, []).append(gemm)
     # what layers are called, where two rows of one GEMM would be called alike
     alike = Counter((site, gemm) for site, _, gemm, *_ in groups)
-    rows: list[tuple[str, ...]] = [HEADER]
-    for key, names in groups.items():
-        site = key[0] if alike[key[0], key[2]] == 1 else _these_layers(key[0], names)
-        rows.append((site, str(len(names)), *key[1:]))
-    return rows
+    found: list[GemmGroup] = []
+    for (site, op, gemm, size, recipe, dtypes, execution, reason), records in groups.items():
+        if alike[site, gemm] > 1:
+            site = _these_layers(site, [record.name for record in records])
+        found.append(
+            GemmGroup(
+                site=site,
+                op=op,
+                gemm=gemm,
+                size=size,
+                recipe=recipe,
+                dtypes=dtypes,
+                execution=execution,
+                reason=reason,
+                gemms=records,
+            )
+        )
+    return found
+
+
+def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
+    """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
+    return [HEADER, *(group.row for group in gemm_groups(gemms))]
 
 
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Where users look for what was compiled: logs, tlparse, a page in a browser."""
+"""Where users look for what was compiled: logs, tlparse."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -93,56 +91,3 @@ def test_tlparse_shows_the_graphs_and_the_report(tmp_path: Path, verbose: tuple[
         assert found[stage].read_text().strip() == text.strip()
     assert json.loads(found["report"].read_text()) == view["gemms"]
     assert all(f.name in (page / "index.html").read_text() for f in found.values())
-
-
-class Page(HTMLParser):
-    """The table rows, the texts of the details and their titles, of what the browser made of the page."""
-
-    def __init__(self, dom: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.texts: dict[str, str] = {}
-        self._title = self._tag = ""
-        self.feed(dom)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self._tag = tag
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        if tag == "summary":
-            self._title = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._tag in ("td", "th"):
-            self.rows[-1][-1] += data
-        elif self._tag == "summary":
-            self._title += data
-        elif self._tag == "pre":
-            self.texts[self._title] = self.texts.get(self._title, "") + data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._tag = ""
-
-
-def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no chromium here")
-    report = compiled_report()
-    path, picture = tmp_path / "report.html", tmp_path / "report.png"
-    report.to_html(path)
-    headless = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--log-level=1"]
-    headless += [f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([*headless, "--dump-dom", path.as_uri()], capture_output=True, text=True, check=True)
-    assert "CONSOLE" not in done.stderr  # an error on the page
-    page = Page(done.stdout)
-    (view,) = report.graphs
-    assert len(page.rows) == 1 + 9
-    assert page.rows[0][0] == "site"
-    assert {row[-1].partition(" ->")[0] for row in page.rows[-3:]} == {"rule /down|<b>&amp;/"}  # nothing was markup
-    stages = {"before": view.before, **view.stages}
-    assert {title.partition(": ")[2]: text for title, text in page.texts.items()} == stages
-    subprocess.run([*headless, f"--screenshot={picture}", path.as_uri()], capture_output=True, check=True)
-    assert picture.stat().st_size > 10_000
