@@ -54,7 +54,7 @@ def _shares(gemms: Sequence[GemmRecord]) -> list[dict[str, Any]]:
     """What part of the GEMMs' work is in FP8: natively, emulated, of all."""
     predicted = all(gemm.seconds is not None for gemm in gemms)
     why = "this report's device has no speed model, or FP8 is emulated there: explain(..., target=...) names a GPU"
-    shares = [
+    shares: list[dict[str, Any]] = [
         _share("FLOPs of GEMMs", "FLOP", gemms, lambda gemm: gemm.flops),
         _share("bytes of operands that GEMMs read", "B", gemms, lambda gemm: gemm.bytes_read),
         _share("predicted time of GEMMs", "s", gemms, _seconds)

@@ -423,3 +423,13 @@ def test_shards(tmp_path: Path, recipe: str) -> None:
     assert first == second
     assert {name.split()[0] for name in first} == {"0", "2"}
     assert {f"2 1.{name} weight" for name in ("gate", "up", "down")} <= first
+
+
+def test_the_page_has_the_report_and_the_statistics(tmp_path: Path) -> None:
+    _, statistics = observed(Layer(), data(16, 64))
+    statistics.to_html(tmp_path / "page.html", losses=[1.25])
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert '"losses":[[0,1.25]]' in text
+    assert '"sites":["linear"]' in text
+    assert '"operand":"grad_output","layout":"columnwise","recipe":"tensorwise"' in text
+    assert '"site":"linear"' in text  # the table of GEMMs
