@@ -118,6 +118,11 @@ def test_links_into_the_page(tmp_path: Path) -> None:
     assert len(rows(found)) == 1
     assert any("fp8graph.quantize(" in line for line in found.texts("span", "added"))
     assert any("aten.mm(" in line for line in found.texts("span", "removed"))
+    assert any(
+        "e4m3, rowwise" in text and "columnwise" not in text.partition("e4m3, ")[2][:20]
+        for text in found.texts("g", "quantize")
+    )
+    assert not found.texts("path", "saved")  # known of the last stage only
     assert "after quantize" in "".join(found.texts("strong"))
     assert found.texts("g", "node")
 

@@ -25,7 +25,7 @@ function quantizeLabel(unit) {
   const [first] = unit.nodes;
   const dtype = /dtype=(\w+)/.exec(first.code)?.[1] || "";
   if (first.op !== "fp8graph.quantize") return first.type.slice(0, 44);
-  const layouts = ["rowwise", "columnwise"].filter((layout) => first.code.includes(`${layout}=[`));
+  const layouts = ["rowwise", "columnwise"].filter((layout) => new RegExp(`${layout}=\\[\\d`).test(first.code));
   const observed = observedScales(unit);
   return [dtype, layouts.join(" + "), observed ? `scale_inv ${observed}` : ""].filter(Boolean).join(", ");
 }
@@ -84,7 +84,7 @@ function drawLayer(found, zoom, chosen) {
   svg.append(arrowHead());
   if (forward.width) svg.append(drawn("text", { x: 12, y: 18, class: "title" }, "forward ↓"));
   if (backward.width) svg.append(drawn("text", { x: start + 12, y: 18, class: "title" }, "backward ↑"));
-  for (const edge of edges) svg.append(...drawnEdge(edge));
+  for (const edge of edges) svg.append(...drawnEdge(edge, found.partitioned));
   for (const unit of all) svg.append(drawnUnit(unit, () => chosen(unit, svg, edges)));
   return svg;
 }
@@ -94,13 +94,13 @@ function arrowHead() {
   return drawn("defs", {}, drawn("marker", { id: "arrow", markerWidth: 7, markerHeight: 7, refX: 6.5, refY: 3.5, orient: "auto" }, head));
 }
 
-function drawnEdge(edge) {
+function drawnEdge(edge, partitioned) {
   const tensors = [...edge.tensors.values()];
   const crosses = edge.from.backward !== edge.to.backward;
   const kept = tensors.filter((tensor) => tensor.kept);
   const text = tensors.map((tensor) => `${tensor.name}: ${tensor.type}${tensor.bytes === null ? "" : `, ${bytesText(tensor.bytes)}`}`).join("\n");
-  const path = drawn("path", { d: crosses ? across(edge) : along(edge.points), "marker-end": "url(#arrow)", class: crosses ? (kept.length ? "saved" : "recomputed") : "" });
-  path.append(drawn("title", {}, crosses ? `${kept.length ? "saved for backward" : "computed again in backward"}\n${text}` : text));
+  const path = drawn("path", { d: crosses ? across(edge) : along(edge.points), "marker-end": "url(#arrow)", class: crosses && partitioned ? (kept.length ? "saved" : "recomputed") : "" });
+  path.append(drawn("title", {}, crosses && partitioned ? `${kept.length ? "saved for backward" : "computed again in backward"}\n${text}` : text));
   edge.path = path;
   if (!kept.length || !crosses || kept.some((tensor) => tensor.bytes === null)) return [path];
   const bytes = kept.reduce((sum, tensor) => sum + tensor.bytes, 0);

@@ -100,7 +100,7 @@ function unitsOf(nodes, layer, saved, everyOp) {
     unitOf.set(node.name, unit);
     open[node.backward] = alone ? null : unit;
   }
-  const found = { units, outside: [], edges: new Map() };
+  const found = { units, outside: [], edges: new Map(), partitioned: saved.size > 0 };
   const inside = new Set(units);
   for (const unit of units) for (const node of [...unit.nodes, ...unit.views]) connect(found, unit, node, nodes, unitOf, saved, layer);
   for (const node of nodes.values()) if (!unitOf.has(node.name) && node.op !== "input" && !VIEWS.test(node.op)) leave(found, node, nodes, unitOf, inside);
