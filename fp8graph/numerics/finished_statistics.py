@@ -90,6 +90,8 @@ def named(names: Sequence[str], vector: Tensor) -> dict[str, float]:
 
 
 def _merge(name: str, here: float, there: float) -> float:
+    if math.isnan(here) or math.isnan(there):  # min and max would drop one of them
+        return math.nan
     if name in ("min", "smallest", "scale_inv_min"):
         return min(here, there)
     if name in ("max", "cur_amax", "scale_inv_max", "max_blockwise_dynamic_range"):

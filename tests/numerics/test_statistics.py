@@ -157,3 +157,13 @@ def test_averages_of_quantiles() -> None:
 def test_shapes_that_have_no_statistics(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"cannot describe shape .*: it needs at least 2 dims and one element"):
         numerics.statistics(torch.empty(shape))
+
+
+def test_nan_survives_merging() -> None:
+    """Whichever micro-batch has it: min and max alone would lose one of the two orders."""
+    x = torch.ones(4, 32)
+    bad = x.clone()
+    bad[0, 0] = math.nan
+    both = [named(parts.TENSOR_PARTS, parts.tensor_parts(each)) for each in (x, bad)]
+    for several in (both, both[::-1]):
+        assert math.isnan(merged(several)["cur_amax"])
