@@ -42,6 +42,7 @@ class SentWeights:
         self._restored: list[weakref.ref[SentWeight]] = []
         self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]], Compile]] = []
         self._memory = Memory()
+        self._listens = False
 
     def __len__(self) -> int:
         return sum(len(weight.sharded) for weight in self._alive())
@@ -88,7 +89,8 @@ class SentWeights:
             self._listen()
 
     def _listen(self) -> None:
-        if not self._steps.listeners:
+        if not self._listens:
+            self._listens = True
             listener: Any = torch.compiler.disable(self._after_step)
             self._steps.listeners.append(listener)
             self._state.before_commit.append(self._stage)
