@@ -172,7 +172,7 @@ def _plan(options: argparse.Namespace) -> int:
     meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
     device, network = hardware.from_target(target), Network.of_target(target)
     recipes = None if options.recipe is None else (options.recipe,)
-    settings = {"policy": options.policy, "recipe": options.recipe, "target": target}
+    settings: dict[str, Any] = {"policy": options.policy, "recipe": options.recipe, "target": target}
     Backend(**settings)
     model, inputs = _meta_model(options, training=True)
     if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):

@@ -45,9 +45,12 @@ def test_errors_have_parents() -> None:
 
 def test_a_backend_shows_its_arguments() -> None:
     parameters = inspect.signature(Backend).parameters
-    assert list(parameters) == ["policy", "recipe", *Settings.names()]
+    assert list(parameters) == ["policy", "recipe", "observe", "guard", *Settings.names()]
     assert all(parameters[name].default == getattr(Settings(), name) for name in Settings.names())
-    message = "Backend has no argument 'cache_weigths'. Did you mean 'cache_weights'? Arguments: policy, recipe, strict"
+    message = (
+        "Backend has no argument 'cache_weigths'. Did you mean 'cache_weights'? "
+        "Arguments: policy, recipe, observe, guard, strict"
+    )
     with pytest.raises(TypeError, match=re.escape(message)):
         Backend(cache_weigths=False)
 

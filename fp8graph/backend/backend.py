@@ -15,12 +15,13 @@ from fp8graph.backend.compiling import Variants
 from fp8graph.backend.coverage import check_compiled
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.eager_frames import EagerFrames
+from fp8graph.backend.guarded import Guarded
 from fp8graph.backend.policies import Policies, PolicyLike
+from fp8graph.backend.policy_file import PolicyFile, asked_for
 from fp8graph.backend.program import Program
-from fp8graph.backend.programs import Programs
 from fp8graph.backend.schedule import Schedule
 from fp8graph.backend.shared import Shared
-from fp8graph.backend.statistics import Statistics, Steps, observe
+from fp8graph.backend.watched import Watched
 from fp8graph.compat import dynamo
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
@@ -32,11 +33,11 @@ from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_agreement import agree
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
-from fp8graph.runtime.state_dict import saved_step, step_entry
+from fp8graph.runtime.state_dict import saved_guard, saved_step, step_entry
 from fp8graph.runtime.weight_cache import Weights
 
 
-class Backend:
+class Backend(Watched):
     """An FP8 backend for ``torch.compile(model, backend=Backend(...))``.
 
     Args:
@@ -47,6 +48,9 @@ class Backend:
             that supports it, else "tensorwise". Together with ``policy``, it replaces the policy's default recipe.
         settings: the fields of :class:`~fp8graph.ir.settings.Settings`: strict, compiler, inductor_options, target,
             cache_weights, save, save_activations_in_fp8, fuse_linears, accumulate_wgrad.
+        observe, guard: the arguments of :meth:`observe` and :meth:`guard`, which are then called; ``{}``: with their
+            defaults. A policy file has them as tables; what is given here replaces the file's. "to_jsonl" is a file to
+            which ``observe`` appends each observed step.
 
     A backend keeps no model and no compiled code alive. Compiled code, the data prepared for its calls and the FP8
     copies of weights are freed with the model and by ``torch._dynamo.reset()``. Scaling state, and the names that
@@ -58,16 +62,24 @@ class Backend:
         TypeError: for an argument that does not exist.
     """
 
-    def __init__(self, policy: PolicyLike | None = None, *, recipe: RecipeLike = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        policy: PolicyLike | None = None,
+        *,
+        recipe: RecipeLike = None,
+        observe: Mapping[str, Any] | None = None,
+        guard: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         arguments = Settings.taken_from(settings)
         if unknown := sorted(settings):
-            known = ("policy", "recipe", *Settings.names())
+            known = ("policy", "recipe", "observe", "guard", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
         epoch, policies = Epoch(), Policies(self.settings.hardware)
         weights = Weights(epoch, strict=self.settings.strict)
         names, state = Names(epoch), State(epoch)
-        self._shared: Final = Shared(
+        shared = Shared(
             settings=self.settings,
             policies=policies,
             schedule=Schedule(policies, epoch, weights.steps),
@@ -77,11 +89,17 @@ class Backend:
             state=state,
             weights=weights,
             sent=SentWeights(weights.steps, epoch, state, names),
+            guarded=Guarded(policies, epoch),
         )
-        self.programs: Final = Programs()
         self._eager_frames: Final = EagerFrames(self)
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
-        self.set_policy(policy, recipe=recipe)
+        super().__init__(shared)
+        given = asked_for(observe=observe, guard=guard)
+        file = PolicyFile.of(policy)
+        with file.named():
+            policies.set(file.policy, recipe)
+            self._watch({name: asked for name, asked in file.watch.items() if name not in given})
+        self._watch(given)
 
     @property
     def policy(self) -> Policy:
@@ -148,34 +166,6 @@ class Backend:
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()
 
-    def observe(
-        self,
-        *,
-        every: int = 100,
-        stats: str | Sequence[str] = "all",
-        layers: str | Sequence[str] = "*",
-        start: int = 0,
-        end: int | None = None,
-        what_if: Sequence[RecipeLike] = (),
-    ) -> Statistics:
-        """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
-
-        A second variant of each graph is compiled for these steps; all others run the code that they ran.
-
-        Args:
-            every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
-                of the optimizers'.
-            stats: names of statistics, or "all": see ``docs/statistics.md``.
-            layers: globs of the layers' names.
-            what_if: recipes. What they would make of each tensor is measured, too.
-
-        Raises:
-            ConfigError: for arguments that cannot be used.
-        """
-        shared, when = self._shared, Steps(every=every, start=start, end=end)
-        shared.epoch.advance()
-        return observe(shared.observation, shared.schedule, when, stats, layers, what_if, lambda: self.report)
-
     def bind(self, model: torch.nn.Module, *, name: str = "") -> None:
         """Learn the full names of ``model``'s parameters, by identity.
 
@@ -204,7 +194,7 @@ class Backend:
         step = step_entry(schedule.step()) if schedule.runs or schedule.counts else {}
         stage = self._shared.groups.in_stage
         place = stage.stage if stage is not None and len(state) > 1 else None  # the first entry is the version
-        return ScalingState({**dict(state), **step}, state.not_shared, place)
+        return ScalingState({**dict(state), **step, **self._shared.guarded.entries()}, state.not_shared, place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.
@@ -216,9 +206,10 @@ class Backend:
             StateError: the state has another version or is truncated, a scale is not finite and positive, or a layer
                 that is already compiled is missing. The message says which; the old state is then intact.
         """
-        step = saved_step(state_dict)
+        step, apply_rules = saved_step(state_dict), self._shared.guarded.loader(saved_guard(state_dict))
         self.state.load_state_dict(state_dict)
         self._shared.schedule.load(step)
+        apply_rules()
         self.weights.refresh()  # their scales have changed
 
     @property
@@ -243,6 +234,7 @@ class Backend:
             weights=len(self.weights) + len(self._shared.sent),
             weight_bytes=self.weights.bytes + self._shared.sent.bytes,
             gradient_bytes=self._shared.main_grads.bytes,
+            guard=self._shared.guarded.texts,
         )
 
     def check_call(self, *, second: bool, empty: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ def compile(  # noqa: A001  (the public name is torch's)
     policy: PolicyLike | None = None,
     *,
     recipe: RecipeLike = None,
+    observe: Mapping[str, Any] | None = None,
+    guard: Mapping[str, Any] | None = None,
     regions: Regions | None = None,
     **kwargs: Any,
 ) -> torch.nn.Module:
@@ -58,7 +61,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     ``torch.compile(model)`` returns. ``fp8graph.backend_of(model)`` returns the backend.
 
     Args:
-        policy, recipe: see :class:`Backend`.
+        policy, recipe, observe, guard: see :class:`Backend`.
         regions: "auto" compiles the model's repeated blocks one by one, and so each kind of block only once, however
             many layers there are; a list of class names says which blocks. None compiles the model as a whole. Modules
             around the blocks are compiled if they multiply by matrices; the code in between runs in eager. Layers share
@@ -73,9 +76,10 @@ def compile(  # noqa: A001  (the public name is torch's)
     torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
     settings = Settings.taken_from(kwargs)
     if unknown := sorted(kwargs.keys() - {*torchs}):
-        known = ("policy", "recipe", "regions", *Settings.names(), *torchs)
+        known = ("policy", "recipe", "observe", "guard", "regions", *Settings.names(), *torchs)
         raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
-    options = {"policy": policy, "recipe": recipe, **settings, **(kwargs.pop("options", None) or {})}
+    own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
+    options = {**own, **settings, **(kwargs.pop("options", None) or {})}
     if (inductor := options.pop("inductor_options", None)) is not None:
         options["inductor"] = inductor
     if (mode := kwargs.pop("mode", None)) is not None:

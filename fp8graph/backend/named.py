@@ -17,7 +17,7 @@ from fp8graph.ir.settings import Settings, choices
 
 # Backend's arguments, and two of torch's own under short names
 _OPTIONS: Final = (
-    *("policy", "recipe"),
+    *("policy", "recipe", "observe", "guard"),
     *(name for name in Settings.names() if name != "inductor_options"),
     *("mode", "inductor"),
 )

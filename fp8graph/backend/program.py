@@ -65,15 +65,21 @@ class Program:
             self._variant(self._situation(frozenset(self._sent(inputs))), self._names(inputs), inputs)
 
     @property
+    def families(self) -> tuple[str, ...]:
+        """The families of the models that this graph is of, which add to the default policy."""
+        return self._graph.families
+
+    @property
     def views(self) -> list[GraphView]:
         """The report's view of each variant, repeated for each layer that runs it.
 
         Once FSDP2 gathers weights in FP8, the variant for weights gathered in high precision is not run any more. The
-        variants that measure have the GEMMs of those that do not.
+        variants that measure have the GEMMs of those that do not, and are listed where there is none of these.
         """
         sent = [(situation, names) for situation, names in self._variants if situation.sent]
         gathered = {(dataclasses.replace(situation, sent=frozenset()), names) for situation, names in sent}
-        own = {key: variant for key, variant in self._variants.items() if key[0].observed is None}
+        plain = {key: (dataclasses.replace(key[0], observed=None), key[1]) for key in self._variants}
+        own = {key: v for key, v in self._variants.items() if plain[key] == key or plain[key] not in self._variants}
         return [variant.decided.view for key, variant in own.items() if key not in gathered]
 
     def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:

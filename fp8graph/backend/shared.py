@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from fp8graph.backend.guarded import Guarded
 from fp8graph.backend.inductor_passes import Stopwatch, source_hash
 from fp8graph.backend.policies import Policies
 from fp8graph.backend.schedule import Schedule
@@ -58,6 +59,7 @@ class Shared:
     state: State
     weights: Weights
     sent: SentWeights
+    guarded: Guarded
     main_grads: MainGrads = field(default_factory=MainGrads)
     observation: Observation = field(default_factory=Observation)
     groups: RankGroups = field(default_factory=RankGroups)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import json
-import math
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from fp8graph.backend.observed_layers import UnmatchedLayers, texts
 from fp8graph.backend.schedule import Schedule
+from fp8graph.backend.statistic_records import JsonLines, json_line, records
 from fp8graph.errors import ConfigError
 from fp8graph.ir.observed import Observed
 from fp8graph.ir.settings import choices
-from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_STATISTICS, finished
+from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_STATISTICS
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page_statistics import Losses
-from fp8graph.runtime.observation import Observation
+from fp8graph.runtime.observation import Observation, Request
 
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
 
@@ -33,6 +33,7 @@ class Steps:
     every: int
     start: int
     end: int | None
+    call: str = "observe"  # for messages
 
     def __post_init__(self) -> None:
         for what, least in (("every", 1), ("start", 0), ("end", self.start)):
@@ -40,7 +41,7 @@ class Steps:
             if what == "end" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"observe({what}={value!r}): expected a whole number of steps >= {least}.")
+                raise ConfigError(f"{self.call}({what}={value!r}): expected a whole number of steps >= {least}.")
 
     def are_due(self, step: int) -> bool:
         """Whether ``step`` is one of them."""
@@ -62,32 +63,20 @@ class Statistics:
     def __init__(
         self,
         observation: Observation,
+        request: Request,
         schedule: Schedule,
         names: Collection[str],
         report: Callable[[], Report],
     ) -> None:
-        self._observation, self._schedule, self._names, self._report = observation, schedule, names, report
+        self._observation, self._request, self._schedule = observation, request, schedule
+        self._names, self._report = names, report
 
     def __iter__(self) -> Iterator[StatisticRecord]:
-        found = self._observation.found()
-        for key, parts in found.items():
-            if key.layout:
-                tensor = found.get(dataclasses.replace(key, layout="", recipe="", what_if=False))
-                values = finished(tensor, parts) if tensor is not None else {}
-                values = {name: value for name, value in values.items() if name in QUANTIZED_STATISTICS}
-            else:
-                values = finished(parts)
-            for stat, value in values.items():
-                if stat in self._names:
-                    yield StatisticRecord(**dataclasses.asdict(key), stat=stat, value=value)
+        return records(self._observation.found(), self._request, self._names)
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write one JSON object per line. What is no finite number (the sqnr of an exact copy) becomes ``null``."""
-        with Path(path).open("w", encoding="utf-8") as file:
-            for record in self:
-                values = dataclasses.asdict(record)
-                values["value"] = record.value if math.isfinite(record.value) else None
-                file.write(json.dumps(values) + "\n")
+        Path(path).write_text("".join(map(json_line, self)), encoding="utf-8")
 
     def to_html(self, path: str | Path, *, losses: Losses | None = None) -> None:
         """Write the report's page (``report.to_html``) with these statistics as heat maps and curves.
@@ -134,7 +123,7 @@ class Statistics:
 
     def stop(self) -> None:
         """Observe no more steps. What was measured stays."""
-        self._observation.stop()
+        self._observation.stop(self._request)
 
 
 def observe(
@@ -144,13 +133,26 @@ def observe(
     stats: str | Sequence[str],
     layers: str | Sequence[str],
     what_if: Sequence[RecipeLike],
+    *,
     report: Callable[[], Report],
+    known_layers: Callable[[], Collection[str]],
+    owner: object,
+    path: str | Path | None = None,
 ) -> Statistics:
-    """See ``Backend.observe``."""
-    names = _NAMES if stats == "all" else (stats,) if isinstance(stats, str) else tuple(stats)
+    """See ``Backend.observe``.
+
+    Args:
+        report: what the backend reports now.
+        known_layers: the layers of all graphs.
+        path: of a file to append to.
+        owner: the backend. What is left to write is written when it is gone, or when Python exits.
+    """
+    names = _NAMES if stats == "all" else texts("observe", "stats", stats)
     for name in names:
         if name not in _NAMES:
             raise ConfigError(f"observe() knows no statistic {name!r}{choices('Statistics', name, _NAMES)}")
+    if isinstance(what_if, str) or not isinstance(what_if, Sequence):
+        raise ConfigError(f"observe(what_if={what_if!r}): expected a list of recipes.")
     recipes = [recipe for one in what_if if (recipe := resolve_recipe(one)) is not None]
     for recipe in recipes:
         if recipe.quantizer("input").scaling in [name for name, kind in SCALINGS.items() if kind.has_state]:
@@ -159,12 +161,23 @@ def observe(
             )
     copies = bool({*QUANTIZED_STATISTICS} & {*names})
     asked = Observed(
-        layers=(layers,) if isinstance(layers, str) else tuple(layers),
+        layers=texts("observe", "layers", layers),
         copies=copies,
         block_size=32 if "max_blockwise_dynamic_range" in names else 0,
         what_if=tuple(recipes) if copies else (),
     )
-
+    if path is not None and not isinstance(path, str | Path):
+        raise ConfigError(f"observe(to_jsonl={path!r}): expected a path.")
     schedule.counts = True
-    observation.start(asked, steps.are_due, schedule.step_of_call)
-    return Statistics(observation, schedule, names, report)
+    check = UnmatchedLayers("observe", asked.layers, known_layers)
+    file = JsonLines(Path(path), names) if path is not None else None
+
+    def when_over(now: int) -> None:
+        check()
+        if file is not None:
+            file.write(observation, request, now)
+
+    request = observation.start(asked, steps.are_due, schedule.step_of_call, when_over, keeps=file is None)
+    if file is not None:
+        weakref.finalize(owner, file.write, observation, request, None)
+    return Statistics(observation, request, schedule, names, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fp8graph.recipes import Recipe
@@ -27,3 +28,15 @@ class Observed:
     def takes(self, fqn: str) -> bool:
         """Whether the site called ``fqn`` is measured."""
         return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.layers)
+
+
+def together(several: Sequence[Observed]) -> Observed | None:
+    """All that several readers ask for, in one variant; None: nobody asks."""
+    if not several:
+        return None
+    return Observed(
+        layers=tuple(dict.fromkeys(pattern for each in several for pattern in each.layers)),
+        copies=any(each.copies for each in several),
+        block_size=max(each.block_size for each in several),
+        what_if=tuple(dict.fromkeys(recipe for each in several for recipe in each.what_if)),
+    )

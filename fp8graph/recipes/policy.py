@@ -6,12 +6,14 @@ The idea of ordered, fully matched rules and of reporting the unused ones is qwi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -34,6 +36,8 @@ from fp8graph.recipes.rules import (
     rule_from_dict,
 )
 
+WATCH: Final = ("observe", "guard")  # tables of a policy file that are no part of the policy
+_log = logging.getLogger("fp8graph")
 # Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (roofline.py).
 MIN_SPEEDUP: Final = 1.05
 
@@ -182,11 +186,17 @@ class Policy:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Policy:
         """The inverse of :meth:`to_dict`. Raises PolicyError for an unknown key or a wrong type."""
-        check_keys("policy", values, {"default", "extends", "keep_heads", "min_speedup", "rules"})
+        known = {"default", "extends", "keep_heads", "min_speedup", "rules"}
+        check_keys("policy", values, {*known, *WATCH})
+        if tables := [f"[{name}]" for name in WATCH if name in values]:
+            _log.warning(
+                '%s of a policy file is for Backend(path) and options={"policy": path}: a Policy holds rules alone.',
+                " and ".join(tables),
+            )
         rules = values.get("rules", [])
         if not isinstance(rules, list):
             raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")
-        settings = {k: v for k, v in values.items() if k != "rules"}
+        settings = {k: v for k, v in values.items() if k in known - {"rules"}}
         return Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
 
     @staticmethod
@@ -196,22 +206,8 @@ class Policy:
         Raises:
             PolicyError: the file is missing, malformed, or holds an unknown key; the message names the file.
         """
-        file = Path(path)
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PolicyError(f"policy file {file}: cannot be read ({error}).") from None
-        try:
-            values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-        except ValueError as error:  # both decoders' errors
-            kind = "JSON" if file.suffix == ".json" else "TOML"
-            raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
-        if not isinstance(values, dict):
-            raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r}.")
-        try:
-            return Policy.from_dict(cast(dict[str, Any], values))
-        except Fp8GraphError as error:
-            raise type(error)(f"policy file {file}: {error}") from None
+        with in_file(path):
+            return Policy.from_dict(values_of_file(path))
 
     @staticmethod
     def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
@@ -223,3 +219,30 @@ class Policy:
         if isinstance(value, (str, os.PathLike)):
             return Policy.load(value)
         raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.")
+
+
+def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The content of a ``.toml`` or ``.json`` file of a policy, as plain values. Raises PolicyError."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"policy file {file}: cannot be read ({error}).") from None
+    try:
+        values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:  # both decoders' errors
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
+    if not isinstance(values, dict):
+        raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r}.")
+    return cast(dict[str, Any], values)
+
+
+@contextlib.contextmanager
+def in_file(path: str | os.PathLike[str]) -> Generator[None]:
+    """Name the file in errors about what it holds."""
+    try:
+        yield
+    except Fp8GraphError as error:
+        text = str(error)
+        raise error if text.startswith("policy file ") else type(error)(f"policy file {Path(path)}: {text}") from None

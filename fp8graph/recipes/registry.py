@@ -53,6 +53,11 @@ def register_recipe(name: str, recipe: Recipe) -> None:
     _NAMES[name] = recipe
 
 
+def name_of(recipe: Recipe) -> str | None:
+    """A name under which :func:`resolve_recipe` finds a recipe; None: it has none."""
+    return next((name for name, known in _NAMES.items() if known == recipe), None)
+
+
 def resolve_recipe(value: RecipeLike) -> Recipe | None:
     """A recipe object, a recipe's name, its dict form, or ``None``/"high_precision" for no FP8.
 

@@ -40,6 +40,7 @@ class Report:
     weights: int = 0  # the number of weights that are quantized once per update, outside the graphs
     weight_bytes: int = 0  # the memory that their FP8 copies take
     gradient_bytes: int = 0  # the memory of FP32 gradients that stay between steps, for wgrad to add to
+    guard: list[str] = field(default_factory=list[str])  # rules that a guard applied, and why
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -107,6 +108,7 @@ class Report:
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
             "gradient_bytes": self.gradient_bytes,
+            "guard": self.guard,
         }
 
     def _plain_policy(self) -> Any:
@@ -167,6 +169,7 @@ class Report:
             )
         if self.forgotten:
             lines.append(f"{self.forgotten} older graphs, whose models are gone, are no longer listed")
+        lines += self.guard
         lines += [f"{rule} matched nothing" for rule in self.unused_rules]
         lines += [f"not compiled: {frame}" for frame in self.eager_frames]
         lines += [f"runs in eager, with its own matmuls in high precision: {frame}" for frame in self.skipped_frames]

@@ -2,12 +2,16 @@
 
 An observed call gets tensors of its own, filled with NaN: what no backward has filled is dropped. The parts of several
 micro-batches are merged (``numerics/statistic_parts.py``), but for weights, which are the same in each.
+
+Several readers may ask, each for steps and layers of its own. One variant of a graph measures for all of them, so that
+it is compiled once; a reader then takes what it asked for (:meth:`Request.takes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -16,7 +20,7 @@ from torch import Tensor
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
 from fp8graph.ir.extra_inputs import StatisticsPage
-from fp8graph.ir.observed import Observed
+from fp8graph.ir.observed import Observed, together
 from fp8graph.numerics.finished_statistics import Parts, merged, named
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
@@ -33,38 +37,97 @@ class Measured:
     recipe: str  # "" for the tensor itself
     what_if: bool
 
+    @property
+    def fqn(self) -> str:
+        """The name of the site's module, without the index of further sites."""
+        return re.sub(r"\[\d+\]$", "", self.site)
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """The measurements that one reader asks for.
+
+    Args:
+        since, until: the steps of the calls of ``start`` and ``stop``.
+        when_over: called with the step of now, at the first call after a step that was measured for this reader.
+        keeps: what was measured stays, even if it was read.
+    """
+
+    asked: Observed
+    is_due: Callable[[int], bool]
+    since: int
+    until: int | None = None
+    when_over: Callable[[int], None] | None = None
+    keeps: bool = True
+    read: set[int] = field(default_factory=set[int])
+
+    def wants(self, step: int) -> bool:
+        """Whether a step is measured for this reader."""
+        return step >= self.since and (self.until is None or step <= self.until) and self.is_due(step)
+
+    def takes(self, key: Measured) -> bool:
+        """Whether this was measured for this reader."""
+        known = not key.what_if or key.recipe in {recipe.name for recipe in self.asked.what_if}
+        return known and self.wants(key.step) and self.asked.takes(key.fqn)
+
 
 class Observation:
     """The observed steps of one backend, and what was measured in them."""
 
     def __init__(self) -> None:
-        self._asked: Observed | None = None
-        self._is_due: Callable[[int], bool] = lambda _: False
+        self._requests: list[Request] = []
+        self._active: list[Request] = []
+        self._asked: Observed | None = None  # what the active requests ask for, together
         self._step_now: Callable[[], int] = lambda: 0
+        self._at: int | None = None  # the step of the last call
         self._trains = False  # a graph with gradients was called: evaluations are not measured
-        self._found: dict[Measured, list[Parts]] = {}
+        self._found: dict[int, dict[Measured, list[Parts]]] = {}  # by step
         self._pending: list[tuple[int, StatisticsPage, Tensor]] = []
         self._reduced: set[Measured] = set()
         self._recomputed: dict[int, int] = {}  # calls that a backward will repeat, by the id of their page
 
-    def start(self, asked: Observed, is_due: Callable[[int], bool], step_now: Callable[[], int]) -> None:
-        """Measure on the steps that ``is_due`` names, from the next call on."""
-        self._asked, self._is_due, self._step_now = asked, is_due, step_now
+    def start(
+        self,
+        asked: Observed,
+        is_due: Callable[[int], bool],
+        step_now: Callable[[], int],
+        when_over: Callable[[int], None] | None = None,
+        *,
+        keeps: bool = True,
+    ) -> Request:
+        """Measure on the steps that ``is_due`` names, too, from the next call on."""
+        self._step_now = step_now
+        request = Request(asked=asked, is_due=is_due, since=step_now(), when_over=when_over, keeps=keeps)
+        self._requests.append(request)
+        self._active.append(request)
+        self._asked = together([each.asked for each in self._active])
+        return request
 
-    def stop(self) -> None:
-        """Measure no more. What was measured stays."""
-        self._asked = None
+    def stop(self, request: Request) -> None:
+        """Measure no more for one reader. What was measured stays."""
+        if request in self._active:
+            self._active.remove(request)
+            request.until = self._step_now()
+            self._asked = together([each.asked for each in self._active])
+            if not request.keeps:
+                self._requests.remove(request)
 
     def asked(self, *, gradients: bool) -> Observed | None:
         """What the call of a graph measures now; None on all other steps. Asked in every call."""
         if self._asked is None:
             return None
+        now = self._step_now()
+        if now != self._at:
+            over, self._at = self._at, now
+            for request in [*self._active]:
+                if over is not None and request.when_over is not None and request.wants(over):
+                    request.when_over(now)
         if gradients and not self._trains:
             self._trains = True
-            self._forget(self._step_now())
+            self._forget(now)
         if self._trains and not gradients:
             return None
-        return self._asked if self._is_due(self._step_now()) else None
+        return self._asked if any(request.is_due(now) for request in self._active) else None
 
     def tensors(self, pages: Sequence[StatisticsPage]) -> list[Tensor]:
         """The tensors that one observed call fills."""
@@ -81,16 +144,38 @@ class Observation:
                 if not page.backward and not again and autograd.saved_tensors_hooks():
                     self._recomputed[id(page)] = self._recomputed.get(id(page), 0) + 1
         if len(self._pending) > _MOST_PENDING and not again:
-            self._read(before=step)
+            self._read(but=step)
         return made
 
-    def found(self) -> dict[Measured, Parts]:
-        """What was measured so far, its names being those of the parts."""
-        self._read()
-        for key, vectors in self._found.items():
-            if len(vectors) > 1:
-                self._found[key] = vectors[-1:] if key.operand == "weight" else [merged(vectors)]
-        return {key: vectors[0] for key, vectors in self._found.items()}
+    def found(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
+        """What was measured so far (None: in all steps), its names being those of the parts."""
+        if steps is None:
+            self._read()
+        merged_now: dict[Measured, Parts] = {}
+        for step in [*self._found] if steps is None else steps:
+            for key, vectors in self._found.get(step, {}).items():
+                if len(vectors) > 1:
+                    vectors[:] = vectors[-1:] if key.operand == "weight" else [merged(vectors)]
+                merged_now[key] = vectors[0]
+        return merged_now
+
+    def unread(self, request: Request, now: int | None) -> list[int]:
+        """The steps that were measured for a reader and that it has not read yet, without that of ``now``.
+
+        It waits for the device. They count as read: the reader calls :meth:`forget` when it is done.
+        """
+        self._read(but=now)
+        request.read &= self._found.keys()
+        new = sorted(s for s in self._found if s != now and s not in request.read and request.wants(s))
+        request.read.update(new)
+        return new
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Forget steps that nobody wants to read any more."""
+        for step in steps:
+            wanted = (r.wants(step) and (r.keeps or step not in r.read) for r in self._requests)
+            if not any(wanted):
+                self._found.pop(step, None)
 
     def reduce(self, group: object = None) -> None:
         """Merge what the ranks of a process group have measured in the steps that are over. All of them call it."""
@@ -99,19 +184,20 @@ class Observation:
         for other in gathered_objects(own, group, others=True):
             for key, parts in other.items():
                 if key.operand != "weight" or key not in own:
-                    self._found.setdefault(key, []).append(parts)
+                    self._found.setdefault(key.step, {}).setdefault(key, []).append(parts)
                     own.setdefault(key, parts)
         self._reduced.update(own)
 
     def _forget(self, step: int) -> None:
         """Forget a step: before its first call with gradients, the model was only evaluated."""
         self._pending = [entry for entry in self._pending if entry[0] != step]
-        self._found = {key: vectors for key, vectors in self._found.items() if key.step != step}
+        self._found.pop(step, None)
 
-    def _read(self, before: int | None = None) -> None:
-        waiting = [entry for entry in self._pending if before is not None and entry[0] >= before]
+    def _read(self, but: int | None = None) -> None:
+        """Read the tensors of all steps, or of all but one, whose backward may not have come yet."""
+        waiting = [entry for entry in self._pending if entry[0] == but]
         for step, page, tensor in self._pending:
-            if before is not None and step >= before:
+            if step == but:
                 continue
             start, numbers = 0, tensor.to("cpu", torch.float64)
             for of in page.tensors:
@@ -129,5 +215,5 @@ class Observation:
                         recipe=of.recipe,
                         what_if=of.what_if,
                     )
-                    self._found.setdefault(key, []).append(named(of.parts, vector))
+                    self._found.setdefault(step, {}).setdefault(key, []).append(named(of.parts, vector))
         self._pending = waiting

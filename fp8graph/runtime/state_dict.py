@@ -7,6 +7,7 @@ E4M3), unless the row has a third entry, "fp8_max", because the device uses anot
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, cast
@@ -22,6 +23,7 @@ from fp8graph.runtime.checkpoint import ScalingState
 VERSION: Final = 1
 VERSION_KEY: Final = "fp8graph.state_version"
 STEP_KEY: Final = "fp8graph.step"  # of training, under a policy with a schedule
+GUARD_KEY: Final = "fp8graph.guard"  # the rules that a guard applied: JSON in UTF-8
 _FIELDS: Final = ("scale", "amax_history")
 _MAXIMUM: Final = "fp8_max"
 
@@ -85,7 +87,7 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
         raise refuse(f"it has version {int(version.item())}, but this fp8graph reads version {VERSION}")
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in state_dict.items():
-        if key in (VERSION_KEY, STEP_KEY):
+        if key in (VERSION_KEY, STEP_KEY, GUARD_KEY):
             continue
         name, _, field = str(key).rpartition("|")
         if field not in (*_FIELDS, _MAXIMUM) or "|" not in name:
@@ -130,6 +132,27 @@ def saved_step(state_dict: Mapping[str, Any] | ScalingState) -> int | None:
             f"not a valid fp8graph state dict: {STEP_KEY!r} is not a whole number >= 0. Nothing was loaded."
         )
     return int(step.item())
+
+
+def guard_entry(rules: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """What a state dict has of the rules that a guard applied: nothing, if there are none."""
+    return {GUARD_KEY: torch.tensor([*json.dumps(rules).encode()], dtype=torch.uint8)} if rules else {}
+
+
+def saved_guard(state_dict: Mapping[str, Any] | ScalingState) -> list[Any]:
+    """The inverse of :func:`guard_entry`."""
+    if not isinstance(state_dict, Mapping | ScalingState) or GUARD_KEY not in state_dict:
+        return []
+    text: Any = state_dict[GUARD_KEY]
+    try:
+        rules = json.loads(bytes(text.tolist()))
+        if not isinstance(rules, list):
+            raise TypeError(f"found {rules!r}")
+    except (AttributeError, TypeError, ValueError) as error:
+        raise StateError(
+            f"not a valid fp8graph state dict: {GUARD_KEY!r} is not a list of rules ({error}). Nothing was loaded."
+        ) from None
+    return cast(list[Any], rules)
 
 
 def _recipes_maximum(name: str) -> float:

@@ -44,7 +44,7 @@ def test_compile_takes_every_setting() -> None:
     ("name", "meant"), [("tarjet", "Did you mean 'target'? "), ("ful_graph", "Did you mean 'fullgraph'? "), ("zzz", "")]
 )
 def test_compile_says_what_it_takes(name: str, meant: str) -> None:
-    message = f"fp8graph.compile has no argument {name!r}. {meant}Arguments: policy, recipe, regions, strict, "
+    message = f"fp8graph.compile has no argument {name!r}. {meant}Arguments: policy, recipe, observe, guard, "
     arguments: dict[str, Any] = {name: True}
     with pytest.raises(TypeError, match=re.escape(message)) as caught:
         fp8graph.compile(nn.Linear(16, 16), None, **arguments)

@@ -96,7 +96,8 @@ def test_every_recipe(recipe: str, how: str) -> None:
     linear, x = linear_and_tensors(rows=40)
     generated = how == "inductor"  # it measures what its kernels hold: FP32 numbers, unless it rounds as eager does
     options: Any = {"compiler": "inductor", "inductor_options": {"emulate_precision_casts": True}} if generated else {}
-    backend = Backend(Policy(default=recipe, min_speedup=0), **{"compiler": "eager", **options})
+    settings: dict[str, Any] = {"compiler": "eager", **options}
+    backend = Backend(Policy(default=recipe, min_speedup=0), **settings)
     statistics = backend.observe(every=1)
     compiled: Any = torch.compile(linear, backend=backend)
 

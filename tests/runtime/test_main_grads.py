@@ -38,7 +38,8 @@ class Run:
     def __init__(self, accumulate: bool, recipe: Any = "tensorwise", **settings: Any) -> None:
         torch.manual_seed(0)
         self.block = Block()
-        self.backend = fp8graph.Backend(recipe=recipe, accumulate_wgrad=accumulate, **{"compiler": "eager", **settings})
+        settings = {"compiler": "eager", **settings}
+        self.backend = fp8graph.Backend(recipe=recipe, accumulate_wgrad=accumulate, **settings)
         self.compiled = torch.compile(self.block, backend=self.backend)
         self.optimizer = torch.optim.SGD(self.block.parameters(), lr=0.1)
         self.batches = iter(torch.randn(40, 16, 32))

@@ -10,7 +10,7 @@ from fp8graph.ir.observed import Observed
 from fp8graph.numerics.finished_statistics import finished
 from fp8graph.numerics.statistic_parts import TENSOR_PARTS, tensor_parts
 from fp8graph.runtime import observation as module
-from fp8graph.runtime.observation import Measured, Observation
+from fp8graph.runtime.observation import Measured, Observation, Request
 
 
 class Clock:
@@ -25,9 +25,13 @@ def page(operand: str = "input", *, backward: bool = False) -> StatisticsPage:
 
 
 def started() -> tuple[Observation, Clock]:
-    observation, clock = Observation(), Clock()
-    observation.start(Observed(), lambda step: step % 2 == 0, lambda: clock.now)
+    observation, clock, _ = with_request()
     return observation, clock
+
+
+def with_request() -> tuple[Observation, Clock, Request]:
+    observation, clock = Observation(), Clock()
+    return observation, clock, observation.start(Observed(), lambda step: step % 2 == 0, lambda: clock.now)
 
 
 def key(step: int, site: str = "layer", operand: str = "input") -> Measured:
@@ -35,14 +39,14 @@ def key(step: int, site: str = "layer", operand: str = "input") -> Measured:
 
 
 def test_only_on_steps_that_are_due() -> None:
-    observation, clock = started()
+    observation, clock, request = with_request()
     assert observation.asked(gradients=True) is not None
     clock.now = 1
     assert observation.asked(gradients=True) is None
     clock.now = 2
     assert observation.asked(gradients=True) is not None
     assert observation.asked(gradients=False) is None  # an evaluation
-    observation.stop()
+    observation.stop(request)
     assert observation.asked(gradients=True) is None
 
 
@@ -74,3 +78,62 @@ def test_tensors_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
         observation.tensors([page()])[0].copy_(tensor_parts(torch.full((2, 2), float(clock.now))))
         assert len(observation._pending) <= 5
     assert [parts["max"] for k, parts in observation.found().items() if k.site == "layer"] == list(range(20))
+
+
+def measure(observation: Observation) -> None:
+    if observation.asked(gradients=True) is not None:
+        observation.tensors([page()])[0].copy_(tensor_parts(torch.ones(2, 2)))
+
+
+def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
+    observation, clock, first = with_request()
+    over: list[int] = []
+    second = observation.start(
+        Observed(layers=("layer",), copies=False, block_size=0),
+        lambda step: step in (1, 2),
+        lambda: clock.now,
+        over.append,
+        keeps=False,
+    )
+    asked = {observation.asked(gradients=True)}
+    for clock.now in range(5):
+        asked.add(observation.asked(gradients=True))
+        measure(observation)
+    assert asked == {Observed(layers=("*", "layer")), None}
+    assert over == [2, 3]
+    assert {key.step for key in observation.found()} == {0, 1, 2, 4}
+    assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
+    assert {key.step for key in observation.found() if second.takes(key)} == {1, 2}
+    observation.stop(first)
+    assert observation.asked(gradients=True) is None
+    assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
+
+
+def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> None:
+    observation, clock = Observation(), Clock()
+    request = observation.start(Observed(), lambda _: True, lambda: clock.now, keeps=False)
+    for clock.now in range(3):
+        measure(observation)
+    assert observation.unread(request, 2) == [0, 1]
+    assert [pending[0] for pending in observation._pending] == [2]
+    observation.forget([0, 1])
+    assert observation.unread(request, 2) == []
+    assert observation.unread(request, None) == [2]
+    assert {key.step for key in observation.found()} == {2}
+    assert not request.takes(_what_if())
+
+
+def test_a_reader_that_keeps_and_one_that_has_not_read_yet() -> None:
+    observation, clock, _ = with_request()
+    early, late = (observation.start(Observed(), lambda _: True, lambda: clock.now, keeps=False) for _ in range(2))
+    for clock.now in range(2):
+        measure(observation)
+    observation.forget(observation.unread(early, None))
+    assert observation.found().keys() >= {key(0), key(1)}
+    observation.forget(observation.unread(late, None))
+    assert {key.step for key in observation.found()} == {0}  # of the first reader, which keeps them
+
+
+def _what_if() -> Measured:
+    """The copy of a recipe that nobody asked for."""
+    return Measured(step=2, site="layer", operand="input", layout="rowwise", recipe="mxfp8", what_if=True)

@@ -1,0 +1,174 @@
+"""Watch what quantization does to tensors in training, and say or apply a rule where it does too much."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fp8graph.backend.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
+from fp8graph.backend.guarded import Guarded, with_rules
+from fp8graph.backend.observed_layers import UnmatchedLayers, texts
+from fp8graph.backend.schedule import Schedule
+from fp8graph.backend.statistic_records import records
+from fp8graph.backend.statistics import Steps
+from fp8graph.compat import distributed
+from fp8graph.errors import ConfigError
+from fp8graph.ir.observed import Observed
+from fp8graph.recipes import GemmName, RecipeLike, resolve_recipe
+from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import Rule
+from fp8graph.runtime.observation import Observation
+
+_log = logging.getLogger("fp8graph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings:
+    """The arguments of ``Backend.guard``."""
+
+    bounds: Bounds
+    steps: Steps
+    layers: tuple[str, ...] = ("*",)
+    fallbacks: tuple[RecipeLike, ...] = (None,)
+    apply: bool = False
+    reduce: bool = False
+
+    @staticmethod
+    def of(
+        *,
+        every: Any,
+        start: Any,
+        end: Any,
+        layers: Any,
+        recipe: Any,
+        apply: Any,
+        reduce: Any,
+        **bounds: Any,
+    ) -> GuardSettings:
+        """From what the user gave, which may be of any type."""
+        for name, value in (("apply", apply), ("reduce", reduce)):
+            if type(value) is not bool:
+                raise ConfigError(f"guard({name}={value!r}): expected True or False.")
+        fallbacks: tuple[Any, ...] = tuple(recipe) if isinstance(recipe, (list, tuple)) else (recipe,)  # pyright: ignore[reportUnknownArgumentType]
+        if not fallbacks:
+            raise ConfigError("guard(recipe=[]): expected a recipe, or a list of them from the first to the last.")
+        for each in fallbacks:
+            resolve_recipe(each)
+        return GuardSettings(
+            bounds=Bounds(**bounds),
+            steps=Steps(every=every, start=start, end=end, call="guard"),
+            layers=texts("guard", "layers", layers),
+            fallbacks=fallbacks,
+            apply=apply,
+            reduce=reduce,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class Guard:
+    """Tensors that lose too much in quantization, as ``backend.guard()`` finds them on observed steps.
+
+    Attributes:
+        findings: what was found so far, in order: ``.step .site .operand .layout .recipe .stat .value .bound .gemms
+            .rule``, and ``.reason`` where no rule is proposed. ``str()`` says it in words.
+    """
+
+    settings: GuardSettings
+    guarded: Guarded = field(repr=False)
+    observation: Observation = field(repr=False)
+    schedule: Schedule = field(repr=False)
+    sites: Callable[[], Mapping[str, Site]] = field(repr=False)
+    findings: list[Finding] = field(default_factory=list[Finding])
+
+    def __post_init__(self) -> None:
+        self._check_ranks()
+        self._told: set[tuple[str, str, str, str]] = set()
+        self._changes: dict[tuple[str, str], dict[GemmName, Any]] = {}  # proposals so far, by fqn and op
+        self._at = 0  # the step at which the ranks exchanged findings
+        settings = self.settings
+        self._unmatched = UnmatchedLayers("guard", settings.layers, self._layers)
+        self.schedule.counts = True
+        asked = Observed(layers=settings.layers, copies=True, block_size=0)
+        self._request = self.observation.start(
+            asked, settings.steps.are_due, self.schedule.step_of_call, self._when_over, keeps=False
+        )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force, with every rule that was proposed: ``guard.policy.to_dict()`` can be saved to a file."""
+        rules: list[Rule] = [finding.rule for finding in self.findings if finding.rule is not None]
+        return with_rules(self.guarded.policy, rules, rules)
+
+    def stop(self) -> None:
+        """Watch no more. Findings and applied rules stay."""
+        self.observation.stop(self._request)
+
+    def after_step(self, _optimizer: object = None) -> None:
+        """With ``reduce=True``, after an optimizer's step: all ranks exchange what they found, if it was observed."""
+        now = self.schedule.step()
+        if self.settings.reduce and now != self._at and self._request.wants(now - 1):
+            self._judge(now)
+        self._at = now
+
+    def _when_over(self, now: int) -> None:
+        self._unmatched()
+        if not self.settings.reduce:
+            self._judge(now)
+
+    def _check_ranks(self) -> None:
+        if self.settings.apply and not self.settings.reduce and distributed.number_of_ranks(None) > 1:
+            raise ConfigError(
+                "guard(apply=True) on several ranks would give each its own policy. Add reduce=True, which lets all "
+                "ranks exchange what they found after each observed step, on all ranks alike; or leave out apply=True."
+            )
+
+    def _layers(self) -> set[str]:
+        return {site.fqn for site in self.sites().values()}
+
+    def _judge(self, now: int) -> None:
+        """Read the observed steps that are over, and tell or apply what helps."""
+        self._check_ranks()
+        steps = self.observation.unread(self._request, now)
+        sites = self.sites()
+        found = crossings(records(self.observation.found(steps), self._request, NEEDED), self.settings.bounds, sites)
+        self.observation.forget(steps)
+        own = [(crossing, sites.get(crossing.site)) for crossing in found if not crossing.keys <= self._told]
+        if self.settings.reduce:
+            everywhere = distributed.gathered_objects(own, None, others=False)
+            own = sorted((entry for each in everywhere for entry in each), key=lambda entry: entry[0].order)
+        self._tell(own)
+
+    def _tell(self, found: Sequence[tuple[Crossing, Site | None]]) -> None:
+        rules: dict[tuple[str, str], tuple[Rule, str]] = {}
+        new: list[Finding] = []
+        for crossing, site in found:
+            if crossing.keys <= self._told:
+                continue
+            self._told |= crossing.keys
+            layer = (site.fqn, site.op) if site is not None else (crossing.site, "")
+            changes = self._changes.setdefault(layer, {})
+            finding = proposed(crossing, site, self.settings.fallbacks, changes)
+            new.append(finding)
+            if finding.rule is not None:
+                before = f"{rules[layer][1]}; " if layer in rules else f"guard: step {finding.step}: {layer[0]} "
+                rules[layer] = finding.rule, before + report_text(finding)
+        self.findings += new
+        for finding in new:
+            _log.warning("guard: %s", finding)
+        if self.settings.apply and rules:
+            self.guarded.apply(rules.values())
+            for _, text in rules.values():
+                _log.warning("%s. The rule is applied from now on.", text)
+
+
+def report_text(finding: Finding) -> str:
+    """What a rule changed and why: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
+    assert finding.rule is not None
+    changed: dict[str, list[str]] = {}
+    for gemm in finding.gemms:
+        recipe = finding.rule.recipe_for(gemm)
+        changed.setdefault("left FP8" if recipe is None else f"is {recipe.name}", []).append(gemm)
+    parts = [f"{' and '.join(gemms)} {what}" for what, gemms in changed.items()]
+    return f"{', '.join(parts)}: {finding.told}"

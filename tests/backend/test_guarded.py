@@ -1,0 +1,59 @@
+"""Rules before those of a policy, and what is saved of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8graph import Policy, Rule
+from fp8graph.backend.guarded import Guarded, with_rules
+from fp8graph.backend.policies import Policies
+from fp8graph.errors import StateError
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.state_dict import saved_guard
+
+FIRST, SECOND = Rule("up", "tensorwise", dgrad=None), Rule("up", None)
+USERS = Policy([Rule("up", "tensorwise"), Rule("*", None, steps=(0, 10))], default="tensorwise")
+
+
+def guarded() -> tuple[Guarded, Policies]:
+    policies = Policies(None)
+    policies.set(USERS)
+    return Guarded(policies, Epoch()), policies
+
+
+def test_one_rule_per_layer_before_the_users() -> None:
+    policy = with_rules(USERS, [FIRST])
+    assert policy.rules == (FIRST, *USERS.rules)
+    assert with_rules(policy, [SECOND], [FIRST]).rules == (SECOND, *USERS.rules)
+    assert with_rules(policy, [FIRST]) == policy
+    assert with_rules(USERS, [FIRST, SECOND]).rules == (SECOND, *USERS.rules)
+
+
+def test_a_schedule_is_kept() -> None:
+    own, policies = guarded()
+    own.apply([(FIRST, "why")])
+    assert own.policy.rules == (FIRST, *USERS.rules)
+    assert policies.asked == own.policy.at_step(0)
+    policies.advance(10)
+    assert policies.asked == own.policy.at_step(10)
+
+
+def test_what_is_saved_is_what_is_in_force() -> None:
+    own, policies = guarded()
+    assert own.entries() == {}
+    own.apply([(FIRST, "first")])
+    own.apply([(SECOND, "second")])
+    assert own.texts == ["first", "second"]
+    other, _ = guarded()
+    other.loader(saved_guard(own.entries()))()
+    assert (other.policy, other.texts) == (own.policy, own.texts)
+    policies.set(USERS)
+    assert (own.texts, own.entries()) == ([], {})
+
+
+def test_rules_that_cannot_be_read() -> None:
+    own, _ = guarded()
+    for wrong in ({"rule": {"pattern": 3}, "text": ""}, {"text": ""}, 3):
+        with pytest.raises(StateError, match="a rule of a guard cannot be read"):
+            own.loader([wrong])
+    assert own.policy == USERS

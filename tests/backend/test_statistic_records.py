@@ -1,0 +1,93 @@
+"""Lines that are appended while a model trains."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8graph import Backend
+from helpers import ALL, MLP
+from ranks import run_ranks
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train(backend: Backend, path: Path, steps: int = 4) -> list[set[int]]:
+    """The steps that the file holds after each step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MLP()
+    optimizer, compiled = torch.optim.SGD(model.parameters(), 0.1), torch.compile(model, backend=backend)
+    held: list[set[int]] = []
+    for _ in range(steps):
+        compiled(torch.randn(16, 32)).square().mean().backward()
+        optimizer.step()
+        held.append({line["step"] for line in lines(path)} if path.exists() else set())
+    return held
+
+
+def test_each_observed_step_is_appended_when_the_next_one_begins(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "statistics.jsonl"
+    asked: dict[str, Any] = {"every": 2, "stats": ["max", "sqnr"], "to_jsonl": str(path)}
+    backend = Backend(ALL, compiler="eager", observe=asked)
+    statistics = backend.observe(every=2, stats=["max", "sqnr"])
+    assert train(backend, path, 5) == [set(), {0}, {0}, {0, 2}, {0, 2}]
+    statistics.to_jsonl(tmp_path / "whole.jsonl")
+    whole = lines(tmp_path / "whole.jsonl")
+    assert lines(path) == [line for line in whole if line["step"] < 4]
+    assert {line["step"] for line in whole} == {0, 2, 4}
+
+
+def test_steps_that_were_written_are_not_kept(tmp_path: Path) -> None:
+    backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"})
+    train(backend, tmp_path / "s.jsonl", 4)
+    assert {*backend._shared.observation._found} == set()
+    assert {r.step for r in backend.statistics or ()} == {3}  # the last one is not written yet
+
+
+def test_the_last_step_is_written_at_exit(tmp_path: Path) -> None:
+    code = f"""
+import torch, fp8graph
+model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+compiled = torch.compile(model, backend="fp8graph", options={{
+    "compiler": "eager", "observe": {{"every": 1, "stats": "max", "to_jsonl": {str(tmp_path / "s.jsonl")!r}}}
+}})
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    compiled(torch.randn(16, 32)).sum().backward()
+    optimizer.step()
+"""
+    for _ in range(2):  # a second run appends
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    assert [line["step"] for line in lines(tmp_path / "s.jsonl") if line["operand"] == "dgrad"].count(1) >= 2
+    steps = [line["step"] for line in lines(tmp_path / "s.jsonl") if line["operand"] == "input"]
+    assert steps == [0] * 2 + [1] * 2 + [0] * 2 + [1] * 2
+
+
+def test_a_backend_that_is_gone_has_written(tmp_path: Path) -> None:
+    backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"}, guard={})
+    train(backend, tmp_path / "s.jsonl", 1)
+    assert not (tmp_path / "s.jsonl").exists()
+    torch._dynamo.reset()
+    del backend
+    gc.collect()
+    assert {line["step"] for line in lines(tmp_path / "s.jsonl")} == {0}
+
+
+def _rank(rank: int, path: str) -> None:
+    train(Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": path}), Path(path), 2)
+
+
+@pytest.mark.slow
+def test_each_rank_has_a_file(tmp_path: Path) -> None:
+    run_ranks(_rank, 2, tmp_path, str(tmp_path / "s.jsonl"))
+    assert sorted(file.name for file in tmp_path.glob("*.jsonl")) == ["s.rank0.jsonl", "s.rank1.jsonl"]
