@@ -18,6 +18,8 @@ from fp8graph.hardware.support import supports
 from fp8graph.libraries import adopt
 from fp8graph.numerics import QuantizedTensor
 from fp8graph.offline import KernelRecord
+from fp8graph.planning.tune import tune
+from fp8graph.planning.tuned import Tuned
 from fp8graph.recipes import (
     DelayedScaling,
     Float8BlockScaling,
@@ -66,6 +68,7 @@ __all__ = [
     "Report",
     "Rule",
     "StateError",
+    "Tuned",
     "UnsupportedRecipeError",
     "__version__",
     "adopt",
@@ -83,6 +86,7 @@ __all__ = [
     "refresh_weights",
     "register_recipe",
     "supports",
+    "tune",
 ]
 
 register_backend(named_backend, "fp8graph")

@@ -27,6 +27,7 @@ from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import recognize
 from fp8graph.passes.route_in_fp8 import route_in_fp8
 from fp8graph.passes.save_for_backward import save_for_backward
+from fp8graph.passes.score import score
 from fp8graph.passes.share import share, share_tokens
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
@@ -39,6 +40,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     recognize,
     match,
     assign,
+    score,
     quantize,
     fold,
     share,

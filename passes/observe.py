@@ -9,7 +9,7 @@
                                                                 copy_(statistics, cat([a, b, c, d]))
 
 The statistics are a tensor that the graph takes as an input; backward fills another one. The GEMMs and what they read
-are not changed. With too few spare inputs the graph is not changed; it is traced again with enough of them.
+are not changed.
 
 Refuses (leaves out) tensors without elements, those on another device than the rest, quantized copies of experts'
 operands, the bodies of higher-order ops, and with ``accumulate_wgrad`` what wgrad returns.
@@ -26,10 +26,9 @@ from torch import fx
 from fp8graph.analysis.readers import gemms_behind, sites_of_gemm
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
 from fp8graph.ir.measuring import Measuring, Names
-from fp8graph.ir.nodes import GROUPED, aten, fake_mode_of, matmul_arguments, nodes
+from fp8graph.ir.nodes import GROUPED, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.recipes import GemmName
 
@@ -39,7 +38,7 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
     asked = compilation.known.observed
-    if asked is None or compilation.known.subgraph:
+    if asked is None or asked.candidates or compilation.known.subgraph:
         return
     measuring = Measuring(graph, asked, _NAME)
     results = _results(graph, compilation)
@@ -52,23 +51,7 @@ def observe(graph: fx.Graph, compilation: Compilation) -> None:
         sites = sites_of_gemm(position, gemm, compilation)
         shared = [other for other in sites if other == position or (other, gemm) not in results]
         measuring.tensor(node, _names(shared, compilation), _RESULTS[gemm], like=node)
-    pages = [page for backward in (False, True) if (page := measuring.page(backward=backward)) is not None]
-    compilation.statistics = tuple(page for page, _ in pages)
-    if not pages:
-        return
-    with fake_mode_of(next(iter(measuring.found))):
-        stand_ins = [page.stand_in() for page, _ in pages]
-    taken = compilation.known.spares.take(graph, stand_ins)
-    if taken is None:
-        return
-    (output,) = graph.find_nodes(op="output")
-    for placeholder, (page, vectors) in zip(taken, pages, strict=True):
-        tag = vectors[0].meta.get("partitioner_tag")
-        with graph.inserting_before(output):
-            whole = insert(graph, aten.cat.default, (vectors,), like=vectors[0], made_by=_NAME, name="statistics")
-            copy = insert(graph, aten.copy_.default, (placeholder, whole), like=whole, made_by=_NAME)
-        set_direction(whole, tag)
-        set_direction(copy, tag and ("must_be_in_backward" if page.backward else "must_be_in_forward"))
+    measuring.write(compilation)
 
 
 def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmName], fx.Node]:

@@ -19,8 +19,8 @@ NAMES = """
     INHERIT Backend CheckpointError CollectiveRecord ConfigError DelayedScaling Float8BlockScaling
     Float8CurrentScaling Float8RowwiseScaling Format Fp8CoverageError Fp8GraphError GemmRecord GraphView KernelRecord
     MXFP8BlockScaling NVFP4BlockScaling Policy PolicyError QuantizedTensor Recipe RefusalRecord Report Rule StateError
-    UnsupportedRecipeError __version__ adopt autocast backend_of compile explain export load_checkpoint models numerics
-    package planning quantized_state refresh_weights register_recipe supports
+    Tuned UnsupportedRecipeError __version__ adopt autocast backend_of compile explain export load_checkpoint models
+    numerics package planning quantized_state refresh_weights register_recipe supports tune
 """
 
 

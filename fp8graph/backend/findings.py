@@ -25,6 +25,7 @@ from fp8graph.recipes import (
     resolve_recipe,
 )
 from fp8graph.recipes.rules import INHERIT, Rule
+from fp8graph.recipes.toml_text import rule_toml
 from fp8graph.records import StatisticRecord
 
 NEEDED: Final = ("cur_amax", "l1_norm", "underflows%", "saturated%", "sqnr")  # the statistics that are judged
@@ -129,7 +130,7 @@ class Finding(Crossing):
             return f"{text} {self.reason}"
         return (
             f"{text} It is read by {' and '.join(self.gemms)}. A rule that helps, before the others of the policy:\n"
-            f"{python(self.rule)}\nor, in a policy file:\n{toml(self.rule)}"
+            f"{python(self.rule)}\nor, in a policy file:\n{rule_toml(self.rule)}"
         )
 
 
@@ -258,21 +259,7 @@ def python(rule: Rule) -> str:
     return f"Rule({', '.join([*arguments, *(['optional=True'] if rule.optional else [])])})"
 
 
-def toml(rule: Rule) -> str:
-    """The rule as in a policy file."""
-    return "\n".join(["[[rules]]", *(f"{name} = {_toml(value)}" for name, value in rule.to_dict().items())])
-
-
 def _code(recipe: Any) -> str:
     if isinstance(recipe, str):
         return "None" if recipe == HIGH_PRECISION else json.dumps(recipe, ensure_ascii=False)
     return repr(recipe)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        given = {name: each for name, each in cast(Any, value).items() if each is not None}  # TOML has no null
-        return "{ " + ", ".join(f"{name} = {_toml(each)}" for name, each in given.items()) + " }"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, cast(list[Any], value)))}]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, booleans

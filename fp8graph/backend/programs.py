@@ -58,4 +58,4 @@ class Programs:
         gone = [entry for entry in self._entries if entry.gone and entry.views]
         old = gone[: max(0, len(gone) - KEPT)]
         self.forgotten += sum(len(entry.views) for entry in old)
-        self._entries = [entry for entry in self._entries if entry.views and entry not in old]
+        self._entries = [entry for entry in self._entries if (entry.views or not entry.gone) and entry not in old]

@@ -27,9 +27,10 @@ def records(found: Mapping[Measured, Parts], request: Request, names: Collection
             values = {name: value for name, value in values.items() if name in QUANTIZED_STATISTICS}
         else:
             values = finished(parts)
+        of = {name: value for name, value in dataclasses.asdict(key).items() if name != "group"}
         for stat, value in values.items():
             if stat in names:
-                yield StatisticRecord(**dataclasses.asdict(key), stat=stat, value=value)
+                yield StatisticRecord(**of, stat=stat, value=value)
 
 
 def json_line(record: StatisticRecord) -> str:

@@ -70,6 +70,7 @@ class ObservedTensor:
     layout: str  # of the copy; "" for the tensor itself
     recipe: str  # "" for the tensor itself
     what_if: bool  # no GEMM reads the copy
+    group: str = ""  # of an error: equal for sites that read one input
     parts: tuple[str, ...]  # what each number is
 
 

@@ -1,21 +1,24 @@
-"""Insert the nodes that measure tensors: for ``passes/observe.py``, which says what is measured."""
+"""Insert the nodes that measure: for ``passes/observe.py`` and ``passes/score.py``, which say what is measured."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
-from fp8graph.ir.nodes import aten, is_backward, static_size, value
+from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, static_size, value
 from fp8graph.ir.observed import Observed
+from fp8graph.numerics.gemm_error import ERROR_PARTS
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS
-from fp8graph.recipes import Layout, OperandName
+from fp8graph.recipes import GemmName, Layout, OperandName, Quantizer
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
 
@@ -80,6 +83,57 @@ class Measuring:
                 args = (x, *quantizer_args(quantizer), layout == "columnwise")
                 what = _copy(names, operand, layout, other.name, what_if=True)
                 self._insert(ops.what_if_statistics, args, {**quantizer_kwargs(quantizer), **joined}, what, like)
+
+    def error(
+        self,
+        nodes: tuple[fx.Node, fx.Node, fx.Node],
+        name: tuple[str, int],
+        gemm: GemmName,
+        candidate: int,
+        quantizers: Sequence[Quantizer],
+        group: str,
+        *,
+        like: fx.Node,
+    ) -> None:
+        """What quantizing changes in the result of a GEMM. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
+        settings = (
+            [getattr(q, of) for q in quantizers] for of in ("dtype", "power_2_scale", "amax_epsilon", "scaling")
+        )
+        args = (*nodes, *settings, *(list(q.block) for q in quantizers))
+        what = ObservedTensor(
+            names=(name,),
+            tensor=gemm,
+            layout="",
+            recipe=str(candidate),  # two recipes may have one name
+            what_if=True,
+            group=group,
+            parts=ERROR_PARTS,
+        )
+        self._insert(ops.error_of_gemm, args, {}, what, like)
+
+    def write(self, compilation: Compilation) -> None:
+        """Write what was measured into inputs of the graph: one for forward, one for backward.
+
+        With too few spare inputs the graph is not changed; it is traced again with enough of them.
+        """
+        pages = [page for backward in (False, True) if (page := self.page(backward=backward)) is not None]
+        compilation.statistics = tuple(page for page, _ in pages)
+        if not pages:
+            return
+        with fake_mode_of(next(iter(self.found))):
+            stand_ins = [page.stand_in() for page, _ in pages]
+        taken = compilation.known.spares.take(self._graph, stand_ins)
+        if taken is None:
+            return
+        (output,) = self._graph.find_nodes(op="output")
+        for placeholder, (page, vectors) in zip(taken, pages, strict=True):
+            tag = vectors[0].meta.get("partitioner_tag")
+            with self._graph.inserting_before(output):
+                first = functools.partial(insert, self._graph, like=vectors[0], made_by=self._made_by)
+                whole = first(aten.cat.default, (vectors,), name="statistics")
+                copy = first(aten.copy_.default, (placeholder, whole))
+            set_direction(whole, tag)
+            set_direction(copy, tag and ("must_be_in_backward" if page.backward else "must_be_in_forward"))
 
     def transposed(self, node: fx.Node) -> fx.Node:
         """``node`` [..., r, c] as [..., c, r]."""

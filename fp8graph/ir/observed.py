@@ -18,12 +18,14 @@ class Observed:
         copies: of the copies that the GEMMs read.
         block_size: of the blocks whose dynamic range is measured; 0: it is not.
         what_if: of copies that other recipes would make. None of these recipes has a state.
+        candidates: recipes whose error in the result of each GEMM is measured, in place of all the above.
     """
 
     layers: tuple[str, ...] = ("*",)
     copies: bool = True
     block_size: int = 32
     what_if: tuple[Recipe, ...] = ()
+    candidates: tuple[Recipe, ...] = ()
 
     def takes(self, fqn: str) -> bool:
         """Whether the site called ``fqn`` is measured."""
@@ -39,4 +41,5 @@ def together(several: Sequence[Observed]) -> Observed | None:
         copies=any(each.copies for each in several),
         block_size=max(each.block_size for each in several),
         what_if=tuple(dict.fromkeys(recipe for each in several for recipe in each.what_if)),
+        candidates=tuple(recipe for each in several for recipe in each.candidates),
     )

@@ -11,6 +11,7 @@
     tensor_statistics(x, block_size, *, ...) -> [numbers]
     quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
     what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
+    gemm_error(a, b, reference, dtypes, power_2_scales, amax_epsilons, scalings, block_a, block_b) -> [numbers]
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
@@ -33,6 +34,7 @@ from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.numerics import decoding, experts, history, quantization, statistic_parts, tiles
 from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
 from fp8graph.numerics.scalings import SCALINGS
 
 _library = torch.library.Library("fp8graph", "DEF")
@@ -226,6 +228,14 @@ what_if_statistics = _define(
     ' str scaling="tensor", int[] block=[], Tensor[]? more=None, int dim=-1) -> Tensor',
     reference=statistic_parts.of_other_copy,
     fake=_fake_parts(statistic_parts.QUANTIZED_PARTS),
+)
+error_of_gemm = _define(
+    "gemm_error",
+    "(Tensor a, Tensor b, Tensor reference, ScalarType[] dtypes, bool[] power_2_scales, float[] amax_epsilons,"
+    " str[] scalings, int[] block_a, int[] block_b) -> Tensor",
+    reference=gemm_error,
+    fake=_fake_parts(ERROR_PARTS),
+    lowered=False,
 )
 read_scales = _define(
     "read_scales",

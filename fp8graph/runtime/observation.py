@@ -36,6 +36,7 @@ class Measured:
     layout: str  # "" for the tensor itself
     recipe: str  # "" for the tensor itself
     what_if: bool
+    group: str = ""  # of an error: equal for sites that read one input
 
     @property
     def fqn(self) -> str:
@@ -214,6 +215,7 @@ class Observation:
                         layout=of.layout,
                         recipe=of.recipe,
                         what_if=of.what_if,
+                        group=of.group,
                     )
                     self._found.setdefault(step, {}).setdefault(key, []).append(named(of.parts, vector))
         self._pending = waiting

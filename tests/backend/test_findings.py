@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from fp8graph import Policy, Rule
-from fp8graph.backend.findings import Bounds, Site, crossings, proposed, python, toml
+from fp8graph.backend.findings import Bounds, Site, crossings, proposed, python
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
+from fp8graph.recipes.toml_text import rule_toml
 from fp8graph.records import StatisticRecord
 
 FQN = "model.layers.3.mlp.down_proj"
@@ -179,7 +180,7 @@ def test_rules_can_be_pasted(of: dict[str, Site], own: dict[str, Any]) -> None:
     assert rule is not None
     assert rule == Rule(FQN, recipe, dgrad=None, **own)
     assert eval(python(rule), {"Rule": Rule}) == rule
-    assert Policy.from_dict(tomllib.loads(toml(rule))).rules == (rule,)
+    assert Policy.from_dict(tomllib.loads(rule_toml(rule))).rules == (rule,)
 
 
 def test_a_name_is_no_glob() -> None:
@@ -188,7 +189,7 @@ def test_a_name_is_no_glob() -> None:
     assert rule is not None
     assert rule.matches(odd.fqn, "linear")
     assert eval(python(rule), {"Rule": Rule}) == rule
-    assert Policy.from_dict(tomllib.loads(toml(rule))).rules == (rule,)
+    assert Policy.from_dict(tomllib.loads(rule_toml(rule))).rules == (rule,)
 
 
 @pytest.mark.parametrize(

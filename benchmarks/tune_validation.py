@@ -1,0 +1,239 @@
+"""Hold ``fp8graph.tune`` against what happens: is the order of its scores right, do its policies beat simple ones?
+
+1. ``order``: on trained Llamas of 2 and 8 layers, switch the GEMMs of one layer at a time to FP8 and measure, on
+   batches that the scores have not seen, the mean square of the change of the loss (fprop) and the error of the whole
+   gradient (dgrad and wgrad). The rank correlation with the scores says how good their order is.
+2. ``families``: on four families, the tuned policy against "tensorwise everywhere" and "first and last layer in bf16"
+   at the same predicted time: the error of the whole gradient, and the mean square of the change of the loss.
+
+Predicted times are those of an H100's rates without launches: these models are so small that launches would decide.
+Runs on a CPU; ``python -m benchmarks.tune_validation`` writes ``results/tune_cpu.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig, Qwen3Config
+
+import fp8graph
+from benchmarks.train_recipes import RESULTS, SEQUENCE, batches, split
+from fp8graph import Float8CurrentScaling, Policy, Rule, hardware, tune
+from fp8graph.planning.tuned import Score
+from fp8graph.tools.demo import quiet
+
+RECIPES: Final[list[Any]] = ["tensorwise", Float8CurrentScaling(fp8_format="E4M3"), "rowwise", "blockwise"]  # pyright: ignore[reportArgumentType]
+_SMALL: Final[dict[str, Any]] = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "use_cache": False}
+
+
+def llama(layers: int, hidden: int = 256) -> Any:
+    heads = hidden // 64
+    return LlamaConfig(
+        **_SMALL,
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=SEQUENCE,
+    )
+
+
+FAMILIES: Final[dict[str, Callable[[], Any]]] = {
+    "llama": lambda: llama(4, 512),
+    "qwen3": lambda: Qwen3Config(
+        **_SMALL,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=SEQUENCE,
+    ),
+    "gpt2": lambda: GPT2Config(
+        **_SMALL, n_embd=512, n_layer=4, n_head=8, n_positions=SEQUENCE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "opt": lambda: OPTConfig(
+        **_SMALL,
+        pad_token_id=0,
+        hidden_size=512,
+        word_embed_proj_dim=512,
+        ffn_dim=2048,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        max_position_embeddings=SEQUENCE,
+        dropout=0.0,
+    ),
+}
+
+
+def trained(config: Any, steps: int, text: Tensor, seed: int) -> Any:
+    """A model in bf16 that has learned something: scores of random weights say little."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    for tokens in batches(text, steps, seed):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def without_launches(folder: Path) -> Path:
+    """A calibration file: the rates of an H100, and kernels that start at once."""
+    speed = hardware.from_target("sm_90").speed
+    assert speed is not None
+    free = replace(speed, launch=1e-12, host_launch=0.0)
+    values = {name: value for name, value in asdict(free).items() if name != "rates"} | {"rates": dict(free.rates)}
+    path = folder / "without_launches.json"
+    path.write_text(json.dumps({"target": "sm_90", "speed": values}))
+    return path
+
+
+def gradients(model: Any, policy: Policy | None, data: Sequence[Tensor]) -> tuple[list[float], list[Tensor]]:
+    """The loss of each batch, and the gradient of each (all parameters in one vector), under a policy."""
+    torch._dynamo.reset()
+    backend = None if policy is None else fp8graph.Backend(policy, compiler="eager")
+    run = model if backend is None else torch.compile(model, backend=backend)
+    losses: list[float] = []
+    found: list[Tensor] = []
+    for tokens in data:
+        loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        losses.append(loss.item())
+        found.append(torch.cat([p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))
+        model.zero_grad(set_to_none=True)
+    return losses, found
+
+
+def measured_errors(model: Any, policy: Policy, data: Sequence[Tensor], exact: Any) -> tuple[float, float]:
+    """The mean square of the change of the loss, and the square of the relative error of the gradient."""
+    losses, found = gradients(model, policy, data)
+    change = sum((a - b) ** 2 for a, b in zip(losses, exact[0], strict=True)) / len(losses)
+    wrong = sum(float((a - b).square().sum()) for a, b in zip(found, exact[1], strict=True))
+    return change, wrong / sum(float(b.square().sum()) for b in exact[1])
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    result = [0.0] * len(values)
+    for position, index in enumerate(order):
+        result[index] = float(position)
+    return result
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's."""
+    return float(torch.corrcoef(torch.tensor([ranks(a), ranks(b)], dtype=torch.float64))[0, 1])
+
+
+def order(layers: int, text: Tensor, held_out: Sequence[Tensor], steps: int, target: Path, console: Console) -> Any:
+    """The scores of one recipe, layer by layer, beside what switching that layer does."""
+    model = trained(llama(layers), steps, text, seed=0)
+    tuned = tune(model, as_batches(batches(text, 4, 1)), recipes=["tensorwise"], target=target)
+    exact = gradients(model, None, held_out)
+    result: dict[str, Any] = {}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        scores = [score for score in tuned.scores if score.gemm == gemm]
+        found: list[float] = []
+        for score in scores:
+            only: dict[str, Any] = {other: None for other in ("fprop", "dgrad", "wgrad") if other != gemm}
+            policy = Policy([Rule(score.site, "tensorwise", **only)], default=None, min_speedup=0)
+            found.append(measured_errors(model, policy, held_out, exact)[gemm != "fprop"])
+        correlation = rank_correlation([score.measured for score in scores], found)
+        console.print(f"{layers} layers, {gemm}: rank correlation {correlation:.2f}", highlight=False)
+        rows = [{"site": s.site, "score": s.measured, "measured": f} for s, f in zip(scores, found, strict=True)]
+        result[gemm] = {"rank_correlation": correlation, "sites": rows}
+    return result
+
+
+def as_batches(data: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    return [{"input_ids": tokens, "labels": tokens} for tokens in data]
+
+
+def seconds_of(scores: Sequence[Score], recipe: str, kept: Callable[[str], bool]) -> float:
+    """The predicted time if all sites run in ``recipe`` but those that are ``kept`` in bf16."""
+    own = [score for score in scores if score.recipe == recipe]
+    return sum(s.high_precision_seconds if kept(s.site) or s.seconds is None else s.seconds for s in own)
+
+
+def family(name: str, text: Tensor, held_out: Sequence[Tensor], steps: int, target: Path, console: Console) -> Any:
+    """Two simple policies, and what tune() finds at their predicted times."""
+    config = FAMILIES[name]()
+    model = trained(config, steps, text, seed=0)
+    last = config.num_hidden_layers - 1
+    data = [torch.cat(list(some)) for some in (held_out[i : i + 8] for i in range(0, len(held_out), 8))]
+    joined = [torch.cat(batches(text, 8, seed)) for seed in (1, 2)]  # [32, SEQUENCE]
+    exact = gradients(model, None, data)
+    first_and_last = ("*.0.*", f"*.{last}.*")
+    rules = [Rule(pattern, None) for pattern in first_and_last]
+    simple: Mapping[str, Policy] = {
+        "tensorwise everywhere": Policy(extends="default", default="tensorwise", min_speedup=0),
+        "first and last layer in bf16": Policy(rules, extends="default", default="tensorwise", min_speedup=0),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        resume = Path(folder) / "measured.json"
+        start = tune(model, as_batches(joined), recipes=RECIPES, target=target, resume=resume)
+        plain = seconds_of(start.scores, start.scores[0].recipe, lambda _: True)
+        result: dict[str, Any] = {"curve": [asdict(point) for point in start.curve], "policies": {}}
+        for label, policy in simple.items():
+            ends = () if "everywhere" in label else (".0.", f".{last}.")
+            seconds = seconds_of(start.scores, "tensorwise", lambda site, e=ends: any(part in site for part in e))
+            speedup = plain / seconds
+            again = tune(model, as_batches(joined), recipes=RECIPES, target=target, resume=resume, min_speedup=speedup)
+            tuned_policy = replace(again.policy, min_speedup=0)
+            for what, one in ((label, policy), (f"tuned, as fast as {label}", tuned_policy)):
+                change, wrong = measured_errors(model, one, data, exact)
+                is_tuned = one is tuned_policy
+                predicted = again.chosen.speedup if is_tuned else speedup
+                result["policies"][what] = {
+                    "predicted_speedup": predicted,
+                    "score": again.chosen.error if is_tuned else None,
+                    "gradient_error": math.sqrt(wrong),
+                    "loss_change": math.sqrt(change),
+                    "policy": one.to_dict(),
+                }
+                console.print(
+                    f"{name}: {what}: predicted {predicted:.3f} x bf16, relative error of the gradient "
+                    f"{math.sqrt(wrong):.4f}, change of the loss {math.sqrt(change):.5f}",
+                    highlight=False,
+                )
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=200, help="of training in bf16, before anything is measured")
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 8])
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    console = Console()
+    text, held_out = split()
+    found: dict[str, Any] = {"torch": torch.__version__, "fp8graph": fp8graph.__version__, "steps": arguments.steps}
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        target = without_launches(Path(folder))
+        for layers in arguments.layers:
+            found.setdefault("order", {})[str(layers)] = order(
+                layers, text, held_out[:8], arguments.steps, target, console
+            )
+        for name in arguments.families:
+            found.setdefault("families", {})[name] = family(name, text, held_out, arguments.steps, target, console)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "tune_cpu.json").write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

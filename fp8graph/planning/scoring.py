@@ -1,0 +1,223 @@
+"""Run a few batches through a graph that measures what each recipe would change in each GEMM: for ``tune``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx, nn
+
+from fp8graph.backend import Backend
+from fp8graph.backend.copies import uncompiled_copy
+from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.compat import wrappers
+from fp8graph.errors import ConfigError
+from fp8graph.ir.observed import Observed
+from fp8graph.libraries import adopt
+from fp8graph.recipes import Recipe
+from fp8graph.recipes.policy import Policy
+from fp8graph.records import GemmRecord
+
+_log = logging.getLogger("fp8graph")
+_VERSION: Final = 1  # of the file with what was measured
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one candidate would change in one GEMM, summed over all batches."""
+
+    site: str  # FQN
+    op: str
+    group: str  # the first of the linears that read one tensor: they are decided together
+    gemm: str
+    candidate: int
+    m: int
+    n: int
+    k: int
+    weighted_error: float  # of the change times the gradient of the result, squared (fprop)
+    square_error: float
+    square_reference: float
+
+    @property
+    def error(self) -> float:
+        """fprop: sum((dL/dY * change)^2); dgrad and wgrad: the square of the gradient's relative error."""
+        if self.gemm == "fprop":
+            return self.weighted_error
+        return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
+
+
+class Scoring(Backend):
+    """A backend whose graphs run in high precision, and measure what ``candidates`` would change."""
+
+    def __init__(self, candidates: Sequence[Recipe], target: Any) -> None:
+        super().__init__(
+            Policy(extends="default", default=candidates[0], min_speedup=0), compiler="eager", target=target
+        )
+        self._shared.schedule.counts = True
+        asked = Observed(candidates=tuple(candidates))
+        self._shared.observation.start(asked, lambda _: True, self._shared.schedule.step_of_call)
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile one Dynamo graph when it is called: only then is it known that it measures."""
+        return self.program(DynamoGraph(module, example_inputs), None)
+
+    def next_batch(self) -> None:
+        """What is measured from now on belongs to another batch."""
+        self._shared.schedule.count()
+
+    def batch(self, number: int) -> list[dict[str, Any]]:
+        """What was measured in one batch, as plain values."""
+        found = self._shared.observation.found()
+        return [
+            {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
+            for key, parts in found.items()
+            if key.step == number
+        ]
+
+
+def measure(
+    model: nn.Module,
+    batches: Iterable[Any],
+    candidates: Sequence[Recipe],
+    labels: Sequence[str],
+    *,
+    target: Any,
+    loss: Loss | None,
+    seed: int,
+    resume: Path | None,
+    progress: Callable[[Iterable[Any]], Iterable[Any]],
+) -> tuple[list[Measured], Scoring]:
+    """What each candidate would change in each GEMM, and the backend with the report on the graphs.
+
+    Gradients of the model are as they were afterwards; so is torch's random state.
+    """
+    original = wrappers.original_module(model)
+    kept = {name: p.grad for name, p in original.named_parameters()}
+    original.zero_grad(set_to_none=True)  # else the first backward would add to them in place
+    backend = Scoring(candidates, target)
+    own = adopt(uncompiled_copy(original, lambda x: x))
+    backend.bind(own)
+    compiled = torch.compile(own, backend=backend, dynamic=False)
+    done = _Done(resume, {"version": _VERSION, "recipes": list(labels), "seed": seed, "target": str(target)})
+    count = 0
+    try:
+        for count, batch in enumerate(progress(batches), 1):
+            # a batch that was measured before runs only if it is the first: its graphs say which sites there are
+            if count > 1 and count <= len(done.batches):
+                backend.next_batch()
+                continue
+            with _seeded(seed + count):
+                _loss(
+                    compiled(**batch) if isinstance(batch, Mapping) else compiled(*_tuple(batch)), batch, loss
+                ).backward()
+            own.zero_grad(set_to_none=True)
+            if count > len(done.batches):
+                done.add(backend.batch(count - 1))
+            backend.next_batch()
+    finally:
+        for name, parameter in original.named_parameters():
+            parameter.grad = kept[name]
+    if count == 0:
+        raise ConfigError("tune() got no batches: it needs at least one.")
+    return _summed(done.batches, backend.report.gemms), backend
+
+
+class _Done:
+    """The batches that were measured, in a file if there is one."""
+
+    def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
+        self._path, self._head = path, head
+        self.batches: list[list[dict[str, Any]]] = []
+        if path is None or not path.exists():
+            return
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            self.batches = saved.pop("batches")
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"tune(resume={str(path)!r}): it is no file of tune() ({error}).") from None
+        for name, value in head.items():
+            if saved.get(name) != value:
+                raise ConfigError(
+                    f"tune(resume={str(path)!r}): it was made with {name}={saved.get(name)!r}, not {value!r}. "
+                    "Give the same arguments, or another file."
+                )
+        _log.info("tune: %d batches of %s are not measured again", len(self.batches), path)
+
+    def add(self, batch: list[dict[str, Any]]) -> None:
+        self.batches.append(batch)
+        if self._path is not None:
+            draft = self._path.with_name(self._path.name + ".part")
+            draft.write_text(json.dumps({**self._head, "batches": self.batches}), encoding="utf-8")
+            draft.replace(self._path)  # a file that is stopped in the middle of writing is never read
+
+
+def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRecord]) -> list[Measured]:
+    records = {(gemm.name, gemm.gemm): gemm for gemm in gemms}
+    sums: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for row in (row for batch in batches for row in batch):
+        key = row["site"], row["gemm"], row["candidate"]
+        if key not in sums:
+            sums[key] = dict(row)
+            continue
+        for part in ("weighted_error", "square_error", "square_reference"):
+            sums[key][part] += row[part]
+    found: list[Measured] = []
+    for (site, gemm, candidate), row in sums.items():
+        record = records.get((site, gemm))
+        if record is None:
+            raise ConfigError(f"tune(): {site!r} was measured before, and is not in this model: give another file.")
+        sizes = [size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k)]
+        parts = {name: row[name] for name in ("weighted_error", "square_error", "square_reference")}
+        group = row["group"].partition("[")[0]
+        found.append(
+            Measured(
+                site=record.fqn,
+                op=record.op,
+                group=group,
+                gemm=gemm,
+                candidate=candidate,
+                m=sizes[0],
+                n=sizes[1],
+                k=sizes[2],
+                **parts,
+            )
+        )
+    return found
+
+
+def _loss(output: Any, batch: Any, loss: Loss | None) -> Tensor:
+    if loss is not None:
+        value: Any = loss(output, batch)
+        source = "loss(output, batch)"
+    elif isinstance(output, Tensor):
+        value, source = output, "the model"
+    elif (value := getattr(output, "loss", None)) is not None:
+        source = "the model's output.loss"
+    else:
+        value, source = (output[0] if isinstance(output, (tuple, list)) and output else None), "the model"
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ConfigError(
+            f"tune(): {source} returns {what}, and not a loss: one number with a gradient. Give "
+            "loss=lambda output, batch: ..., or batches with labels, for which the model returns its own loss."
+        )
+    return value.reshape(())
+
+
+def _tuple(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Generator[None]:
+    """Dropout that is the same in each run of a batch."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,264 @@
+"""``fp8graph.tune``: a policy chosen by measurement, for a budget of error or for a speed."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from fp8graph import hardware
+from fp8graph.compat import wrappers
+from fp8graph.errors import ConfigError
+from fp8graph.hardware import Hardware
+from fp8graph.ir.settings import Settings
+from fp8graph.planning import walk
+from fp8graph.planning.costs import seconds
+from fp8graph.planning.rules_of import Decided, policy_of
+from fp8graph.planning.scoring import Loss, Measured, Scoring, measure
+from fp8graph.planning.tuned import CurvePoint, Score, Tuned
+from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
+from fp8graph.recipes.rules import INHERIT, recipe_text
+
+_DEFAULT_TARGET: Final = "sm_90"
+Decision = tuple[str, str]  # (group, gemm)
+
+
+def tune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    recipes: Sequence[RecipeLike] | None = None,
+    loss: Loss | None = None,
+    target: Any = None,
+    budget: float = 0.5,
+    min_speedup: float | None = None,
+    seed: int = 0,
+    resume: str | Path | None = None,
+    progress: bool | None = None,
+) -> Tuned:
+    """Measure what each recipe would change in each GEMM, and choose the fastest policy within a budget of error.
+
+    A few batches run forward and backward, in high precision, through a graph that measures, for each linear and each
+    of its three GEMMs, the error that each recipe makes: for fprop ``sum((dL/dY * change of Y)^2)``, for dgrad and
+    wgrad the square of the relative error of the gradient. The model is not trained, and its gradients are kept.
+    Linears that read one tensor (q, k and v; gate and up) are decided together; what the default policy keeps in high
+    precision stays there. The roofline of ``target`` predicts the time of each GEMM.
+
+    Errors of one kind of GEMM are divided by what they come to when all linears run in the fastest of ``recipes``, and
+    the three kinds count alike: FP8 everywhere has an error of 1.
+
+    Args:
+        model: in the mode in which it is trained.
+        batches: of the data that it is trained on; each is a dict (``model(**batch)``), a tuple (``model(*batch)``), or
+            a tensor. Four to sixteen are enough for a start.
+        recipes: the candidates, names or objects; None: those per tensor, row and tile that ``target`` multiplies.
+            Delayed scaling is measured with scales from the tensor itself, which it comes to in steady training.
+        loss: of ``(output, batch)``; None: the output's ``loss``, or the output.
+        target: the GPU, as in :class:`Backend`; None: this machine's, or if that has no speed model, "sm_90".
+        budget: of the error that FP8 everywhere would make, spend at most this share (0 to 1).
+        min_speedup: in place of ``budget``: the least error at which the GEMMs are this much faster than in bf16.
+        seed: of random numbers (dropout) in the batches.
+        resume: a file for what was measured, written after each batch. Batches that are in it are not run again.
+        progress: show a progress bar (needs rich); None: on a terminal.
+
+    Returns:
+        The policy, all scores, and the curve of error against time.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for arguments that cannot be used, a model without a loss, or if no policy is
+            as fast as ``min_speedup`` says.
+    """
+    target = str(target) if isinstance(target, os.PathLike) else target
+    device = _device(model, target)
+    candidates, labels = _candidates(recipes, device)
+    _check(budget, min_speedup)
+    path = None if resume is None else Path(resume)
+    bar: Callable[[Iterable[Any]], Iterable[Any]] = functools.partial(_bar, shown=progress)
+    found, backend = measure(
+        model,
+        batches,
+        [_measurable(candidate) for candidate in candidates],
+        labels,
+        target=target if target is not None else device.name,
+        loss=loss,
+        seed=seed,
+        resume=path,
+        progress=bar,
+    )
+    return _choose(found, backend, candidates, labels, device, budget, min_speedup)
+
+
+def _choose(
+    found: Sequence[Measured],
+    backend: Scoring,
+    candidates: Sequence[Recipe],
+    labels: Sequence[str],
+    device: Hardware,
+    budget: float,
+    min_speedup: float | None,
+) -> Tuned:
+    if not found:
+        raise ConfigError("tune() found nothing to decide: no linear of the model has a backward in a compiled graph.")
+    scores = _scores(found, candidates, labels, device)
+    decisions: dict[Decision, list[walk.Option]] = {}
+    for key in dict.fromkeys((score.group, score.gemm) for score in scores):
+        own = [score for score in scores if (score.group, score.gemm) == key]
+        alone = sum(s.high_precision_seconds for s in own if s.candidate == own[0].candidate)
+        decisions[key] = [walk.Option(choice=None, error=0.0, seconds=alone)]
+        for candidate in dict.fromkeys(score.candidate for score in own):
+            these = [score for score in own if score.candidate == candidate]
+            if all(score.seconds is not None for score in these):
+                time = sum(score.seconds or 0.0 for score in these)
+                error = sum(score.error for score in these)
+                decisions[key].append(walk.Option(choice=candidate, error=error, seconds=time))
+    plain = sum(options[0].seconds for options in decisions.values())
+    if min_speedup is None:
+        chosen = walk.within_error(decisions, budget)
+    else:
+        quick = walk.within_seconds(decisions, plain / min_speedup)
+        if quick is None:
+            best = plain / walk.curve(decisions)[-1].seconds
+            raise ConfigError(
+                f"tune(min_speedup={min_speedup:g}): the fastest policy is predicted to be {best:.3f} times as fast "
+                f"as bf16 on {device.name}."
+            )
+        chosen = quick
+    sites = dict.fromkeys((score.site, score.op, score.group) for score in scores)
+    decided: dict[tuple[str, str], Decided] = {}
+    for site, op, group in sites:
+        options = [chosen.get((group, gemm)) for gemm in GEMMS]
+        decided[site, op] = tuple(
+            INHERIT if option is None else None if option.choice is None else _named(candidates, labels, option.choice)
+            for option in options
+        )
+    come_to = walk.total(chosen)
+    return Tuned(
+        policy=policy_of(decided),
+        scores=tuple(scores),
+        curve=tuple(CurvePoint(error=p.error, speedup=plain / p.seconds) for p in walk.curve(decisions)),
+        chosen=CurvePoint(error=come_to.error, speedup=plain / come_to.seconds),
+        uniform={
+            label: CurvePoint(error=point.error, speedup=plain / point.seconds)
+            for index, label in enumerate(labels)
+            if (point := _uniform(decisions, index)) is not None
+        },
+        target=device.name,
+        left_out=tuple(dict.fromkeys(f"{r.fqn}: {r.reason}" for r in backend.report.refusals if r.what == "score")),
+    )
+
+
+def _scores(
+    found: Sequence[Measured], candidates: Sequence[Recipe], labels: Sequence[str], device: Hardware
+) -> list[Score]:
+    """Every measured error as a share of what the fastest recipe makes everywhere, with the predicted times."""
+    members: dict[str, set[str]] = {}
+    for one in found:
+        members.setdefault(one.group, set()).add(one.site)
+
+    def time(one: Measured, recipe: Recipe | None) -> float | None:
+        return seconds(one, recipe, device, len(members[one.group]))
+
+    times = [time(one, candidates[one.candidate]) for one in found]
+    plain = [time(one, None) or 0.0 for one in found]
+    totals = {
+        index: sum(
+            min(t, p) if t is not None else p
+            for one, t, p in zip(found, times, plain, strict=True)
+            if one.candidate == index
+        )
+        for index in range(len(candidates))
+    }
+    fastest = min(totals, key=lambda index: totals[index])
+    kinds = list(dict.fromkeys(one.gemm for one in found))
+    whole = {kind: sum(o.error for o in found if o.gemm == kind and o.candidate == fastest) for kind in kinds}
+    return [
+        Score(
+            site=one.site,
+            op=one.op,
+            group=one.group,
+            gemm=one.gemm,
+            candidate=one.candidate,
+            recipe=labels[one.candidate],
+            measured=one.error,
+            error=one.error / whole[one.gemm] / len(kinds) if whole[one.gemm] > 0 else 0.0,
+            seconds=t,
+            high_precision_seconds=p,
+        )
+        for one, t, p in zip(found, times, plain, strict=True)
+    ]
+
+
+def _uniform(decisions: Mapping[Decision, Sequence[walk.Option]], candidate: int) -> walk.Point | None:
+    """One recipe for every GEMM that it can multiply."""
+    chosen = {
+        key: next((option for option in options if option.choice == candidate), options[0])
+        for key, options in decisions.items()
+    }
+    return walk.total(chosen) if any(option.choice is not None for option in chosen.values()) else None
+
+
+def _named(candidates: Sequence[Recipe], labels: Sequence[str], index: int) -> RecipeLike:
+    """The name that the caller gave, if it is one; else the recipe."""
+    try:
+        return labels[index] if resolve_recipe(labels[index]) == candidates[index] else candidates[index]
+    except ValueError:
+        return candidates[index]
+
+
+def _candidates(recipes: Sequence[RecipeLike] | None, device: Hardware) -> tuple[list[Recipe], list[str]]:
+    if recipes is None:
+        names = ("tensorwise", "rowwise", "blockwise", "mxfp8")
+        recipes = [n for n in names if (r := resolve_recipe(n)) and device.multiplies(r.quantizer("input").scaling)]
+    if isinstance(recipes, (str, Recipe)) or not recipes:
+        raise ConfigError(f'tune(recipes={recipes!r}): give a list of recipes, such as ["tensorwise", "rowwise"].')
+    resolved = [(resolve_recipe(recipe), recipe) for recipe in recipes]
+    resolved = [(recipe, given) for recipe, given in resolved if recipe is not None]  # always a candidate
+    if not resolved:
+        raise ConfigError("tune(recipes=...): high precision is always a candidate; name some recipe.")
+    labels = [given if isinstance(given, str) else recipe_text(recipe) for recipe, given in resolved]
+    return [recipe for recipe, _ in resolved if recipe is not None], labels
+
+
+def _measurable(recipe: Recipe) -> Recipe:
+    """``recipe``, or one whose scales come from the tensor itself."""
+    if isinstance(recipe, DelayedScaling):
+        return Float8CurrentScaling(fp8_format=recipe.fp8_format)
+    return recipe
+
+
+def _device(model: nn.Module, target: Any) -> Hardware:
+    if target is not None:
+        device = Settings(target=target).hardware
+        if device is None or device.speed is None:
+            raise ConfigError(f"tune(target={target!r}): its speed is not known, and without it nothing can be chosen.")
+        return device
+    parameter = next(wrappers.original_module(model).parameters(), None)
+    own = hardware.of_device(parameter.device if parameter is not None else torch.device("cpu"))
+    return own if own.speed is not None else hardware.from_target(_DEFAULT_TARGET)
+
+
+def _check(budget: float, min_speedup: float | None) -> None:
+    if type(budget) not in (int, float) or not 0 <= budget <= 1:
+        raise ConfigError(f"tune(budget={budget!r}): budget must be a number from 0 to 1.")
+    if min_speedup is not None and (type(min_speedup) not in (int, float) or not 0 < min_speedup < math.inf):
+        raise ConfigError(f"tune(min_speedup={min_speedup!r}): min_speedup must be a number above 0.")
+
+
+def _bar(batches: Iterable[Any], *, shown: bool | None) -> Iterable[Any]:
+    if shown is False or (shown is None and not sys.stderr.isatty()):
+        return batches
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        if shown:
+            raise ConfigError("tune(progress=True) needs rich: pip install rich.") from None
+        return batches
+    return track(batches, "measuring", console=Console(stderr=True))

@@ -1,0 +1,97 @@
+"""Measure what quantizing would change in the result of each GEMM, in the graph that ``fp8graph.tune`` runs.
+
+    y = mm(x, w)                                        ->      y = mm(x, w)
+    dx = mm(dy, w.t)                                            dx = mm(dy, w.t)
+                                                                a = gemm_error(x, w, dy, a recipe)
+                                                                b = gemm_error(dy, w.t, dx, a recipe)
+                                                                copy_(statistics, cat([a, b]))
+
+The GEMMs that ``assign`` gave a recipe are measured, with each of the candidates, and then all run in high precision.
+For fprop the reference is the gradient of its result, so that an error counts by what it changes in the loss; for dgrad
+and wgrad it is the result itself. All errors are computed in backward, one after the other, from tensors that are kept
+for backward anyway.
+
+Refuses (leaves out, with the reason in the report) experts, which share one matmul, matmuls without a backward, those
+that autograd does not differentiate in the graph, and the bodies of higher-order ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+from torch import fx
+
+from fp8graph.analysis.same_value import value_key
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.measuring import Measuring
+from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments
+from fp8graph.ir.sites import Gemm, Site
+
+_NAME: Final = "score"
+_WHAT: Final = "score"
+
+
+def score(graph: fx.Graph, compilation: Compilation) -> None:
+    asked = compilation.known.observed
+    if asked is None or not asked.candidates:
+        return
+    measuring = Measuring(graph, asked, _NAME)
+    groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
+    for site in compilation.sites:
+        if (reason := _obstacle(site, compilation)) is not None:
+            compilation.refuse(_WHAT, site, reason)
+            continue
+        first = site.gemms[0]
+        name = f"{site.fqn}[{site.index}]" if site.index else site.fqn
+        group = groups.setdefault(value_key(first.a.tensor), name) if site.op == "linear" else name
+        output_gradient = _output_gradient(site, measuring)
+        for gemm in site.gemms:
+            reference = output_gradient if gemm.gemm == "fprop" else gemm.node
+            if compilation.decisions[gemm.node].recipe is not None and reference is not None:
+                _measure(gemm, site, reference, group, measuring, compilation)
+    measuring.write(compilation)
+    for node, decision in compilation.decisions.items():
+        if decision.recipe is not None:
+            compilation.decisions[node] = dataclasses.replace(
+                decision, recipe=None, execution="high precision", reason="tune() measures it", required=False
+            )
+
+
+def _obstacle(site: Site, compilation: Compilation) -> str | None:
+    """Why a site is left out."""
+    if compilation.known.subgraph:
+        return "it is in the body of a higher-order op"
+    if any(gemm.node.target in GROUPED for gemm in site.gemms):
+        return "experts share one matmul: a rule for all of them decides"
+    if not any(is_backward(gemm.node) for gemm in site.gemms):
+        return "its backward is not in this graph: a loss needs gradients of its input or of its weight"
+    return None
+
+
+def _output_gradient(site: Site, measuring: Measuring) -> fx.Node | None:
+    """The gradient of fprop's result, in its shape."""
+    for gemm in site.gemms:
+        for view, argument, is_b in zip((gemm.a, gemm.b), matmul_arguments(gemm.node), (False, True), strict=True):
+            if view.operand == "grad_output":
+                is_turned = is_b ^ (view.layout == "columnwise")  # not [..., M, N]
+                weight_is_left = site.gemms[0].a.operand == "weight"  # then fprop returns [..., N, M]
+                return measuring.transposed(argument) if is_turned ^ weight_is_left else argument
+    return None
+
+
+def _measure(
+    gemm: Gemm, site: Site, reference: fx.Node, group: str, measuring: Measuring, compilation: Compilation
+) -> None:
+    device = compilation.hardware_of(gemm.node)
+    a, b = matmul_arguments(gemm.node)
+    assert compilation.known.observed is not None
+    for index, recipe in enumerate(compilation.known.observed.candidates):
+        quantizers = [device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)]
+        name = site.fqn, site.index
+        measuring.error((a, b, reference), name, gemm.gemm, index, quantizers, group, like=_last(site))
+
+
+def _last(site: Site) -> fx.Node:
+    """A GEMM of backward: errors are computed there."""
+    return next(gemm.node for gemm in reversed(site.gemms) if is_backward(gemm.node))

@@ -1,0 +1,80 @@
+"""Batches, losses and sums of what the scoring graph measures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8graph import ConfigError
+from fp8graph.planning.scoring import measure
+from fp8graph.recipes import resolve_recipe
+
+X = torch.randn(32, 64)
+
+
+class Model(nn.Module):
+    """Returns its loss as ``form`` says."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.up, self.form = nn.Linear(64, 64), form
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> Any:
+        loss = scale * self.up(x).square().mean()
+        return {"tensor": loss, "tuple": (loss, x), "object": SimpleNamespace(loss=loss)}[self.form]
+
+
+def run(model: nn.Module, batches: list[Any], **settings: Any) -> Any:
+    recipe = resolve_recipe("tensorwise")
+    assert recipe is not None
+    own: dict[str, Any] = {"target": None, "loss": None, "seed": 0, "resume": None, "progress": lambda data: data}
+    return measure(model, batches, [recipe], ["tensorwise"], **{**own, **settings})[0]
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "object"])
+@pytest.mark.parametrize("batch", [X, (X,), {"x": X}])
+def test_forms_of_losses_and_batches(form: str, batch: Any) -> None:
+    found = run(Model(form), [batch])
+    assert {one.gemm for one in found} == {"fprop", "wgrad"}  # nobody wants the gradient of x
+    assert all(one.error > 0 for one in found)
+    assert {(one.site, one.op, one.m, one.n, one.k) for one in found if one.gemm == "fprop"} == {
+        ("up", "linear", 32, 64, 64)
+    }
+
+
+def test_errors_of_batches_add_up() -> None:
+    model = Model("tensor")
+    one, two = run(model, [X]), run(model, [X, X])
+    for a, b in zip(one, two, strict=True):
+        assert b.square_error == pytest.approx(2 * a.square_error)
+        assert b.weighted_error == pytest.approx(2 * a.weighted_error)
+
+
+def test_a_loss_of_ones_own() -> None:
+    found = run(nn.Linear(64, 64), [X], loss=lambda output, batch: (output - batch).square().mean())  # pyright: ignore
+    assert len(found) == 2
+
+
+def test_dropout_is_seeded() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 64))
+    settings: dict[str, Any] = {"loss": lambda output, _: output.square().mean()}  # pyright: ignore
+    first, again, other = (run(model, [X], seed=seed, **settings) for seed in (0, 0, 1))
+    assert first == again != other
+
+
+def test_what_is_no_loss() -> None:
+    with pytest.raises(ConfigError, match="the model returns NoneType, and not a loss"):
+        run(_Nothing(), [X])
+
+
+class _Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"logits": self.up(x)}
