@@ -48,9 +48,10 @@ test-torch: .venv-torch-$(TORCH)/ready
 record-kernels: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python tests/support/recorded.py
 
-# one small Llama per recipe and seed beside bf16; writes benchmarks/results/train_recipes_cpu.*
+# one small Llama per recipe and seed beside bf16 (hours; goes on where it was stopped), then the table and the picture
 train-recipes: .venv/ready
 	.venv/bin/python -m benchmarks.train_recipes
+	.venv/bin/python -m benchmarks.recipe_evidence
 
 # compile and host time everywhere, speed and memory on a GPU with FP8; what is skipped is named
 bench: .venv/ready
