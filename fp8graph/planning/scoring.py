@@ -47,9 +47,13 @@ class Measured:
 
     @property
     def error(self) -> float:
-        """fprop: sum((dL/dY * change)^2); dgrad and wgrad: the square of the gradient's relative error."""
-        if self.gemm == "fprop":
-            return self.weighted_error
+        """fprop: sum((dL/dY * change)^2); dgrad: sum(change^2); wgrad: the square of the gradient's relative error.
+
+        What dgrad returns is added to the gradients of other layers, so that its error counts by its size; what wgrad
+        returns is the whole gradient of a parameter. benchmarks/tune_validation.py holds both against measurements.
+        """
+        if self.gemm != "wgrad":
+            return self.weighted_error if self.gemm == "fprop" else self.square_error
         return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
 
 

@@ -23,7 +23,7 @@ class Score:
     gemm: str  # fprop, dgrad or wgrad
     candidate: int  # index among the recipes
     recipe: str
-    measured: float  # fprop: sum((dL/dY * change of Y)^2); dgrad, wgrad: relative square error of the gradient
+    measured: float  # fprop: sum((dL/dY * change of Y)^2); dgrad: sum(change^2); wgrad: relative square error
     error: float  # as a share of what FP8 everywhere makes
     seconds: float | None  # predicted; None: the target has no such GEMM
     high_precision_seconds: float
