@@ -215,7 +215,11 @@ def test_files(tmp_path: Path) -> None:
         ("p.toml", "rules = [", "malformed TOML"),
         ("p.json", "{", "malformed JSON"),
         ("p.json", "[]", "expected a table of rules"),
-        ("p.toml", "rule = 1", "unknown key 'rule'. Known: default, extends, keep_heads, min_speedup, rules"),
+        (
+            "p.toml",
+            "rule = 1",
+            "unknown key 'rule'. Known: default, extends, guard, keep_heads, min_speedup, observe, rules",
+        ),
         ("p.toml", "extends = 3", 'extends=3.*extends must be "default"'),
         ("p.toml", "rules = 3", "'rules' must be a list"),
         ("p.toml", "rules = [3]", "rule 0: expected a table"),
