@@ -96,6 +96,7 @@ def test_weights_are_in_the_file_once_and_in_fp8(tmp_path: Path) -> None:
 
 
 @ON_CPU
+@pytest.mark.usefixtures("in_fp32")
 @pytest.mark.slow
 def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
     layer = stored("row", 128, 256).eval()
