@@ -22,13 +22,14 @@ from typing import Any, Final
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import fp8graph
-from fp8graph.tools.demo import corpus, quiet
+from fp8graph.tools import demo
+from fp8graph.tools.demo import SEQUENCE, corpus, quiet
 
 RESULTS: Final = Path(__file__).parent / "results"
-SEQUENCE, BATCH, HELD_OUT = 128, 4, 16  # bytes per window, windows per batch, batches that are evaluated
+BATCH, HELD_OUT = 4, 16  # windows per batch, batches that are evaluated
 BF16, BF16_AGAIN = "bf16", "bf16, eager"
 BACKENDS: Final[dict[str, Callable[[], Any]]] = {
     BF16: lambda: "inductor",
@@ -48,21 +49,8 @@ BACKENDS: Final[dict[str, Callable[[], Any]]] = {
 
 
 def build_model(seed: int) -> Any:
-    """A Llama of 1.6 million parameters in bf16: two layers, grouped-query attention, SwiGLU, 256 byte tokens."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).bfloat16()
+    """A Llama of 1.6 million parameters in bf16, of the demo's kind: two layers."""
+    return demo.build_model(seed, hidden_size=256, intermediate_size=704, num_attention_heads=4)
 
 
 def split() -> tuple[Tensor, list[Tensor]]:
@@ -75,9 +63,7 @@ def split() -> tuple[Tensor, list[Tensor]]:
 
 def batches(text: Tensor, steps: int, seed: int) -> list[Tensor]:
     """``steps`` batches [BATCH, SEQUENCE] of random windows."""
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(text) - SEQUENCE, (steps, BATCH), generator=generator)
-    return [torch.stack([text[s : s + SEQUENCE] for s in row.tolist()]) for row in starts]
+    return demo.batches(text, steps, seed, BATCH)
 
 
 def loss_of(model: Any, tokens: Tensor) -> Tensor:

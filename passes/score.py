@@ -43,8 +43,7 @@ def score(graph: fx.Graph, compilation: Compilation) -> None:
             compilation.refuse(_WHAT, site, reason)
             continue
         first = site.gemms[0]
-        name = f"{site.fqn}[{site.index}]" if site.index else site.fqn
-        group = groups.setdefault(value_key(first.a.tensor), name) if site.op == "linear" else name
+        group = groups.setdefault(value_key(first.a.tensor), site.fqn) if site.op == "linear" else site.fqn
         output_gradient = _output_gradient(site, measuring)
         for gemm in site.gemms:
             reference = output_gradient if gemm.gemm == "fprop" else gemm.node

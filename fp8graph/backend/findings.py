@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, UnsupportedRecipeError
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import (
+    GEMM_LAYOUTS,
     GEMM_OPERANDS,
     GEMMS,
     HIGH_PRECISION,
@@ -29,16 +31,6 @@ from fp8graph.recipes.toml_text import rule_toml
 from fp8graph.records import StatisticRecord
 
 NEEDED: Final = ("cur_amax", "l1_norm", "underflows%", "saturated%", "sqnr")  # the statistics that are judged
-_FOUR_BITS: Final = ("nvfp4",)  # their healthy underflows reach 38 %, and most of their largest numbers are common
-# The GEMM that reads each copy where both are made; one copy alone is read by every GEMM of the operand.
-_READERS: Final[dict[tuple[OperandName, Layout], GemmName]] = {
-    ("input", "rowwise"): "fprop",
-    ("input", "columnwise"): "wgrad",
-    ("weight", "rowwise"): "fprop",
-    ("weight", "columnwise"): "dgrad",
-    ("grad_output", "rowwise"): "dgrad",
-    ("grad_output", "columnwise"): "wgrad",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +49,12 @@ class Bounds:
                 wanted = "a finite number of dB" if name == "sqnr" else "a number of percent from 0 to 100"
                 raise ConfigError(f"guard({name}={value!r}): expected {wanted}, or None for no bound.")
 
-    def crossed(self, stat: str, value: float, recipe: str) -> float | None:
+    def crossed(self, stat: str, value: float, *, four_bits: bool) -> float | None:
         """The bound that a statistic crosses; None if it crosses none."""
-        four_bits = recipe in _FOUR_BITS
         if stat == "sqnr":
             return self.sqnr if self.sqnr is not None and value < self.sqnr else None
         bound = {"underflows%": self.underflows, "saturated%": self.saturated}.get(stat)
+        # of four bits, healthy underflows reach 38 %, and most of the largest numbers are common
         return bound if bound is not None and not four_bits and value > bound else None
 
 
@@ -156,11 +148,13 @@ def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping
             continue
         if (step, site, operand) in not_finite:  # "" sorts before every recipe: what its copies say means nothing
             continue
+        four_bits = _has_four_bits(recipe)
         for stat in _ORDER[1:]:
             bad: dict[Layout, tuple[float, float]] = {
                 cast(Layout, layout): (value, bound)
                 for layout, stats in layouts.items()
-                if (value := stats.get(stat)) is not None and (bound := bounds.crossed(stat, value, recipe)) is not None
+                if (value := stats.get(stat)) is not None
+                and (bound := bounds.crossed(stat, value, four_bits=four_bits)) is not None
             }
             if not bad:
                 continue
@@ -187,9 +181,22 @@ def _readers(
     """The GEMMs that read the bad copies."""
     gemms: list[GemmName] = [gemm for gemm in GEMMS if operand in GEMM_OPERANDS[gemm]]
     if len([*made]) > 1:
-        gemms = [gemm for gemm in gemms if gemm in {_READERS[operand, layout] for layout in bad}]
+        gemms = [gemm for gemm in gemms if _layout(gemm, operand) in bad]
     running: list[GemmName] = [gemm for gemm in gemms if site is not None and site.runs.get(gemm) == recipe]
     return tuple(running or gemms)
+
+
+def _has_four_bits(name: str) -> bool:
+    try:
+        recipe = resolve_recipe(name)
+    except UnsupportedRecipeError:  # a user's own class, whose name is not registered
+        return False
+    return recipe is not None and SCALINGS[recipe.quantizer("input").scaling].packed > 1
+
+
+def _layout(gemm: GemmName, operand: OperandName) -> Layout:
+    """The copy of ``operand`` that ``gemm`` reads where both are made."""
+    return GEMM_LAYOUTS[gemm][GEMM_OPERANDS[gemm].index(operand)]
 
 
 def proposed(

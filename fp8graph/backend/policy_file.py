@@ -19,10 +19,7 @@ from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import choices
 from fp8graph.recipes.policy import WATCH, in_file, values_of_file
 
-_CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    "observe": (Watched.observe, ("to_jsonl",)),
-    "guard": (Watched.guard, ()),
-}
+_CALLS: dict[str, Callable[..., Any]] = {"observe": Watched.observe, "guard": Watched.guard}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +60,9 @@ def asked_for(**given: Any) -> dict[str, Mapping[str, Any]]:
 
 def _arguments(name: str, values: Any, where: str) -> Mapping[str, Any]:
     """The arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
-    function, more = _CALLS[name]
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be a table of arguments of Backend.{name}, not {values!r}.")
-    known = (*(key for key in inspect.signature(function).parameters if key != "self"), *more)
+    known = [key for key in inspect.signature(_CALLS[name]).parameters if key != "self"]
     values = cast(Mapping[str, Any], values)
     for key in values:
         if key not in known:

@@ -37,7 +37,7 @@ class Watched:
     def _watch(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
         """Call ``observe`` and ``guard`` with the arguments that a file or an option gives."""
         if "observe" in asked:
-            self._observe(**asked["observe"])
+            self.observe(**asked["observe"])
         if "guard" in asked:
             self.guard(**asked["guard"])
 
@@ -60,6 +60,7 @@ class Watched:
         start: int = 0,
         end: int | None = None,
         what_if: Sequence[RecipeLike] = (),
+        to_jsonl: str | Path | None = None,
     ) -> Statistics:
         """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
 
@@ -72,25 +73,11 @@ class Watched:
             stats: names of statistics, or "all": see ``docs/statistics.md``.
             layers: globs of the layers' names. A warning names those that match no layer.
             what_if: recipes. What they would make of each tensor is measured, too.
+            to_jsonl: a file to which each observed step is appended when the next one begins.
 
         Raises:
             ConfigError: for arguments that cannot be used.
         """
-        return self._observe(
-            every=every, stats=stats, layers=layers, start=start, end=end, what_if=what_if
-        )  # fmt: skip
-
-    def _observe(
-        self,
-        *,
-        to_jsonl: str | Path | None = None,
-        every: int = 100,
-        stats: str | Sequence[str] = "all",
-        layers: str | Sequence[str] = "*",
-        start: int = 0,
-        end: int | None = None,
-        what_if: Sequence[RecipeLike] = (),
-    ) -> Statistics:
         shared, programs, policies = self._shared, self.programs, self._shared.policies
         shared.epoch.advance()
         reference = weakref.ref(self)  # its statistics must not keep a backend alive

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from fp8graph.compat import torch_build
-from fp8graph.hardware.device import Hardware
+from fp8graph.hardware.device import Hardware, Product
 from fp8graph.numerics import bf16_product
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Quantizer
@@ -53,23 +52,6 @@ class CPU(Hardware):
         return torch.float32
 
     @classmethod
-    def scaled_mm(
-        cls,
-        a: Tensor,
-        b: Tensor,
-        scale_inv_a: Tensor,
-        scale_inv_b: Tensor,
-        bias: Tensor | None,
-        out_dtype: torch.dtype,
-        use_fast_accum: bool,
-        *,
-        scaling: str = "tensor",
-        addend: Tensor | None = None,
-        own_ops: bool = True,
-        **settings: Any,
-    ) -> Tensor:
-        exact = out_dtype == torch.bfloat16 and addend is None and torch_build.multiplies_bf16_on_cpu()
-        if own_ops and exact and cls.has_kernel(SCALINGS[scaling].gemm):
-            return bf16_product.product(a, b, scale_inv_a, scale_inv_b, bias)
-        args = a, b, scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum
-        return super().scaled_mm(*args, scaling=scaling, addend=addend, **settings)
+    def own_product(cls, out_dtype: torch.dtype) -> Product | None:
+        exact = out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
+        return bf16_product.product if exact else None

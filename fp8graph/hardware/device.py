@@ -21,6 +21,7 @@ from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Quantizer, Recipe
 
 NO_FP8: Final = "is a GPU without any FP8 GEMM"
+Product = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 Rule = Callable[[Quantizer, Quantizer, torch.dtype], str | None]  # of a, b and the result: why not, or None
 
 
@@ -119,6 +120,11 @@ class Hardware:
         return False
 
     @classmethod
+    def own_product(cls, out_dtype: torch.dtype) -> Product | None:
+        """An op of fp8graph's own that multiplies as that kernel does, only faster: of a, b, both scales, the bias."""
+        return None
+
+    @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Data and scales of one operand in the types and the order in which torch._scaled_mm reads them."""
         return data, scale_inv
@@ -162,6 +168,8 @@ class Hardware:
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
             result = matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
             return result if addend is None else addend + result
+        if own_ops and addend is None and (product := cls.own_product(out_dtype)) is not None:
+            return product(a, b, scale_inv_a, scale_inv_b, bias)
         data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
         data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b

@@ -7,12 +7,12 @@ With ``q`` for the quantized and decoded operand, ``a @ b`` becomes ``q(a) @ q(b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.quantization import output_names, quantize_layouts
+from fp8graph.numerics.quantization import quantized_copy
 from fp8graph.numerics.scalings import SCALINGS
 
 # sums over the elements of the result: of (a difference * the reference)^2, of difference^2, of reference^2
@@ -62,8 +62,7 @@ def _rounded(
     block: Sequence[int],
 ) -> Tensor:
     """``x`` [..., rows, elements along the contraction dim], quantized and decoded, in its own dtype."""
-    results = quantize_layouts(x, dtype, power_2_scale, amax_epsilon, [1, 1], [], scaling=scaling, block=list(block))
-    made = dict(zip(output_names(scaling, ["rowwise"]), results, strict=True))
-    scale_inv = made["scale_inv"] if "scale_inv" in made else made["rowwise_scale_inv"]
-    decoded = SCALINGS[scaling].decode(made["rowwise"], scale_inv, block, made.get("global_scale_inv"))
+    settings: dict[str, Any] = {"scaling": scaling, "block": list(block)}
+    data, scale_inv, scalar = quantized_copy(x, dtype, power_2_scale, amax_epsilon, "rowwise", **settings)
+    decoded = SCALINGS[scaling].decode(data, scale_inv, block, scalar)
     return decoded[..., : x.shape[-2], : x.shape[-1]].to(x.dtype)

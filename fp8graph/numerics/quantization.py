@@ -102,6 +102,17 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     return [*_in_order(made), *kind.of_both(shared, asked)]
 
 
+def quantized_copy(
+    x: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float, layout: Layout, **settings: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Data, scales and global scale of one layout of ``x``, not padded; ``settings``: scaling, block."""
+    multiples = ([], [1, 1]) if layout == "columnwise" else ([1, 1], [])
+    results = quantize_layouts(x, dtype, power_2_scale, amax_epsilon, *multiples, **settings)
+    made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
+    scale_inv = made["scale_inv"] if "scale_inv" in made else made[f"{layout}_scale_inv"]
+    return made[layout], scale_inv, made.get("global_scale_inv")
+
+
 def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scaling) -> list[Tensor]:
     """:func:`quantize_layouts` for rows that fall into groups."""
     x, groups = asked.x, offs.shape[0]

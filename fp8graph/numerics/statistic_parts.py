@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.quantization import output_names, quantize_layouts
+from fp8graph.numerics.quantization import quantized_copy
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import join, pad_to_multiple, tiles_of
 from fp8graph.recipes import FP8_MAX, Layout
@@ -177,13 +177,8 @@ def of_other_copy(
     """:func:`quantized_parts` of what a quantizer makes of ``x`` and ``more``, joined along ``dim``."""
     whole = join([x, *(more or ())], dim)
     layout: Layout = "columnwise" if columnwise else "rowwise"
-    multiples = ([], [1, 1]) if columnwise else ([1, 1], [])
-    results = quantize_layouts(whole, dtype, power_2_scale, amax_epsilon, *multiples, **settings)
-    made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
-    scale_inv = made.get("scale_inv", made.get(f"{layout}_scale_inv"))
-    assert scale_inv is not None
-    settings["global_scale_inv"] = made.get("global_scale_inv")
-    return quantized_parts(whole, made[layout], scale_inv, layout=layout, **settings)
+    data, scale_inv, global_scale_inv = quantized_copy(whole, dtype, power_2_scale, amax_epsilon, layout, **settings)
+    return quantized_parts(whole, data, scale_inv, layout=layout, global_scale_inv=global_scale_inv, **settings)
 
 
 def _dynamic_ranges(sizes: Tensor, block_size: int) -> Tensor:

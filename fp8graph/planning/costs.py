@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
-
-import torch
+from typing import cast
 
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.roofline import Operand, gemm_seconds
 from fp8graph.planning.scoring import Measured
-from fp8graph.recipes import Layout, OperandName, Recipe
-
-# a [m, k] and b [k, n] of each GEMM: the operand, and the layout that it is read in
-_OPERANDS: Final[Mapping[str, tuple[tuple[OperandName, Layout], ...]]] = {
-    "fprop": (("input", "rowwise"), ("weight", "rowwise")),
-    "dgrad": (("grad_output", "rowwise"), ("weight", "columnwise")),
-    "wgrad": (("grad_output", "columnwise"), ("input", "columnwise")),
-}
+from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, GemmName, Recipe
 
 
 def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
@@ -26,13 +16,13 @@ def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: i
     Weights are quantized once per update and cost nothing. ``sharing``: how many linears read the input.
     """
     assert device.speed is not None
-    sizes, dtype = (found.m, found.n, found.k), torch.bfloat16
+    sizes, dtype, gemm = (found.m, found.n, found.k), found.dtype, cast(GemmName, found.gemm)
     if recipe is None:
         return gemm_seconds(device.speed, *sizes, dtype)
-    if not recipe.covers(found.gemm):  # pyright: ignore[reportArgumentType]
+    if not recipe.covers(gemm):
         return None
-    operands = _OPERANDS[found.gemm]
-    a, b = (device.quantizer(recipe, operand) for operand, _ in operands)
+    operands = GEMM_OPERANDS[gemm]
+    a, b = (device.quantizer(recipe, operand) for operand in operands)
     if device.obstacle(a, b, dtype) is not None:
         return None
     elements = (found.m * found.k, found.k * found.n)
@@ -43,6 +33,6 @@ def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: i
             users=sharing if operand == "input" else 1,
             kept=operand == "weight",
         )
-        for (operand, layout), size in zip(operands, elements, strict=True)
+        for operand, layout, size in zip(operands, GEMM_LAYOUTS[gemm], elements, strict=True)
     )
     return gemm_seconds(device.speed, *sizes, dtype, a.scaling, read)

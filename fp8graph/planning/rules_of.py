@@ -15,9 +15,9 @@ from typing import Any
 from fp8graph.recipes.policy import INHERIT, Policy
 from fp8graph.recipes.quantizer import GEMMS
 from fp8graph.recipes.rules import GemmRecipe, Rule
+from fp8graph.report.tables import any_layer
 
 Decided = tuple[GemmRecipe, ...]  # the recipes of fprop, dgrad and wgrad; INHERIT: of a GEMM that the site lacks
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def policy_of(decisions: Mapping[tuple[str, str], Decided], *, extends: str | None = "default") -> Policy:
@@ -42,7 +42,7 @@ def policy_of(decisions: Mapping[tuple[str, str], Decided], *, extends: str | No
                 continue
             pattern = _glob(family, names) if len(alike) == 1 else _pattern(some)
             rules.append(_rule(pattern, decided, op))
-    return Policy(rules, default=default, extends=extends)
+    return Policy(rules, default=default, extends=extends, min_speedup=0)  # profit was judged before
 
 
 def _whole(decided: Decided) -> GemmRecipe:
@@ -60,8 +60,8 @@ def _rule(pattern: str | re.Pattern[str], decided: Decided, op: str) -> Rule:
 
 
 def _family(fqn: str) -> str:
-    """A name without its numbers: "model.layers.*.mlp.up_proj"."""
-    return _NUMBER.sub("*", fqn)
+    """A name without its numbers, the last one included: "model.layers.*.mlp.up_proj"."""
+    return any_layer(f"{fqn}.").removesuffix(".")
 
 
 def _glob(family: str, names: Sequence[str]) -> str | re.Pattern[str]:

@@ -20,12 +20,14 @@ from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError
 from fp8graph.ir.observed import Observed
 from fp8graph.libraries import adopt
+from fp8graph.numerics.gemm_error import ERROR_PARTS
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
 
 _log = logging.getLogger("fp8graph")
 _VERSION: Final = 1  # of the file with what was measured
+_DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # as in a report
 Loss = Callable[[Any, Any], Tensor]
 
 
@@ -41,6 +43,7 @@ class Measured:
     m: int
     n: int
     k: int
+    dtype: torch.dtype  # of the result in high precision
     weighted_error: float  # of the change times the gradient of the result, squared (fprop)
     square_error: float
     square_reference: float
@@ -109,7 +112,9 @@ def measure(
     own = adopt(uncompiled_copy(original, lambda x: x))
     backend.bind(own)
     compiled = torch.compile(own, backend=backend, dynamic=False)
-    done = _Done(resume, {"version": _VERSION, "recipes": list(labels), "seed": seed, "target": str(target)})
+    size = sum(p.numel() for p in original.parameters())
+    of = {"model": f"{type(original).__name__} of {size} parameters", "recipes": list(labels), "seed": seed}
+    done = _Done(resume, {"version": _VERSION, **of, "target": str(target)})
     count = 0
     try:
         for count, batch in enumerate(progress(batches), 1):
@@ -130,7 +135,7 @@ def measure(
             parameter.grad = kept[name]
     if count == 0:
         raise ConfigError("tune() got no batches: it needs at least one.")
-    return _summed(done.batches, backend.report.gemms), backend
+    return _summed(done.batches[:count], backend.report.gemms), backend
 
 
 class _Done:
@@ -164,33 +169,28 @@ class _Done:
 
 def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRecord]) -> list[Measured]:
     records = {(gemm.name, gemm.gemm): gemm for gemm in gemms}
-    sums: dict[tuple[str, str, int], dict[str, Any]] = {}
+    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in (row for batch in batches for row in batch):
-        key = row["site"], row["gemm"], row["candidate"]
-        if key not in sums:
-            sums[key] = dict(row)
-            continue
-        for part in ("weighted_error", "square_error", "square_reference"):
-            sums[key][part] += row[part]
+        rows.setdefault((row["site"], row["gemm"], row["candidate"]), []).append(row)
+    groups: dict[str, str] = {}  # a module that is called twice is in the group of its first call
     found: list[Measured] = []
-    for (site, gemm, candidate), row in sums.items():
+    for (site, gemm, candidate), own in rows.items():
         record = records.get((site, gemm))
         if record is None:
             raise ConfigError(f"tune(): {site!r} was measured before, and is not in this model: give another file.")
-        sizes = [size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k)]
-        parts = {name: row[name] for name in ("weighted_error", "square_error", "square_reference")}
-        group = row["group"].partition("[")[0]
+        m, n, k = (size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k))
         found.append(
             Measured(
                 site=record.fqn,
                 op=record.op,
-                group=group,
+                group=groups.setdefault(record.fqn, own[0]["group"]),
                 gemm=gemm,
                 candidate=candidate,
-                m=sizes[0],
-                n=sizes[1],
-                k=sizes[2],
-                **parts,
+                m=m,
+                n=n,
+                k=k,
+                dtype=_DTYPES[record.dtypes[2]],
+                **{part: sum(row[part] for row in own) for part in ERROR_PARTS},
             )
         )
     return found

@@ -65,7 +65,8 @@ def tune(
         budget: of the error that FP8 everywhere would make, spend at most this share (0 to 1).
         min_speedup: in place of ``budget``: the least error at which the GEMMs are this much faster than in bf16.
         seed: of random numbers (dropout) in the batches.
-        resume: a file for what was measured, written after each batch. Batches that are in it are not run again.
+        resume: a file for what was measured, written after each batch. Of the batches that are in it, only the first
+            runs again: its graphs say which layers there are.
         progress: show a progress bar (needs rich); None: on a terminal.
 
     Returns:

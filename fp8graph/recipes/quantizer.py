@@ -19,6 +19,12 @@ GEMM_OPERANDS: Final[dict[GemmName, tuple[OperandName, OperandName]]] = {
     "dgrad": ("grad_output", "weight"),
     "wgrad": ("grad_output", "input"),
 }
+# the layout in which it reads each of them: contiguous along its contraction
+GEMM_LAYOUTS: Final[dict[GemmName, tuple[Layout, Layout]]] = {
+    "fprop": ("rowwise", "rowwise"),
+    "dgrad": ("rowwise", "columnwise"),
+    "wgrad": ("columnwise", "columnwise"),
+}
 OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes per byte, the first one in the low half

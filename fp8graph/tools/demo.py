@@ -48,28 +48,30 @@ def corpus() -> Tensor:
     return torch.tensor(list("\n\n".join(texts).encode("ascii", "ignore")), dtype=torch.long)
 
 
-def batches(text: Tensor, steps: int, seed: int) -> list[Tensor]:
-    """``steps`` batches [BATCH, SEQUENCE] of random windows, the same for both runs."""
+def batches(text: Tensor, steps: int, seed: int, size: int = BATCH) -> list[Tensor]:
+    """``steps`` batches [size, SEQUENCE] of random windows, the same for both runs."""
     generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(0, len(text) - SEQUENCE, (steps, BATCH), generator=generator)
+    starts = torch.randint(0, len(text) - SEQUENCE, (steps, size), generator=generator)
     return [torch.stack([text[s : s + SEQUENCE] for s in row.tolist()]) for row in starts]
 
 
-def build_model(seed: int, layers: int = 2) -> Any:
-    """A Llama of 3.4 million parameters (with 2 layers): grouped-query attention, SwiGLU, 256 byte tokens."""
+def build_model(seed: int, layers: int = 2, **sizes: int) -> Any:
+    """A Llama of 3.4 million parameters: grouped-query attention, SwiGLU, 256 byte tokens; ``sizes``: other ones."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    values: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": 384,
+        "intermediate_size": 1024,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": SEQUENCE,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    values |= sizes
+    config: Any = LlamaConfig(**values)
     return LlamaForCausalLM(config).bfloat16()
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8graph import Backend
+from fp8graph import Backend, Float8CurrentScaling
 from fp8graph.backend import programs
+from fp8graph.planning.scoring import Scoring
 from helpers import ALL, MLP
 
 
@@ -38,3 +39,11 @@ def test_a_long_history_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         torch._dynamo.reset()
     assert [view.gemms[0].n for view in backend.report.graphs] == [48, 64]
     assert "2 older graphs, whose models are gone, are no longer listed" in str(backend.report)
+
+
+def test_a_graph_that_only_measured_stays_while_it_is_alive() -> None:
+    backend = Scoring([Float8CurrentScaling()], None)
+    model = torch.compile(MLP(32, 64), backend=backend)
+    model(torch.randn(16, 32)).sum().backward()
+    for _ in range(2):  # the first report must not drop it
+        assert len(backend.report.graphs) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 
 from fp8graph import hardware
 from fp8graph.planning.costs import seconds
@@ -12,7 +13,7 @@ from fp8graph.planning.scoring import Measured
 from fp8graph.recipes import resolve_recipe
 
 FOUND = Measured(
-    site="up", op="linear", group="up", gemm="fprop", candidate=0, m=8192, n=4096, k=4096,
+    site="up", op="linear", group="up", gemm="fprop", candidate=0, m=8192, n=4096, k=4096, dtype=torch.bfloat16,
     weighted_error=4.0, square_error=1.0, square_reference=100.0,
 )  # fmt: skip
 
@@ -49,3 +50,12 @@ def test_what_a_device_cannot_multiply_has_no_time() -> None:
     assert seconds(FOUND, resolve_recipe("mxfp8"), device, 1) is None
     wgrad = dataclasses.replace(FOUND, gemm="wgrad")
     assert seconds(wgrad, resolve_recipe("rowwise_with_gw_hp"), device, 1) is None
+
+
+def test_a_gemm_in_fp32_gains_more() -> None:
+    device, recipe = hardware.from_target("sm_90"), resolve_recipe("tensorwise")
+    found = dataclasses.replace(FOUND, dtype=torch.float32)
+    plain, fp8 = seconds(found, None, device, 1), seconds(found, recipe, device, 1)
+    assert plain is not None
+    assert fp8 is not None
+    assert plain / fp8 > 5

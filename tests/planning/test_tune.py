@@ -22,12 +22,12 @@ class Wide(nn.Module):
 
     def __init__(self, size: int = 256, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers)).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
             x = x + torch.tanh(layer(x * self.outliers(x) if index == 1 else x))
-        return x.square().mean()
+        return x.float().square().mean()
 
     @staticmethod
     def outliers(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def target(tmp_path: Path) -> str:
 
 def batches(count: int = 2) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(256, 256, generator=generator) for _ in range(count)]
+    return [torch.randn(256, 256, generator=generator).bfloat16() for _ in range(count)]
 
 
 def test_the_budget_spares_the_layer_with_outliers(target: str) -> None:
@@ -111,11 +111,38 @@ def test_a_llama_decides_by_groups_and_the_policy_loads(tmp_path: Path, target: 
     found.save(tmp_path / "policy.toml")
     loaded = Policy.load(tmp_path / "policy.toml")
     assert loaded.identity() == found.policy.identity()
-    model.compile(backend=fp8graph.Backend(replace(loaded, min_speedup=0), compiler="eager"))
-    model(input_ids=ids, labels=ids).loss.backward()
     text = str(found)
     assert "everywhere" in text
     assert "model.layers.0.self_attn.q_proj fprop: tensorwise" in text
+
+
+def test_what_was_chosen_is_what_runs(target: str) -> None:
+    torch.manual_seed(0)
+    model = causal_lm("Llama")(2).bfloat16()
+    ids = torch.randint(0, 256, (2, 32))
+    batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    found = tune(model, [batch], recipes=["tensorwise", "rowwise"], target=target, budget=0.4)
+    report = fp8graph.explain(model, **batch, policy=found.policy, target="sm_90")  # here launches count: FP8 is slower
+    runs = {(gemm.fqn, gemm.gemm): gemm.recipe for gemm in report.gemms if gemm.op == "linear"}
+    policy = found.policy.over(Policy())
+    for fqn, gemm in {(score.site, score.gemm) for score in found.scores}:
+        recipe = policy.resolve(fqn, "linear").recipes[gemm]  # pyright: ignore[reportArgumentType]
+        assert runs[fqn, gemm] == (recipe.name if recipe is not None else None)
+    assert {"tensorwise", None} <= set(runs.values()) or {"rowwise", None} <= set(runs.values())
+
+
+def test_a_module_that_is_called_twice_is_decided_once(target: str) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.gate(x) * self.up(torch.tanh(self.up(x)))).square().mean()
+
+    torch.manual_seed(0)
+    found = tune(Twice(), [torch.randn(64, 64)], recipes=["tensorwise"], target=target)
+    assert {score.site: score.group for score in found.scores} == {"up": "gate", "gate": "gate"}
 
 
 def test_the_model_is_left_as_it_was(target: str) -> None:
@@ -151,6 +178,10 @@ def test_it_resumes(tmp_path: Path, target: str) -> None:
     assert resumed.scores == whole.scores
     with pytest.raises(ConfigError, match="it was made with recipes="):
         tune(model, batches(3), recipes=["rowwise"], target=target, resume=path)
+    fewer = tune(model, batches(1), **settings)  # of the file, only what was asked for counts
+    assert fewer.scores == tune(model, batches(1), recipes=["tensorwise"], target=target).scores
+    with pytest.raises(ConfigError, match="it was made with model="):
+        tune(Wide(layers=2), batches(3), **settings)
     path.write_text("nonsense")
     with pytest.raises(ConfigError, match=r"it is no file of tune\(\)"):
         tune(model, batches(3), **settings)
@@ -185,7 +216,7 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 
 def test_a_model_without_a_loss() -> None:
     with pytest.raises(ConfigError, match=r"the model returns a tensor \[256, 64\], and not a loss"):
-        tune(nn.Linear(256, 64), batches(1), recipes=["tensorwise"])
+        tune(nn.Linear(256, 64).bfloat16(), batches(1), recipes=["tensorwise"])
 
 
 def test_without_a_gpu_the_target_is_said() -> None:
