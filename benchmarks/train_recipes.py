@@ -31,6 +31,10 @@ from fp8graph.tools.demo import SEQUENCE, corpus, quiet
 RESULTS: Final = Path(__file__).parent / "results"
 BATCH, HELD_OUT = 4, 16  # windows per batch, batches that are evaluated
 BF16, BF16_AGAIN = "bf16", "bf16, eager"
+# without any ingredient
+PLAIN_FP4: Final = fp8graph.NVFP4BlockScaling(
+    disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True
+)
 BACKENDS: Final[dict[str, Callable[[], Any]]] = {
     BF16: lambda: "inductor",
     BF16_AGAIN: lambda: "aot_eager",
@@ -45,6 +49,10 @@ BACKENDS: Final[dict[str, Callable[[], Any]]] = {
     "mxfp8": lambda: fp8graph.Backend(recipe="mxfp8"),
     "rowwise_with_gw_hp": lambda: fp8graph.Backend(recipe="rowwise_with_gw_hp"),
     "nvfp4": lambda: fp8graph.Backend(recipe="nvfp4"),
+    "nvfp4, no transform": lambda: fp8graph.Backend(recipe=fp8graph.NVFP4BlockScaling(disable_rht=True)),
+    "nvfp4, to nearest": lambda: fp8graph.Backend(recipe=fp8graph.NVFP4BlockScaling(disable_stochastic_rounding=True)),
+    "nvfp4, 1x16 weights": lambda: fp8graph.Backend(recipe=fp8graph.NVFP4BlockScaling(disable_2d_quantization=True)),
+    "nvfp4, plain": lambda: fp8graph.Backend(recipe=PLAIN_FP4),
 }
 
 

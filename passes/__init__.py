@@ -23,6 +23,7 @@ from fp8graph.passes.hoist_weights import hoist_weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.observe import observe
+from fp8graph.passes.prepare_fp4 import prepare_fp4
 from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import recognize
 from fp8graph.passes.route_in_fp8 import route_in_fp8
@@ -48,6 +49,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     share_tokens,
     gather_in_fp8,
     fuse_linears,
+    prepare_fp4,
     observe,
     hoist_weights,
     connect_scales,

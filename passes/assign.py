@@ -20,6 +20,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.analysis.blocks import Blocks
 from fp8graph.analysis.choices import choices
 from fp8graph.analysis.fused_ops import refuse_fused_ops
 from fp8graph.analysis.legality import is_batched, why_not_in_fp8
@@ -45,8 +46,11 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
         if compilation.known.subgraph
         else "a backward matmul; no forward one of its operands was found"
     )
+    blocks = Blocks(site.fqn for site in compilation.sites)
     for site in compilation.sites:
         resolution = resolve(site, compilation.known)
+        if compilation.known.policy.keep_heads:  # the default policy
+            resolution = blocks.without_the_last(site.fqn, resolution)
         stored = stored_weight(site)
         of_weight = as_stored(resolution, stored) if stored is not None else None
         for gemm in site.gemms:

@@ -81,7 +81,7 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
 def _rowwise(weight: QuantizeNode, given: dict[str, Any]) -> dict[str, fx.Node]:
     """The outputs of the quantize node ``weight`` by name: the stored tensors, padded in a copy if sizes differ."""
     found = {"rowwise": given["data"], "scale_inv": given["scale_inv"], "rowwise_scale_inv": given["scale_inv"]}
-    found["global_scale_inv"] = given["global_scale_inv"]
+    found["rowwise_global_scale_inv"] = given["global_scale_inv"]
 
     def padded(x: fx.Node, shape: Sequence[int]) -> fx.Node:
         if len(shape) < 2 or _fits(x, shape):

@@ -82,6 +82,8 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
         return
     recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(asked.x)
     settings: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block), **joined}
+    if asked.rotation is not None:
+        settings["rotation"] = asked.rotation
     for layout in asked.layouts:
         measuring.copy(asked.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
         measuring.what_if(asked.x, names, operand, layout, recipe, device, like=node, **joined)

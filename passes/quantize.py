@@ -162,7 +162,7 @@ def _without_padding(gemm: Gemm, result: fx.Node, emit: Callable[..., fx.Node]) 
 
 
 def _dequantized(operand: QuantizedOperand, dtype: torch.dtype, emit: Callable[..., fx.Node]) -> fx.Node:
-    settings = quantization.quantizer_kwargs(operand.quantizer)
+    settings = quantization.decoding_kwargs(operand.quantizer)
     if operand.global_scale_inv is not None:
         settings["global_scale_inv"] = operand.global_scale_inv
     return emit(ops.dequantize, operand.data, operand.scale_inv, dtype, **settings)

@@ -35,7 +35,7 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
     "tensor": Float8CurrentScaling(),
     "row": Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0),
     "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(square_weight_blocks=False),
+    "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
 }
 _STATIC: Final = (
     "the checkpoint has an FP32 scale for activations, and E8M0 scales for the weight: no GEMM takes both; the weight "

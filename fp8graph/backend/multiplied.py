@@ -110,7 +110,7 @@ def _made(
                 data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
-                global_scale_inv=made.get("global_scale_inv"),
+                global_scale_inv=made.get("rowwise_global_scale_inv"),
                 input_scale_inv=_input_scale(weight.page, name, state),
                 flipped=flipped,
             )

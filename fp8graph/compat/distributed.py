@@ -40,6 +40,11 @@ def number_of_ranks(group: str | None) -> int:
     return dist.get_world_size() if group is None else process_group(group).size()
 
 
+def rank() -> int:
+    """This rank among all; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def default_store() -> Any:
     """The store in which the ranks of ``init_process_group`` met. It is private, but torchrun's tools use it."""
     return dist.distributed_c10d._get_default_store()

@@ -15,10 +15,10 @@ from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
 from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, static_size, value
 from fp8graph.ir.observed import Observed
-from fp8graph.numerics.gemm_error import ERROR_PARTS
+from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS
-from fp8graph.recipes import GemmName, Layout, OperandName, Quantizer
+from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
 
@@ -59,7 +59,7 @@ class Measuring:
         data, scale_inv = outputs.get(layout), outputs.get("scale_inv") or outputs.get(f"{layout}_scale_inv")
         if not self._asked.copies or data is None or scale_inv is None:
             return
-        if (global_scale_inv := outputs.get("global_scale_inv")) is not None:
+        if (global_scale_inv := outputs.get(f"{layout}_global_scale_inv")) is not None:
             settings["global_scale_inv"] = global_scale_inv
         args = (x, data, scale_inv, layout == "columnwise")
         self._insert(ops.quantization_statistics, args, settings, _copy(names, operand, layout, recipe), like)
@@ -100,6 +100,17 @@ class Measuring:
             [getattr(q, of) for q in quantizers] for of in ("dtype", "power_2_scale", "amax_epsilon", "scaling")
         )
         args = (*nodes, *settings, *(list(q.block) for q in quantizers))
+        turned = [layout == "columnwise" for layout in GEMM_LAYOUTS[gemm]]
+        rotations = [
+            NO_ROTATION if q.rotation is None or not columnwise else q.rotation
+            for q, columnwise in zip(quantizers, turned, strict=True)
+        ]
+        further = {
+            "rotations": rotations,
+            "stochastic": [q.stochastic for q in quantizers],
+            "four_over_six": [q.four_over_six for q in quantizers],
+            "largest_scales": [q.largest_scale for q in quantizers],
+        }
         what = ObservedTensor(
             names=(name,),
             tensor=gemm,
@@ -109,7 +120,7 @@ class Measuring:
             group=group,
             parts=ERROR_PARTS,
         )
-        self._insert(ops.error_of_gemm, args, {}, what, like)
+        self._insert(ops.error_of_gemm, args, further, what, like)
 
     def write(self, compilation: Compilation) -> None:
         """Write what was measured into inputs of the graph: one for forward, one for backward.

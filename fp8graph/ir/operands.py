@@ -71,5 +71,5 @@ def quantize_operand(
         quantizer=quantizer,
         data=named[view.layout],
         scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
-        global_scale_inv=named.get("global_scale_inv"),
+        global_scale_inv=named.get(f"{view.layout}_global_scale_inv"),
     )

@@ -6,6 +6,7 @@
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
+    hadamard(like, signs) -> [16, 16];  random_seed(device) -> [1]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     tensor_statistics(x, block_size, *, ...) -> [numbers]
@@ -32,90 +33,15 @@ from torch import Tensor, fx
 from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
-from fp8graph.numerics import decoding, experts, history, quantization, statistic_parts, tiles
-from fp8graph.numerics.arguments import QuantizeArguments
+from fp8graph.ir import op_shapes
+from fp8graph.numerics import decoding, experts, hadamard, history, quantization, random_bits, statistic_parts, tiles
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
-from fp8graph.numerics.scalings import SCALINGS
 
 _library = torch.library.Library("fp8graph", "DEF")
 
 
-def _fake_quantize(*args: Any, **kwargs: Any) -> list[Tensor]:
-    asked = QuantizeArguments[Any](*args, **kwargs)
-    return [asked.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(asked)]
-
-
-def _fake_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    _scale_inv_a: Tensor,
-    _scale_inv_b: Tensor,
-    _bias: Tensor | None,
-    out_dtype: torch.dtype,
-    _use_fast_accum: bool,
-    **_kwargs: Any,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-def _fake_scaled_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    _scale_inv_a: Tensor,
-    _scale_inv_b: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype,
-    _use_fast_accum: bool,
-    _native: bool,
-    **_kwargs: Any,
-) -> Tensor:
-    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[0])
-    return a.new_empty(shape, dtype=out_dtype)
-
-
-def _fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1]))
-
-
-def _fake_dequantize(
-    data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
-) -> Tensor:
-    if (packed := SCALINGS[scaling].packed) > 1:
-        return data.new_empty([*data.shape[:-1], data.shape[-1] * packed], dtype=dtype)
-    return torch.empty_like(data, dtype=dtype)
-
-
-def _fake_amax(x: Tensor) -> Tensor:
-    return x.new_empty((1,), dtype=torch.float32)
-
-
-def _fake_scales(amax: Tensor, *_settings: Any) -> Tensor:
-    return amax.new_empty((1, 2))
-
-
-def _fake_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor | None = None) -> Tensor:
-    rows, columns = data.shape
-    rows = rows if offs is None else experts.padded_rows(rows, offs.shape[0], multiples[1])
-    return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
-
-
-def _fake_read_scales(page: Tensor, _copy: bool) -> Tensor:
-    return page.new_empty((page.shape[0], history.HEADER))
-
-
 def _read_scales(page: Tensor, _copy: bool) -> Tensor:
     return history.read_scales(page, copy=True)  # an op must not return a view of its argument
-
-
-def _fake_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
-    return page.new_empty(page.shape)
-
-
-def _fake_parts(names: Sequence[str]) -> Callable[..., Any]:
-    def fake(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        return x.new_empty((len(names),), dtype=torch.float32)
-
-    return fake
 
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
@@ -131,9 +57,10 @@ def _define(
     run: Callable[..., Any] | None = None,
     lowered: bool = True,
     contiguous: bool = True,
+    tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
     """One op. ``run``: the function that it runs, if not ``reference``; ``lowered``: whether ``lower`` replaces it."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run or reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8graph::{name}", fake, lib=_library)
     op = getattr(torch.ops.fp8graph, name).default
@@ -148,9 +75,11 @@ quantize = _define(
     "quantize",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, int[] rowwise, int[] columnwise, *,"
     ' str scaling="tensor", int[] block=[], bool carry_overflow=False, Tensor? scales=None, int row=0,'
-    " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False) -> Tensor[]",
+    " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False,"
+    ' int? rotation=None, bool stochastic=False, str four_over_six="", float largest_scale=448.0,'
+    " Tensor? matrix=None, Tensor? seed=None, int draw=0) -> Tensor[]",
     reference=quantization.quantize_layouts,
-    fake=_fake_quantize,
+    fake=op_shapes.quantize,
 )
 scaled_mm = _define(
     "scaled_mm",
@@ -158,7 +87,7 @@ scaled_mm = _define(
     ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, Tensor? addend=None) -> Tensor",
     reference=hardware.scaled_mm,
-    fake=_fake_scaled_mm,
+    fake=op_shapes.scaled_mm,
 )
 scaled_grouped_mm = _define(
     "scaled_grouped_mm",
@@ -166,13 +95,13 @@ scaled_grouped_mm = _define(
     ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
     reference=hardware.scaled_grouped_mm,
-    fake=_fake_scaled_grouped_mm,
+    fake=op_shapes.scaled_grouped_mm,
 )
 grouped_mm = _define(
     "grouped_mm",
     "(Tensor a, Tensor b, Tensor offs) -> Tensor",
     reference=experts.grouped_mm,
-    fake=_fake_grouped_mm,
+    fake=op_shapes.grouped_mm,
     lowered=False,
 )
 dequantize = _define(
@@ -180,7 +109,7 @@ dequantize = _define(
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
     reference=decoding.dequantize_data,
-    fake=_fake_dequantize,
+    fake=op_shapes.dequantize,
     contiguous=False,
 )
 stored_weight = _define(
@@ -188,73 +117,90 @@ stored_weight = _define(
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
     reference=decoding.stored_weight,
-    fake=_fake_dequantize,
+    fake=op_shapes.dequantize,
     contiguous=False,
+)
+hadamard_matrix = _define(
+    "hadamard",
+    "(Tensor like, int signs) -> Tensor",
+    reference=hadamard.hadamard,
+    fake=op_shapes.hadamard,
+)
+random_seed = _define(
+    "random_seed",
+    "(Device device) -> Tensor",
+    reference=random_bits.random_seed,
+    fake=op_shapes.random_seed,
+    lowered=False,
+    contiguous=False,
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 amax = _define(
     "amax",
     "(Tensor x) -> Tensor",
     reference=quantization.reducible_amax,
-    fake=_fake_amax,
+    fake=op_shapes.amax,
 )
 scales = _define(
     "scales",
     "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
     reference=quantization.scales_of_amax,
-    fake=_fake_scales,
+    fake=op_shapes.scales,
 )
 columnwise = _define(
     "columnwise",
     "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
     reference=tiles.columnwise_copy,
-    fake=_fake_columnwise,
+    fake=op_shapes.columnwise,
 )
 tensor_statistics = _define(
     "tensor_statistics",
     "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=statistic_parts.of_tensor,
-    fake=_fake_parts(statistic_parts.TENSOR_PARTS),
+    fake=op_shapes.parts(statistic_parts.TENSOR_PARTS),
 )
 quantization_statistics = _define(
     "quantization_statistics",
     '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
-    " Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
+    " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=statistic_parts.of_copy,
-    fake=_fake_parts(statistic_parts.QUANTIZED_PARTS),
+    fake=op_shapes.parts(statistic_parts.QUANTIZED_PARTS),
 )
 what_if_statistics = _define(
     "what_if_statistics",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
-    ' str scaling="tensor", int[] block=[], Tensor[]? more=None, int dim=-1) -> Tensor',
+    ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
+    " float largest_scale=448.0, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=statistic_parts.of_other_copy,
-    fake=_fake_parts(statistic_parts.QUANTIZED_PARTS),
+    fake=op_shapes.parts(statistic_parts.QUANTIZED_PARTS),
 )
 error_of_gemm = _define(
     "gemm_error",
     "(Tensor a, Tensor b, Tensor reference, ScalarType[] dtypes, bool[] power_2_scales, float[] amax_epsilons,"
-    " str[] scalings, int[] block_a, int[] block_b) -> Tensor",
+    " str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
+    " str[] four_over_six, float[] largest_scales) -> Tensor",
     reference=gemm_error,
-    fake=_fake_parts(ERROR_PARTS),
+    fake=op_shapes.parts(ERROR_PARTS),
     lowered=False,
 )
 read_scales = _define(
     "read_scales",
     "(Tensor page, bool copy) -> Tensor",
     reference=history.read_scales,
-    fake=_fake_read_scales,
+    fake=op_shapes.read_scales,
     run=_read_scales,
 )
 stage_amaxes = _define(
     "stage_amaxes",
     "(Tensor page, Tensor[] amaxes) -> Tensor",
     reference=history.staged_page,
-    fake=_fake_update_page,
+    fake=op_shapes.update_page,
 )
 update_page = _define(
     "update_page",
     "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
     reference=history.updated_page,
-    fake=_fake_update_page,
+    fake=op_shapes.update_page,
 )
 
 DIALECT: Final = frozenset(REFERENCE)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fp8graph.numerics.decoding import dequantize_data
 from fp8graph.numerics.finished_statistics import finished, named
-from fp8graph.numerics.quantization import quantize_layouts, quantizer_args, quantizer_kwargs
+from fp8graph.numerics.hadamard import hadamard, transform_rows
+from fp8graph.numerics.quantization import decoding_kwargs, quantize_layouts, quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS, quantized_parts, tensor_parts
 from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
@@ -37,7 +38,13 @@ class QuantizedTensor:
 
 
 def quantize(
-    x: Tensor, recipe: Recipe, operand: OperandName, layout: Layout, *, scale: Tensor | None = None
+    x: Tensor,
+    recipe: Recipe,
+    operand: OperandName,
+    layout: Layout,
+    *,
+    scale: Tensor | None = None,
+    seed: int = 0,
 ) -> QuantizedTensor:
     """Quantize ``x`` as ``recipe`` quantizes ``operand``.
 
@@ -47,6 +54,7 @@ def quantize(
         operand: "input", "weight" or "grad_output".
         layout: "rowwise" (data has x's shape) or "columnwise" (data is the transposed copy).
         scale: for DelayedScaling, an FP32 scalar; None is the first step's 1.
+        seed: of the random numbers, for recipes that round stochastically.
 
     Raises:
         ValueError: for an operand or layout that does not exist, an unusable dtype, or an empty tensor.
@@ -66,6 +74,8 @@ def quantize(
     extra = quantizer_kwargs(quantizer)
     if scale is not None:
         extra["scales"] = torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
+    if quantizer.stochastic:
+        extra["seed"] = torch.tensor([seed], device=x.device)
     keep: tuple[list[int], list[int]] = ([1, 1], [])
     rowwise, columnwise = keep if layout == "rowwise" else keep[::-1]
     results = quantize_layouts(x, *quantizer_args(quantizer), rowwise, columnwise, **extra)
@@ -79,17 +89,25 @@ def quantize(
         dtype=x.dtype,
         shape=x.shape,
         quantizer=quantizer,
+        global_scale_inv=outputs.pop(f"{layout}_global_scale_inv", None),
         **outputs,
     )
 
 
 def dequantize(q: QuantizedTensor) -> Tensor:
-    """Decode ``q`` to the source's shape and dtype (with one rounding to that dtype)."""
-    extra = quantizer_kwargs(q.quantizer)
-    x = dequantize_data(q.data, q.scale_inv, q.dtype, **extra, global_scale_inv=q.global_scale_inv)
-    columns = q.shape[-2 if q.layout == "columnwise" else -1]
-    x = x[..., :columns]  # nvfp4 pads the columns
-    return x.transpose(-2, -1) if q.layout == "columnwise" else x
+    """Decode ``q`` to the source's shape and dtype (with one rounding to that dtype).
+
+    A Hadamard transform of the columnwise copy is taken back, in FP32.
+    """
+    extra, signs = decoding_kwargs(q.quantizer), q.quantizer.rotation
+    rotated = q.layout == "columnwise" and signs is not None
+    decoded_dtype = torch.float32 if rotated else q.dtype
+    x = dequantize_data(q.data, q.scale_inv, decoded_dtype, **extra, global_scale_inv=q.global_scale_inv)
+    if q.layout == "columnwise":
+        x = x.transpose(-2, -1)
+    if rotated and signs is not None:
+        x = transform_rows(x, hadamard(x, signs).t()).to(q.dtype)
+    return x[..., : q.shape[-2], : q.shape[-1]]  # nvfp4 pads
 
 
 def cast_to_representable(x: Tensor, recipe: Recipe, operand: OperandName) -> Tensor:
@@ -136,7 +154,8 @@ def statistics(
             q.data,
             q.scale_inv,
             layout=layout,
-            **quantizer_kwargs(q.quantizer),
+            rotation=q.quantizer.rotation,
+            **decoding_kwargs(q.quantizer),
             global_scale_inv=q.global_scale_inv,
         )
         recipe_parts = named(QUANTIZED_PARTS, parts)

@@ -38,6 +38,10 @@ class QuantizeArguments(Generic[T]):
             ``offs`` [experts], int32; or ``x`` is [experts, rows, columns]. Scales of tensors are then one per expert:
             ``scale_inv`` [experts]; columnwise scales of rows in groups are [experts, c], columnwise data of groups
             [c, padded t], each group padded to ``columnwise[1]``.
+        rotation, stochastic, four_over_six, largest_scale: see :class:`fp8graph.recipes.Quantizer`.
+        matrix: of the transform, [16, 16] in x's dtype; None: it is made from ``rotation``.
+        seed, draw: for stochastic rounding, int64 [1] and the number of this tensor among those that share the seed;
+            None: a seed of 0.
     """
 
     x: T
@@ -57,6 +61,13 @@ class QuantizeArguments(Generic[T]):
     dim: int = -1
     offs: T | None = None
     per_matrix: bool = False
+    rotation: int | None = None
+    stochastic: bool = False
+    four_over_six: str = ""
+    largest_scale: float = 448.0
+    matrix: T | None = None
+    seed: T | None = None
+    draw: int = 0
 
     @property
     def parts(self) -> list[T]:

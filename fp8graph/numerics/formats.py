@@ -70,9 +70,9 @@ def inverse(scale: Tensor) -> Tensor:
     return hints.divide(torch.ones_like(scale), scale)
 
 
-def nvfp4_global_scale(amax: Tensor) -> Tensor:
-    """``448 * 6 / amax``, FP32, at most FLT_MAX; 1 for an amax of 0, inf or nan. One IEEE division."""
-    return scale_from_amax(amax, 448.0 * 6.0)
+def nvfp4_global_scale(amax: Tensor, largest_scale: float = 448.0) -> Tensor:
+    """``largest_scale * 6 / amax``, FP32, at most FLT_MAX; 1 for an amax of 0, inf or nan. One IEEE division."""
+    return scale_from_amax(amax, largest_scale * 6.0)
 
 
 def biased_exponent(amax: Tensor, fp8_max: float) -> Tensor:
@@ -121,6 +121,23 @@ def cast_to_e2m1(x: Tensor) -> Tensor:
         code = code + above.to(torch.int32)
     sign = torch.bitwise_and(torch.bitwise_right_shift(x.view(torch.int32), 28), 8)
     return torch.bitwise_or(code, sign).to(torch.uint8)
+
+
+def cast_to_e2m1_stochastically(x: Tensor, random: Tensor) -> Tensor:
+    """As :func:`cast_to_e2m1`, but rounded up with a probability that is the distance from the neighbour below.
+
+    ``random``: 16 random bits for each number, int32. The probability is a multiple of 2^-16, the nearest one.
+    """
+    magnitude = x.abs()
+    code = torch.zeros_like(x, dtype=torch.int32)
+    for number in (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0):
+        code = code + (magnitude >= number).to(torch.int32)
+    below = torch.where(code < 4, 0.5 * code, torch.where(code < 6, code - 2.0, 4.0))
+    per_step = torch.where(code < 4, 2.0, torch.where(code < 6, 1.0, 0.5)) * 65536.0
+    distance = (magnitude - below) * per_step  # exact, in units of 2^-16 of the step
+    goes_up = (code < 7) & (distance >= 65535.5 - random.to(torch.float32))
+    sign = torch.bitwise_and(torch.bitwise_right_shift(x.view(torch.int32), 28), 8)
+    return torch.bitwise_or(code + goes_up.to(torch.int32), sign).to(torch.uint8)
 
 
 def pack_e2m1(codes: Tensor) -> Tensor:

@@ -7,16 +7,19 @@ With ``q`` for the quantized and decoded operand, ``a @ b`` becomes ``q(a) @ q(b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.quantization import quantized_copy
+from fp8graph.numerics.hadamard import hadamard, transform_rows
+from fp8graph.numerics.quantization import quantized_copy, quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import Quantizer
 
 # sums over the elements of the result: of (a difference * the reference)^2, of difference^2, of reference^2
 ERROR_PARTS: Final = ("weighted_error", "square_error", "square_reference")
+NO_ROTATION: Final = -1
 _ROWS: Final = 2048  # of the result at a time: it never takes more memory than they do
 
 
@@ -30,6 +33,11 @@ def gemm_error(
     scalings: Sequence[str],
     block_a: Sequence[int],
     block_b: Sequence[int],
+    *,
+    rotations: Sequence[int] = (NO_ROTATION, NO_ROTATION),
+    stochastic: Sequence[bool] = (False, False),
+    four_over_six: Sequence[str] = ("", ""),
+    largest_scales: Sequence[float] = (448.0, 448.0),
 ) -> Tensor:
     """[3]: ``ERROR_PARTS`` in FP32.
 
@@ -38,10 +46,25 @@ def gemm_error(
         reference: [..., m, n]: the gradient of the result (fprop), or the result (dgrad and wgrad).
         dtypes, power_2_scales, amax_epsilons, scalings: of the quantizers of a and b.
         block_a, block_b: their tiles, see :class:`fp8graph.recipes.Quantizer`.
+        rotations: the signs of the transform of each in this GEMM, -1 for none.
+        stochastic, four_over_six, largest_scales: of the quantizers. Random numbers are those of seed 0.
     """
-    settings = zip(dtypes, power_2_scales, amax_epsilons, scalings, (block_a, block_b), strict=True)
+    quantizers = [
+        Quantizer(
+            dtype=dtypes[i],
+            power_2_scale=power_2_scales[i],
+            amax_epsilon=amax_epsilons[i],
+            scaling=cast(Any, scalings[i]),
+            block=cast(Any, tuple((block_a, block_b)[i]) or Quantizer.block),
+            rotation=None if rotations[i] == NO_ROTATION else rotations[i],
+            stochastic=stochastic[i],
+            four_over_six=cast(Any, four_over_six[i]),
+            largest_scale=largest_scales[i],
+        )
+        for i in range(2)
+    ]
     rows = (a, b.transpose(-2, -1))  # as the GEMM contracts them
-    lost_a, lost_b = (_rounded(x, *own) - x for x, own in zip(rows, settings, strict=True))
+    lost_a, lost_b = (_rounded(x, quantizer) - x for x, quantizer in zip(rows, quantizers, strict=True))
     rounded_b = b + lost_b.transpose(-2, -1)
     sums = torch.zeros(len(ERROR_PARTS), dtype=torch.float32, device=a.device)
     sizes = a.shape[-2]
@@ -53,16 +76,18 @@ def gemm_error(
     return sums
 
 
-def _rounded(
-    x: Tensor,
-    dtype: torch.dtype,
-    power_2_scale: bool,
-    amax_epsilon: float,
-    scaling: str,
-    block: Sequence[int],
-) -> Tensor:
+def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:
     """``x`` [..., rows, elements along the contraction dim], quantized and decoded, in its own dtype."""
-    settings: dict[str, Any] = {"scaling": scaling, "block": list(block)}
-    data, scale_inv, scalar = quantized_copy(x, dtype, power_2_scale, amax_epsilon, "rowwise", **settings)
-    decoded = SCALINGS[scaling].decode(data, scale_inv, block, scalar)
+    matrix = None if quantizer.rotation is None else hadamard(x, quantizer.rotation)
+    source = x if matrix is None else _transformed(x, matrix)
+    layout_settings = quantizer_kwargs(quantizer)
+    layout_settings.pop("rotation", None)  # done, and along another dim
+    data, scale_inv, scalar = quantized_copy(source, *quantizer_args(quantizer), "rowwise", **layout_settings)
+    decoded = SCALINGS[quantizer.scaling].decode(data, scale_inv, quantizer.block, scalar)
+    decoded = decoded if matrix is None else _transformed(decoded, matrix.t().to(decoded.dtype))
     return decoded[..., : x.shape[-2], : x.shape[-1]].to(x.dtype)
+
+
+def _transformed(rows: Tensor, matrix: Tensor) -> Tensor:
+    """[..., rows, k]: 16 numbers along k at a time, times ``matrix``."""
+    return transform_rows(rows.transpose(-2, -1), matrix).transpose(-2, -1)

@@ -22,8 +22,9 @@ Read this first:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -31,9 +32,14 @@ from torch import Tensor
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, scale_from_amax
+from fp8graph.numerics.hadamard import hadamard, transform_rows
 from fp8graph.numerics.scalings import SCALINGS, Scaling
+from fp8graph.numerics.scalings.base import Shared
 from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
+
+_DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
+_QUANTIZING: Final = (*_DECODING, "rotation", "stochastic", "four_over_six", "largest_scale")
 
 
 def reducible_amax(x: Tensor) -> Tensor:
@@ -65,6 +71,7 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
     groups: int = 0 if asked.offs is None else asked.offs.shape[0]
     data: list[tuple[list[int], torch.dtype]] = []
     scales: list[tuple[list[int], torch.dtype]] = []
+    whole: list[list[int]] = []
     for layout, multiples in asked.layouts.items():
         sizes, groups_of_columns = (rows, columns), 0
         if layout == "columnwise":
@@ -76,9 +83,10 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
         shape = kind.scale_shape(r, c, block, groups_of_columns)
         if shape is not None:
             scales.append(([*batch, *shape], kind.scale_dtype))
+        whole += [[]] * kind.scale_of_layout
     units = asked.x.shape[0] if asked.per_matrix else groups or None
     of_both = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
-    return [*data, *scales, *((shape, torch.float32) for shape in of_both)]
+    return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *of_both))]
 
 
 def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -95,11 +103,28 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
     shared = kind.shared(parts, asked)
     made: list[tuple[Tensor, Tensor | None]] = []
+    whole: list[Shared] = []
     for layout, multiples in asked.layouts.items():
         transposed = layout == "columnwise"
-        sources = [part.transpose(-2, -1) if transposed else part for part in parts]
-        made.append(kind.layout(sources, -3 - dim if transposed else dim, multiples, asked, shared))
-    return [*_in_order(made), *kind.of_both(shared, asked)]
+        own, sources = shared, parts
+        if transposed and asked.rotation is not None:
+            sources = [_transformed(part, asked.rotation, asked) for part in parts]
+            own = kind.shared(sources, asked)
+        sources = [source.transpose(-2, -1) if transposed else source for source in sources]
+        drawn = _drawn(asked, transposed)
+        made.append(kind.layout(sources, -3 - dim if transposed else dim, multiples, drawn, own))
+        whole.append(own)
+    return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
+
+
+def _transformed(x: Tensor, signs: int, asked: QuantizeArguments[Tensor]) -> Tensor:
+    """``x`` [..., rows, columns] with transformed columns, as many rows as whole groups have."""
+    return transform_rows(x, hadamard(x, signs) if asked.matrix is None else asked.matrix)
+
+
+def _drawn(asked: QuantizeArguments[Tensor], transposed: bool) -> QuantizeArguments[Tensor]:
+    """The request for one layout: each draws its own random numbers."""
+    return dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked
 
 
 def quantized_copy(
@@ -110,7 +135,7 @@ def quantized_copy(
     results = quantize_layouts(x, dtype, power_2_scale, amax_epsilon, *multiples, **settings)
     made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
     scale_inv = made["scale_inv"] if "scale_inv" in made else made[f"{layout}_scale_inv"]
-    return made[layout], scale_inv, made.get("global_scale_inv")
+    return made[layout], scale_inv, made.get(f"{layout}_global_scale_inv")
 
 
 def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scaling) -> list[Tensor]:
@@ -119,11 +144,18 @@ def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scali
     group = group_of_rows(offs, x.shape[0])
     shared = kind.shared_of_groups(group, groups, asked)
     made: list[tuple[Tensor, Tensor | None]] = []
+    whole: list[Shared] = []
     for layout, multiples in asked.layouts.items():
         transposed = layout == "columnwise"
         rows, which = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(groups - 1))
-        made.append(kind.layout_of_groups(rows, which, groups, transposed, multiples, asked, shared))
-    return [*_in_order(made), *kind.of_both(shared, asked)]
+        own = shared
+        if transposed and asked.rotation is not None:
+            rows = _transformed(rows, asked.rotation, asked)  # groups are whole tiles: none mixes with another
+            own = kind.shared([rows], asked)
+        drawn = _drawn(asked, transposed)
+        made.append(kind.layout_of_groups(rows, which, groups, transposed, multiples, drawn, own))
+        whole.append(own)
+    return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
 
 
 def _in_order(made: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
@@ -137,7 +169,15 @@ def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
 
 
 def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
-    """The rest of a quantizer as keyword arguments of the dialect ops, without those that equal their defaults."""
-    values: dict[str, Any] = {"scaling": quantizer.scaling, "block": list(quantizer.block)}
-    defaults = {"scaling": Quantizer.scaling, "block": list(Quantizer.block)}
-    return {name: value for name, value in values.items() if value != defaults[name]}
+    """The rest of a quantizer as keyword arguments of ``fp8graph::quantize``, without those that are defaults."""
+    return _settings(quantizer, _QUANTIZING)
+
+
+def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:
+    """What decoding needs of a quantizer, as keyword arguments, without those that are defaults."""
+    return _settings(quantizer, _DECODING)
+
+
+def _settings(quantizer: Quantizer, names: Sequence[str]) -> dict[str, Any]:
+    values = {name: getattr(quantizer, name) for name in names if getattr(quantizer, name) != getattr(Quantizer, name)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}

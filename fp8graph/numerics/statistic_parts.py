@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8graph.numerics.hadamard import hadamard, transform_rows
 from fp8graph.numerics.quantization import quantized_copy
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import join, pad_to_multiple, tiles_of
@@ -97,14 +98,17 @@ def quantized_parts(
     layout: Layout,
     scaling: str = "tensor",
     block: Sequence[int] = (),
+    rotation: int | None = None,
     global_scale_inv: Tensor | None = None,
 ) -> Tensor:
     """The ``QUANTIZED_PARTS`` of ``x`` [..., rows, columns] and its quantized copy, FP32.
 
-    ``data``, ``scale_inv``, ``scaling``, ``block``, ``global_scale_inv``: see ``quantize_layouts``. What pads the data
-    does not count.
+    ``data``, ``scale_inv``, ``scaling``, ``block``, ``rotation``, ``global_scale_inv``: see ``quantize_layouts``. A
+    transformed copy is compared with the transformed tensor. What pads the data does not count.
     """
     kind = SCALINGS[scaling]
+    if rotation is not None and layout == "columnwise":
+        x = transform_rows(x, hadamard(x, rotation))
     source = (x.transpose(-2, -1) if layout == "columnwise" else x).to(torch.float32)
     largest = torch.full_like(data, _FP4_MAX) if kind.packed > 1 else _full(data, FP8_MAX[data.dtype])
     decoded, limit = (
@@ -178,7 +182,8 @@ def of_other_copy(
     whole = join([x, *(more or ())], dim)
     layout: Layout = "columnwise" if columnwise else "rowwise"
     data, scale_inv, global_scale_inv = quantized_copy(whole, dtype, power_2_scale, amax_epsilon, layout, **settings)
-    return quantized_parts(whole, data, scale_inv, layout=layout, global_scale_inv=global_scale_inv, **settings)
+    described = {name: settings[name] for name in ("scaling", "block", "rotation") if name in settings}
+    return quantized_parts(whole, data, scale_inv, layout=layout, global_scale_inv=global_scale_inv, **described)
 
 
 def _dynamic_ranges(sizes: Tensor, block_size: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The choices of users: recipes, policies, regions of code."""
 
 from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.nvfp4 import NVFP4BlockScaling
 from fp8graph.recipes.quantizer import (
     E2M1X2,
     FLT_MAX,
@@ -25,7 +26,6 @@ from fp8graph.recipes.recipe import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
-    NVFP4BlockScaling,
     ScaleAlgorithm,
 )
 from fp8graph.recipes.registry import (

@@ -28,6 +28,8 @@ class Recipe:
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
 
     name: ClassVar[str]
+    # the share of a model's blocks, the last ones, that the default policy leaves in high precision under this recipe
+    last_blocks: ClassVar[float] = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.fp8_format, str):  # a policy file says "HYBRID"

@@ -11,6 +11,7 @@ import torch
 GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["input", "weight", "grad_output"]
 Layout = Literal["rowwise", "columnwise"]
+ErrorMode = Literal["MAE", "MSE"]
 Scaling = Literal["tensor", "delayed", "row", "block", "block_e8m0", "mxfp8", "nvfp4"]
 GEMMS: Final[tuple[GemmName, ...]] = ("fprop", "dgrad", "wgrad")
 # a and b of each: fprop x @ w.T, dgrad dy @ w, wgrad dy.T @ x
@@ -74,6 +75,10 @@ class Quantizer:
     mxfp8      a ``block`` that Blackwell multiplies; the scale is a power of two in E8M0
     nvfp4      a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
     ========== ==================================================================================
+
+    The last four fields are for nvfp4: a Hadamard transform of the columnwise copy before its amax is taken
+    (``rotation``: the rows of its matrix that are negated, as bits; None: no transform), stochastic rounding, for each
+    tile the better of two scales ("four over six", by the error in this mode), and the largest of the tiles' scales.
     """
 
     dtype: torch.dtype  # one of ``FP8_MAX``
@@ -81,6 +86,10 @@ class Quantizer:
     block: tuple[int, int] = (0, 0)  # (0, 0): not a block scaling
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    rotation: int | None = None
+    stochastic: bool = False
+    four_over_six: ErrorMode | Literal[""] = ""
+    largest_scale: float = 448.0
 
     @property
     def fp8_max(self) -> float:

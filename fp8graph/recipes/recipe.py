@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, cast
 import torch
 
 from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.quantizer import E2M1X2, Format, GemmName, OperandName, Quantizer
+from fp8graph.recipes.quantizer import Format, GemmName, OperandName, Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,35 +233,3 @@ class MXFP8BlockScaling(Recipe):
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="mxfp8", block=(1, 32))
-
-
-@dataclass(frozen=True, kw_only=True)
-class NVFP4BlockScaling(Recipe):
-    """FP4 (E2M1), one E4M3 scale per 16 elements along the contraction dim and one FP32 scale per tensor ("nvfp4").
-
-    Weights get one scale per 16x16 tile, so that both layouts hold the same numbers. Source:
-    ``NVFP4BlockScaling`` in Transformer Engine, without its random Hadamard transform and stochastic rounding.
-
-    Args:
-        square_weight_blocks: 16x16 tiles for weights (default); False: 1x16.
-
-    Raises:
-        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
-    """
-
-    fp8_format: Format = Format.E4M3  # of the block scales
-    use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
-    square_weight_blocks: bool = True
-
-    name: ClassVar[str] = "nvfp4"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.fp8_format is not Format.E4M3:
-            raise self._bad("fp8_format", "Format.E4M3: the type of the block scales; the data is E2M1")
-        if type(self.square_weight_blocks) is not bool:
-            raise self._bad("square_weight_blocks", "True or False")
-
-    def quantizer(self, operand: OperandName) -> Quantizer:
-        square = operand == "weight" and self.square_weight_blocks
-        return Quantizer(dtype=E2M1X2, scaling="nvfp4", block=(16, 16) if square else (1, 16))

@@ -141,7 +141,10 @@ def _scaled_mm(found: Hardware, recipe: Recipe, size: int, device: torch.device)
         named = dict(zip(quantization.output_names(a.scaling, ["rowwise"]), outputs, strict=True))
         data.append(named["rowwise"])
         scales.append(named["scale_inv" if "scale_inv" in named else "rowwise_scale_inv"])
-        settings |= {f"block_{side}": list(quantizer.block), f"global_scale_inv_{side}": named.get("global_scale_inv")}
+        settings |= {
+            f"block_{side}": list(quantizer.block),
+            f"global_scale_inv_{side}": named.get("rowwise_global_scale_inv"),
+        }
     args: list[Any] = [*data, *scales, None, torch.bfloat16, recipe.fast_accum("fprop")]
     return lambda: hardware.scaled_mm(*args, **settings)  # puts scales in order, if the device needs that
 

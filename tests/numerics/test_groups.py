@@ -109,7 +109,7 @@ def test_an_overflow_under_nvfp4_is_in_the_scale_of_all_groups() -> None:
     x = torch.randn(10, 16)
     x[7, 3] = float("inf")
     made = quantized(x, named("nvfp4"), "grad_output", "rowwise", [1, 1], offs=offsets([4, 4, 2]), carry_overflow=True)
-    assert made["global_scale_inv"].isinf()  # GradScaler must see it
+    assert made["rowwise_global_scale_inv"].isinf()  # GradScaler must see it
 
 
 def test_rows_after_the_last_group_belong_to_none() -> None:
@@ -135,11 +135,11 @@ def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int])
         a: Any, b: Any, layouts: tuple[str, str], operands: tuple[OperandName, OperandName], **more: Any
     ) -> Tensor:
         settings: dict[str, Any] = {"scaling": recipe.quantizer("input").scaling}
-        for side, operand, made in zip("ab", operands, (a, b), strict=True):
+        for side, operand, layout, made in zip("ab", operands, layouts, (a, b), strict=True):
             if any(block := recipe.quantizer(operand).block):
                 settings[f"block_{side}"] = list(block)
-            if "global_scale_inv" in made:
-                settings[f"global_scale_inv_{side}"] = made["global_scale_inv"]
+            if (whole := made.get(f"{layout}_global_scale_inv")) is not None:
+                settings[f"global_scale_inv_{side}"] = whole
         data = [made[layout] for made, layout in zip((a, b), layouts, strict=True)]
         scales = [
             made.get("scale_inv", made.get(f"{layout}_scale_inv")) for made, layout in zip((a, b), layouts, strict=True)
@@ -156,7 +156,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int])
     dw = gemm(columns[0], columns[1], ("columnwise", "columnwise"), ("grad_output", "input"), multiple=multiple)
     assert y.shape == (tokens, n)
     assert dw.shape == (experts, n, k)
-    bound = 12 if name == "nvfp4" else 23.5  # dB, of what rounding to the format costs a random GEMM
+    bound = 10 if name == "nvfp4" else 23.5  # dB, of what rounding to the format costs a random GEMM
     exact = torch.cat([x[start:end] @ w[expert].t() for expert, (start, end) in enumerate(spans(sizes))])
     assert fp8graph.numerics.sqnr_db(exact, y) > bound
     exact = torch.stack([dy[start:end].t() @ x[start:end] for start, end in spans(sizes)])

@@ -149,7 +149,16 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "scale_format": "fp32",
     }
     assert dataclasses.asdict(MXFP8BlockScaling()) == split | {"fp8_format": Format.E4M3}
-    assert dataclasses.asdict(NVFP4BlockScaling()) == split | {"fp8_format": Format.E4M3, "square_weight_blocks": True}
+    assert dataclasses.asdict(NVFP4BlockScaling()) == split | {
+        "fp8_format": Format.E4M3,
+        "disable_rht": False,
+        "disable_stochastic_rounding": False,
+        "disable_2d_quantization": False,
+        "nvfp4_4over6": "none",
+        "nvfp4_4over6_e4m3_use_256": "all",
+        "nvfp4_4over6_err_mode": "MAE",
+        "hadamard_signs": 0b1101_0111_1110_1000,
+    }
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,14 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (Float8BlockScaling, {"use_fast_accum": (True, False, False)}, "block scaling accumulates in FP32 only"),
         (MXFP8BlockScaling, {"fp8_format": "E2M1"}, "one of E4M3, HYBRID"),
         (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "Format.E4M3: the type of the block scales"),
-        (NVFP4BlockScaling, {"square_weight_blocks": 16}, "True or False"),
+        (NVFP4BlockScaling, {"disable_rht": 16}, "disable_rht=16.*True or False"),
+        (NVFP4BlockScaling, {"disable_stochastic_rounding": None}, "True or False"),
+        (NVFP4BlockScaling, {"disable_2d_quantization": "no"}, "True or False"),
+        (NVFP4BlockScaling, {"nvfp4_4over6": True}, "one of none, weights, activations, all"),
+        (NVFP4BlockScaling, {"nvfp4_4over6_e4m3_use_256": "gradients"}, "one of none, weights, activations, all"),
+        (NVFP4BlockScaling, {"nvfp4_4over6_err_mode": "mae"}, '"MAE" or "MSE"'),
+        (NVFP4BlockScaling, {"hadamard_signs": 2**16}, "16 bits: a whole number from 0 to 65535"),
+        (NVFP4BlockScaling, {"hadamard_signs": True}, "16 bits"),
     ],
 )
 def test_bad_fields_of_the_other_recipes(recipe: type[Recipe], fields: dict[str, Any], message: str) -> None:

@@ -76,6 +76,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "share_tokens",
         "gather_in_fp8",
         "fuse_linears",
+        "prepare_fp4",
         "observe",
         "hoist_weights",
         "connect_scales",

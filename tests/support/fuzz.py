@@ -44,7 +44,7 @@ RECIPES: Final[dict[str, Recipe | None]] = {
     "blockwise_e8m0": Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4),
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(),
-    "nvfp4_rows": NVFP4BlockScaling(square_weight_blocks=False),
+    "nvfp4_rows": NVFP4BlockScaling(disable_2d_quantization=True),
     "high_precision": None,
 }
 

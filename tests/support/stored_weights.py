@@ -22,7 +22,7 @@ _RECIPES: dict[str, Any] = {
     "block": Float8BlockScaling(power_2_scale=False),
     "block_e8m0": Float8BlockScaling(scale_format="ue8m0"),
     "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(square_weight_blocks=False),
+    "nvfp4": NVFP4BlockScaling(disable_2d_quantization=True),
 }
 KINDS = tuple(_RECIPES)
 

@@ -45,6 +45,7 @@ class Scaling(ABC):
     tiled: ClassVar[bool] = False  # one scale per tile of ``QuantizeArguments.block``
     one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are the rowwise data, transposed
     has_state: ClassVar[bool] = False  # the scale comes from earlier steps
+    scale_of_layout: ClassVar[bool] = False  # each layout also has one for all of it, beside those of its tiles
     takes_scale: ClassVar[bool] = True  # ``QuantizeArguments.scales`` may replace the scales from an amax
     columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
     not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized
@@ -133,6 +134,10 @@ class Scaling(ABC):
         ``transposed``: of the columns of ``rows`` [padded t, c], whose groups are multiples of ``multiples[1]`` rows.
         """
         return self.layout([rows.t() if transposed else rows], -1, multiples, asked, shared)
+
+    def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
+        """The scales of whole layouts, after their other scales; ``shared``: one for each layout."""
+        return []
 
     def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
         """The results after those of the layouts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import cast
 
@@ -11,12 +12,14 @@ from torch import Tensor
 from fp8graph.numerics.formats import (
     amax_of,
     cast_to_e2m1,
+    cast_to_e2m1_stochastically,
     inverse,
     nvfp4_global_scale,
     pack_e2m1,
     saturating_cast,
     unpack_e2m1,
 )
+from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Asked, Shared
 from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.numerics.scalings.tiled import Tiled
@@ -29,32 +32,41 @@ class NVFP4(Tiled):
     gemm_title = "NVFP4 GEMM"
     scale_dtype = torch.float8_e4m3fn
     packed = 2
+    scale_of_layout = True
     not_sent = "NVFP4 tensors are never sent quantized: two numbers per byte, and a scale of the whole tensor"
     # the launches of both the amax of the whole tensor and tiles: not counted
     reads, launches, gemm_launches, rate = (1, 2), (3.0, 4.0), 3, 1.0
 
     def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
-        return [*super().outputs(layouts, keep_scales), "global_scale_inv"]
+        return [*super().outputs(layouts, keep_scales), *(f"{layout}_global_scale_inv" for layout in layouts)]
 
     def data_shape(self, rows: int, columns: int, block: Sequence[int]) -> list[int]:
         return [rows, (columns + -columns % block[1]) // self.packed]
 
-    def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
-        return [[]]
-
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
         if asked.scales is not None:
-            return Shared(global_scale=asked.scales[asked.row, 0], scale_inv=asked.scales[asked.row, 1].clone())
-        return _shared(largest_of([amax_of(part) for part in parts]))
+            return Shared(global_scale=asked.scales[asked.row, 0], scale_inv=asked.scales[asked.row, 1])
+        return _shared(largest_of([amax_of(part) for part in parts]), asked)
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
-        return _shared(torch.where(group < groups, amax_of(asked.x, -1), 0.0).amax())
+        return _shared(torch.where(group < groups, amax_of(asked.x, -1), 0.0).amax(), asked)
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
-        global_scale = cast(Tensor, shared.global_scale)
         # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
-        scale_inv = saturating_cast(amax * (global_scale * (1.0 / 6.0)), torch.float8_e4m3fn)
-        return inverse(scale_inv.to(torch.float32) * inverse(global_scale)).clamp_max(FLT_MAX), scale_inv
+        return _of_tiles(amax * (cast(Tensor, shared.global_scale) * (1.0 / 6.0)), shared)
+
+    def scales_of(self, tiles: Tensor, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
+        if not asked.four_over_six:
+            return self.scales(amax, asked, shared)
+        # Divided by 6, as Transformer Engine's quantize_4over6_nvfp4.cuh: the amax becomes 6, or 4.
+        base = amax / torch.full_like(amax, 6.0) * cast(Tensor, shared.global_scale)
+        six, four = (_of_tiles(scaled, shared) for scaled in (base, base * 1.5))
+        errors = [_error(tiles, *made, asked, shared) for made in (six, four)]
+        better = errors[1] < errors[0]
+        scale, scale_inv = (
+            torch.where(better, b.to(torch.float32), a.to(torch.float32)) for a, b in zip(six, four, strict=True)
+        )
+        return scale, scale_inv.to(torch.float8_e4m3fn)  # exact: it was one
 
     def _data(
         self,
@@ -66,12 +78,17 @@ class NVFP4(Tiled):
         lacks: int | None,
     ) -> Tensor:
         rows = parts[0].shape[-2]
-        return join([pack_e2m1(cast_to_e2m1(untile(x)))[..., :rows, :].contiguous() for x in scaled], axis)
+        codes = [_codes(tiles, index, asked) for index, tiles in enumerate(scaled)]
+        return join([pack_e2m1(untile(x))[..., :rows, :].contiguous() for x in codes], axis)
 
-    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
-        scale_inv = cast(Tensor, shared.scale_inv)
-        carried = asked.carry_overflow and shared.amax is not None
-        return [with_overflow(scale_inv, cast(Tensor, shared.amax)) if carried else scale_inv]
+    def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
+        results: list[Tensor] = []
+        for each in shared:
+            scale_inv = cast(Tensor, each.scale_inv)
+            carried = asked.carry_overflow and each.amax is not None
+            # a clone: a result is neither an argument nor another result
+            results.append(with_overflow(scale_inv, cast(Tensor, each.amax)) if carried else scale_inv.clone())
+        return results
 
     def fits_bf16(self, power_2_scale: bool) -> bool:
         return False  # the scale of the tensor is any FP32 number
@@ -80,6 +97,36 @@ class NVFP4(Tiled):
         return unpack_e2m1(data)
 
 
-def _shared(amax: Tensor) -> Shared:
-    global_scale = nvfp4_global_scale(amax)
+def _shared(amax: Tensor, asked: Asked) -> Shared:
+    global_scale = nvfp4_global_scale(amax, asked.largest_scale)
     return Shared(scale_inv=inverse(global_scale), amax=amax, global_scale=global_scale)
+
+
+def _of_tiles(scaled_amax: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
+    """``(scale, scale_inv)`` of tiles: scale_inv in E4M3 in units of the whole tensor's."""
+    scale_inv = saturating_cast(scaled_amax, torch.float8_e4m3fn)
+    whole = inverse(cast(Tensor, shared.global_scale))
+    return inverse(scale_inv.to(torch.float32) * whole).clamp_max(FLT_MAX), scale_inv
+
+
+def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared: Shared) -> Tensor:
+    """[..., R, C]: the error of tiles [..., R, rows, C, 16] with these scales, summed in Transformer Engine's order."""
+    numbers = tiles.to(torch.float32)
+    decoded = unpack_e2m1(pack_e2m1(cast_to_e2m1(numbers * scale.unsqueeze(-2).unsqueeze(-1))))
+    decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * cast(Tensor, shared.amax)
+    lost = decoded / torch.full_like(decoded, 6.0 * asked.largest_scale) - numbers
+    lost = lost.square() if asked.four_over_six == "MSE" else lost.abs()
+    of_rows = functools.reduce(torch.add, lost.unbind(-1))  # [..., R, rows, C], one column after the other
+    while (rows := of_rows.shape[-2]) > 1:  # then halves of the rows
+        of_rows = of_rows[..., : rows // 2, :] + of_rows[..., rows // 2 :, :]
+    return of_rows.squeeze(-2)
+
+
+def _codes(scaled: Tensor, part: int, asked: Asked) -> Tensor:
+    """The 4-bit codes of scaled tiles [..., R, rows, C, 16]; ``part``: of those that are joined."""
+    if not asked.stochastic:
+        return cast_to_e2m1(scaled)
+    groups = scaled.numel() // 16
+    return cast_to_e2m1_stochastically(
+        scaled, random_halves(asked.seed, asked.draw, part, groups, scaled.device).reshape(scaled.shape)
+    )

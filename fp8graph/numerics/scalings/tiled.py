@@ -21,6 +21,10 @@ class Tiled(Scaling):
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         """``(scale, scale_inv)`` of tiles with these amaxes."""
 
+    def scales_of(self, tiles: Tensor, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
+        """:meth:`scales` of these tiles [..., R, rows, C, columns], where they depend on more than the amaxes."""
+        return self.scales(amax, asked, shared)
+
     def more_tiles(self, multiple: int, block: Sequence[int]) -> int:
         """The number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made separately."""
         return 1
@@ -39,7 +43,7 @@ class Tiled(Scaling):
         padded = [pad_to_multiple(x, *block) for x in exact]
         tiled = [tiles_of(x, block) for x in padded]
         amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
-        made = [self.scales(amax, asked, shared) for amax in amaxes]
+        made = [self.scales_of(*of_part, asked, shared) for of_part in zip(tiled, amaxes, strict=True)]
         scale_inv = join([inverse for _, inverse in made], axis)
         lacks = missing(scale_inv.shape[-1], whole) if whole > 1 else None
         if lacks is not None:
