@@ -7,6 +7,9 @@ The aten nodes come from tracing ``ops.REFERENCE`` with Inductor's decomposition
 once. A trace takes about ten milliseconds, so it is kept per signature. Runs after the partitioner, on the forward
 and on the backward graph. Every dialect node except emulated grouped GEMMs (``ops.stays``) is lowered; a node that
 cannot be traced is an error.
+
+Each node of the lowered graph carries the names of the nodes that it computes (``NAMES_KEY``): its own, or that of the
+dialect node that it was made for, and of the result that it is. Kernels are told by them in the report.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import fx
 
 from fp8graph import hardware
 from fp8graph.ir import ops
+from fp8graph.ir.keys import NAMES_KEY
 from fp8graph.ir.nodes import nodes, value
 from fp8graph.ir.trace import inline, trace
 
@@ -35,6 +39,8 @@ def lower_for_torch_alone(graph: fx.Graph) -> None:
 
 def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:
     traces: dict[Any, fx.Graph] = {}
+    for node in graph.nodes:
+        node.meta[NAMES_KEY] = (node.name,)  # Inductor makes more nodes later: they have none
     for node in list(nodes(graph, references)):
         if ops.stays(node):
             continue
@@ -77,6 +83,9 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:
         node.replace_all_uses_with(results)
     else:
         for user in list(node.users):  # getitem
-            user.replace_all_uses_with(cast(Sequence[fx.Node], results)[cast(int, user.args[1])])
+            result = cast(Sequence[fx.Node], results)[cast(int, user.args[1])]
+            user.replace_all_uses_with(result)
+            if result not in node.all_input_nodes:
+                result.meta[NAMES_KEY] = (*result.meta[NAMES_KEY], user.name)
             graph.erase_node(user)
     graph.erase_node(node)

@@ -125,7 +125,7 @@ class Compiler:
         # compile_fx takes the module; Dynamo reads its graph again
         module = copy_dynamo_graph(self._graph.module, self._graph.gradients)
         more = add_spare_inputs(module, spares, inputs)
-        inner = joint.noting_saved(with_taken_inputs(inner_compile or compile_fx_inner))
+        inner = joint.noting_saved(with_taken_inputs(inner_compile or compile_fx_inner), tell=inner_compile is not None)
         return cast(
             Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
         )

@@ -19,7 +19,7 @@ from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.keys import DECIDED_KEY
+from fp8graph.ir.keys import DECIDED_KEY, TEXT_KEY
 from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
@@ -186,13 +186,18 @@ class JointPass(_Pass):
             copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))
             self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
 
-    def noting_saved(self, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
-        """The same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way."""
+    def noting_saved(self, inner_compile: Callable[..., Any], *, tell: bool) -> Callable[..., Any]:
+        """The same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way.
+
+        ``tell``: leave the text in the metadata of each (``TEXT_KEY``). Only without torch's cache, whose key it is in.
+        """
 
         @functools.wraps(inner_compile)
         def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if not kwargs.get("is_backward"):
                 self.saved = tuple(node.name for node in module.graph.output_node().all_input_nodes)
+            if tell:
+                module.meta[TEXT_KEY] = list(self.stages.values())[-1]
             return inner_compile(module, inputs, **kwargs)
 
         return compile

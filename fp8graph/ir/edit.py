@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8graph.compat.ops import schema
 from fp8graph.ir import ops
-from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
+from fp8graph.ir.keys import GEMM_KEY, NAMES_KEY, PASS_KEY
 from fp8graph.ir.nodes import aten, fake_mode_of, is_view, known_equal, strides_matter, value
 
 # Metadata that an inserted node takes from the node it replaces. `recompute`, `ac_graph_id`: nodes inside
@@ -26,6 +26,7 @@ INHERITED: Final = (
     "stack_trace",
     "fwd_stack_trace",
     GEMM_KEY,
+    NAMES_KEY,
 )
 
 

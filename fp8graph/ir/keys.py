@@ -17,3 +17,5 @@ NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs
 GEMM_KEY: Final = "fp8graph_gemm"  # node.meta: the GEMM that the node belongs to, (index of its site, its name)
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
 DECIDED_KEY: Final = "fp8graph_decided"  # node.meta: the joint pipeline has seen the node
+NAMES_KEY: Final = "fp8graph_names"  # node.meta after lowering: names of the nodes before it that the node computes
+TEXT_KEY: Final = "fp8graph_text"  # module.meta of a partitioned graph: the joint graph's text after all passes

@@ -43,7 +43,13 @@ def available() -> bool:
 class OfflineInductor:
     """An ``inner_compile`` for compile_fx: generates code of each graph for ``target``, but runs the graph itself."""
 
-    def __init__(self, target: str, run: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        target: str,
+        run: Callable[..., Any],
+        names: Callable[[fx.Node], Sequence[str]] = lambda node: (node.name,),
+    ) -> None:
+        """``names``: of the nodes that a node of the code's graph computes, in the graph that people look at."""
         capability(target)  # or raises
         if not available():
             raise Fp8GraphError(
@@ -51,6 +57,7 @@ class OfflineInductor:
             )
         self.target = target
         self._run = run
+        self._names = names
         self.kernels: list[KernelRecord] = []
         self.code: list[tuple[Direction, str]] = []  # Inductor's whole text
 
@@ -62,7 +69,7 @@ class OfflineInductor:
         def keep(lowering: Any) -> Any:
             code = lowering.codegen()[0].value
             self.code.append((direction, code))
-            for launch in launches(code, lowering.scheduler):
+            for launch in launches(code, lowering.scheduler, self._names):
                 self.kernels.append(KernelRecord(graph=direction, target=self.target, **vars(launch)))
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 

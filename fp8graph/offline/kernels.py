@@ -26,6 +26,10 @@ class KernelRecord:
     kind: str  # "triton": generated; "extern": a GEMM or another library call
     ops: tuple[str, ...]  # the ATen ops that it fuses
     bytes: int  # read and written, as Inductor counts buffers; 0 for library calls
+    number: int | None = None  # of its graph in report.graphs; None: it is in none, as a kernel of weights
+    nodes: tuple[str, ...] = ()  # of that graph after all passes: those that it computes, or a part of them
+    reads: tuple[str, ...] = ()  # inputs of its graph that it reads: in backward, what forward saved
+    writes: tuple[str, ...] = ()  # those of ``nodes`` that it writes to memory
     source: str = ""  # the generated module of a Triton kernel
     target: str = ""
 
@@ -54,6 +58,10 @@ class KernelRecord:
             "kind": self.kind,
             "ops": list(self.ops),
             "bytes": self.bytes,
+            "number": self.number,
+            "nodes": list(self.nodes),
+            "reads": list(self.reads),
+            "writes": list(self.writes),
             **{cost: getattr(compiled, cost, None) for cost in costs},
         }
 

@@ -1,17 +1,19 @@
-"""Find the launches of a generated graph, with name, ops and bytes, from Inductor's text and its scheduler.
+"""Find the launches of a generated graph, with name, ops, nodes and bytes, from Inductor's text and its scheduler.
 
-The scheduler knows bytes, and the text knows launches; they are matched by the buffers that a launch writes. A combo
-node of the scheduler (``ForeachKernelSchedulerNode``) may become several launches, each with the bytes of the parts
-that it runs.
+The scheduler knows bytes and nodes, and the text knows launches; they are matched by the buffers that a launch writes.
+A combo node of the scheduler (``ForeachKernelSchedulerNode``) may become several launches, each with the bytes of the
+parts that it runs.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
+
+from torch import fx
 
 from fp8graph.compat.inductor import StarDep, WeakDep
 
@@ -19,8 +21,10 @@ _CALL: Final = re.compile(
     r"^\s+(?:(?P<triton>\w+\.run\(.*\))$|.*?(?P<extern>extern_kernels\.\w+|torch\.ops\.[\w.]+)\()"
 )
 _ORIGIN: Final = re.compile(r"Original ATen: \[([^\]]*)\]")
+_RESULT: Final = re.compile(r"^\s+(\w+) = |out=(?:reinterpret_tensor\()?(\w+)")
 _DEFINITION: Final = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.DOTALL)
-_LIBRARY: Final = ("ExternKernelSchedulerNode", "NopKernelSchedulerNode")
+_LIBRARY: Final = "ExternKernelSchedulerNode"
+_NO_KERNEL: Final = "NopKernelSchedulerNode"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,9 @@ class Launch:
     kind: Literal["triton", "extern"]
     ops: tuple[str, ...]  # the ATen ops that it fuses
     bytes: int = 0  # read and written, as Inductor counts buffers; 0 for library calls
+    nodes: tuple[str, ...] = ()  # that it computes, or a part of them, as ``names`` calls them
+    reads: tuple[str, ...] = ()  # inputs of the graph
+    writes: tuple[str, ...] = ()  # those of ``nodes`` that it writes to memory
     source: str = ""  # the generated module of a Triton kernel
 
 
@@ -42,37 +49,58 @@ class _Part:
     makes: frozenset[str]  # new buffers
     overwrites: frozenset[str]  # tensors that existed before
     reads: frozenset[str]
-    moved: dict[str, int]  # buffer -> bytes
+    moved: dict[str, int]  # buffer -> bytes; nothing is known of a library call
+    nodes: frozenset[str] = field(default=frozenset())
+    writes: frozenset[str] = field(default=frozenset())
 
 
-def launches(code: str, scheduler: Any) -> Iterator[Launch]:
+def launches(code: str, scheduler: Any, names: Callable[[fx.Node], Iterable[str]]) -> Iterator[Launch]:
     """The launches in ``code``, the text of one graph, in order; ``scheduler`` is that of its ``GraphLowering``."""
     sources: dict[str, str] = dict(_DEFINITION.findall(code))
-    waiting = list(_parts(scheduler))
+    waiting, calls = list(_parts(scheduler, names)), list(_parts(scheduler, names, of_libraries=True))
+    made = frozenset(scheduler.name_to_buf)
     ops: tuple[str, ...] = ()
     for line in code[code.index("def call(") :].splitlines():
         if origin := _ORIGIN.search(line):
             ops = tuple(op for op in origin[1].split(", ") if op)
         elif call := _CALL.match(line):
-            if call["extern"]:
-                yield Launch(name=call["extern"], kind="extern", ops=ops)
-            else:
+            source, size, parts = "", 0, list[_Part]()
+            if call["triton"]:
                 name, arguments = _read_call(call["triton"])
                 source = sources.get(name, "")
                 parts = _parts_of(arguments, _written(name, source, arguments), waiting)
                 waiting = [part for part in waiting if part not in parts]
-                moved = {buffer: size for part in parts for buffer, size in part.moved.items()}
-                yield Launch(name=name, kind="triton", ops=ops, bytes=sum(moved.values()), source=source)
+                size = sum({buffer: size for part in parts for buffer, size in part.moved.items()}.values())
+            else:
+                name = call["extern"]
+            if not parts and (found := _library_call(line, calls)):  # or the launch of a user's own Triton kernel
+                parts = [found]
+                calls.remove(found)
+            yield Launch(
+                name=name,
+                kind="triton" if call["triton"] else "extern",
+                ops=ops,
+                bytes=size,
+                nodes=_sorted(part.nodes for part in parts),
+                reads=_sorted(part.reads - made for part in parts),
+                writes=_sorted(part.writes for part in parts),
+                source=source,
+            )
             ops = ()
 
 
-def _parts(scheduler: Any) -> Iterator[_Part]:
-    """The parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once."""
+def _parts(scheduler: Any, names: Callable[[fx.Node], Iterable[str]], *, of_libraries: bool = False) -> Iterator[_Part]:
+    """The parts in the order of their code. Bytes are the whole node's: a tensor that two parts read counts once.
+
+    ``of_libraries``: the calls of libraries instead, of which bytes are not counted.
+    """
     was: dict[str, str] = scheduler.mutation_real_name  # a buffer that overwrites a tensor -> that tensor
     for index, node in enumerate(scheduler.nodes):
-        if type(node).__name__ in _LIBRARY:
+        if (kind := type(node).__name__) == _NO_KERNEL or (kind == _LIBRARY) != of_libraries:
             continue
-        sizes: dict[str, int] = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+        sizes: dict[str, int] = {}
+        if not of_libraries:
+            sizes = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
         for part in node.snodes if node.is_foreach() else [node]:
             buffers = frozenset(part.get_buffer_names())
             overwrites = frozenset(was[buffer] for buffer in buffers if buffer in was)
@@ -88,7 +116,37 @@ def _parts(scheduler: Any) -> Iterator[_Part]:
                 overwrites=overwrites,
                 reads=frozenset(was.get(name, name) for name in reads),
                 moved={name: size for name, size in sizes.items() if name in reads | buffers},
+                nodes=frozenset(name for one in part.get_nodes() for node in _computed(one) for name in names(node)),
+                writes=frozenset(name for one in part.get_nodes() for node in _made(one) for name in names(node)),
             )
+
+
+def _sorted(names: Iterable[frozenset[str]]) -> tuple[str, ...]:
+    return tuple(sorted(frozenset[str]().union(*names)))
+
+
+def _computed(part: Any) -> Iterable[fx.Node]:
+    """The nodes of the graph that a node of the scheduler computes.
+
+    Inductor counts those that made the scales of a GEMM as the GEMM's own, though other kernels compute them.
+    """
+    made = _made(part)
+    if part.node is None or (made and part.is_extern()):
+        return made
+    return [*part.node.get_origins(), *made]
+
+
+def _made(part: Any) -> list[fx.Node]:
+    """The node of the graph whose value a node of the scheduler makes, if that is known."""
+    origin = part.node.get_origin_node() if part.node else None
+    return [] if origin is None else [origin]
+
+
+def _library_call(line: str, waiting: Sequence[_Part]) -> _Part | None:
+    """The part that a line like ``extern_kernels.mm(buf0, buf1, out=buf2)`` or ``buf2 = torch.ops.<op>(buf0)`` runs."""
+    made = {name for names in _RESULT.findall(line) for name in names if name}
+    given = set() if made else set(re.findall(r"\w+", line))
+    return next((part for part in waiting if part.makes & made or part.overwrites & given), None)
 
 
 def _read_call(call: str) -> tuple[str, list[str]]:

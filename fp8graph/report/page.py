@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
 
-_SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "stages", "charts", "page")
+_SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "kernels", "stages", "charts", "page")
 _FOLDER: Final = resources.files("fp8graph.report")
 
 

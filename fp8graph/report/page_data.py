@@ -43,8 +43,11 @@ def page_data(
         "gemms": _gemms(report, distinct),
         "collectives": collective_rows(report.collectives) if report.collectives else [],
         "refusals": refusal_rows(report.refusals) if report.refusals else [],
-        "graphs": [graph_data([report.graphs[position] for position in positions]) for positions in distinct],
-        "kernels": None if kernels is None else [_kernel(kernel) for kernel in kernels],
+        "graphs": [
+            graph_data([report.graphs[position] for position in positions], _kernels_of(positions[0], kernels or ()))
+            for positions in distinct
+        ],
+        "kernels": None if kernels is None else [_kernel(kernel, distinct) for kernel in kernels],
         "has_target": report.load_kernels is not None,
         "statistics": None if statistics is None else statistics_data(statistics, losses),
     }
@@ -105,8 +108,14 @@ def _gemms(report: Shown, distinct: Sequence[Sequence[int]]) -> list[dict[str, A
     ]
 
 
-def _kernel(kernel: KernelRecord) -> dict[str, Any]:
+def _kernels_of(graph: int, kernels: Sequence[KernelRecord]) -> dict[int, KernelRecord]:
+    """By its place in the page's list."""
+    return {place: kernel for place, kernel in enumerate(kernels) if kernel.number == graph}
+
+
+def _kernel(kernel: KernelRecord, distinct: Sequence[Sequence[int]]) -> dict[str, Any]:
     return {
+        "drawn": next((number for number, (first, *_) in enumerate(distinct) if kernel.number == first), None),
         "name": kernel.name,
         "graph": kernel.graph,
         "kind": kernel.kind,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from fp8graph.offline import KernelRecord
 from fp8graph.report.folding import folded, name_of
 from fp8graph.report.graph_view import GraphView
 
@@ -25,8 +26,8 @@ def distinct_graphs(views: Sequence[GraphView]) -> list[list[int]]:
     return list(groups.values())
 
 
-def graph_data(views: Sequence[GraphView]) -> dict[str, Any]:
-    """One graph, which has the name and the layers of each of ``views``."""
+def graph_data(views: Sequence[GraphView], kernels: Mapping[int, KernelRecord] | None = None) -> dict[str, Any]:
+    """One graph, which has the name and the layers of each of ``views``, and its kernels by their places in a list."""
     first = views[0]
     layers = sorted({gemm.fqn for view in views[1:] for gemm in view.gemms})
     return {
@@ -36,11 +37,11 @@ def graph_data(views: Sequence[GraphView]) -> dict[str, Any]:
         "count": len(views),
         "others": layers,  # GEMMs of the graphs that are alike
         "stages": ["before", *first.stages],
-        "content": packed(json.dumps(_content(first), separators=(",", ":")).encode()),
+        "content": packed(json.dumps(_content(first, kernels or {}), separators=(",", ":")).encode()),
     }
 
 
-def _content(view: GraphView) -> dict[str, Any]:
+def _content(view: GraphView, kernels: Mapping[int, KernelRecord]) -> dict[str, Any]:
     found = folded({"before": view.before, **view.stages}, view.origins)
     numbers: dict[str, int] = {}  # of lines
     texts = [[numbers.setdefault(line, len(numbers)) for line in lines] for lines in found.stages.values()]
@@ -62,6 +63,18 @@ def _content(view: GraphView) -> dict[str, Any]:
         "sources": list(sources),
         "origins": origins,
         "saved": [name for name in view.saved if name in names],
+        "kernels": list(_drawn(kernels, {name: number for number, name in enumerate(names)})),
         "alike": found.alike,
         "emulated": sorted({gemm.name for gemm in view.gemms if gemm.execution == "emulated"}),
     }
+
+
+def _drawn(kernels: Mapping[int, KernelRecord], numbers: Mapping[str, int]) -> Iterator[list[Any]]:
+    """Of each kernel: its place, and the numbers of the nodes that it computes, reads and writes. Of kept layers."""
+    for place, kernel in kernels.items():
+        nodes, *others = (
+            [numbers[name] for name in names if name in numbers]
+            for names in (kernel.nodes, kernel.reads, kernel.writes)
+        )
+        if nodes:
+            yield [place, nodes, *others]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError
+from fp8graph.ir.keys import NAMES_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import RecipeLike
@@ -72,7 +74,7 @@ def explain(
     def kernels() -> list[KernelRecord]:
         generating = Generating(**arguments)
         _trace(generating, model, args, kwargs, training)
-        return generating.generator.kernels
+        return generating.kernels(report)
 
     target = tracing.settings.hardware
     on_gpu = target is not None and target.is_gpu
@@ -85,7 +87,27 @@ class Generating(Backend):
     def __init__(self, policy: PolicyLike | None = None, **settings: Any) -> None:
         super().__init__(policy, **settings)
         assert self.settings.hardware is not None
-        self.generator = OfflineInductor(self.settings.hardware.name, run_eagerly)
+        self.generator = OfflineInductor(
+            self.settings.hardware.name, run_eagerly, names=lambda node: node.meta.get(NAMES_KEY, ())
+        )
+        self._graphs: dict[int, tuple[str, int]] = {}  # by the position of a kernel: its graph's text, which one of it
+        self._seen: Counter[tuple[str, bool]] = Counter()  # graphs with the same text and direction
+
+    def kernels(self, report: Report) -> list[KernelRecord]:
+        """The kernels of all graphs, in order, each with the number that its graph has in ``report``."""
+        numbers: dict[str, list[int]] = {}
+        for number, view in enumerate(report.graphs):
+            numbers.setdefault(view.after, []).append(number)
+        found: list[KernelRecord] = []
+        for position, kernel in enumerate(self.generator.kernels):
+            text, which = self._graphs.get(position, ("", 0))
+            number = numbers[text][min(which, len(numbers[text]) - 1)] if text in numbers else None
+            own = {} if number is None else report.graphs[number].origins
+            reads, nodes, writes = (
+                tuple(name for name in names if name in own) for names in (kernel.reads, kernel.nodes, kernel.writes)
+            )
+            found.append(dataclasses.replace(kernel, number=number, nodes=nodes, reads=reads, writes=writes))
+        return found
 
     def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         generate = functools.partial(self.generator, direction="weights")
@@ -93,7 +115,15 @@ class Generating(Backend):
 
     @property
     def inner_compile(self) -> Callable[..., Any]:
-        return self.generator
+        def generate(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+            start, text = len(self.generator.kernels), module.meta[TEXT_KEY]
+            compiled = self.generator(module, inputs, **kwargs)
+            same = text, bool(kwargs.get("is_backward"))
+            self._graphs |= dict.fromkeys(range(start, len(self.generator.kernels)), (text, self._seen[same]))
+            self._seen[same] += 1
+            return compiled
+
+        return generate
 
 
 @torch.inference_mode(False)  # whatever runs around explain(), or around what its report loads later

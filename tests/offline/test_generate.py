@@ -25,6 +25,7 @@ from generated import (
     quantize_after,
     quantize_after_backward,
     quantize_inputs,
+    report_of_mlp,
     triton_kernels,
     write_weights,
 )
@@ -44,6 +45,73 @@ def test_every_launch_with_its_ops_and_bytes() -> None:
     assert found[2].ops == ("aten.silu", "aten.mul")
     assert found[2].bytes == 3 * 256 * 512 * 2  # reads gate and up, writes their product
     assert {k.graph for k in found} == {"forward"}
+
+
+def ops_of(view: fp8graph.GraphView) -> dict[str, str]:
+    """The op of each node of a report's graph after all passes; of a result, the op's and its number."""
+    found: dict[str, str] = {}
+    for name, code in re.findall(r"^(\w+): .*? = (.*)$", view.after, re.MULTILINE):
+        result = re.fullmatch(r"(\w+)\[(\d)\]", code)
+        found[name] = f"{found[result[1]]}[{result[2]}]" if result else code.partition("(")[0]
+    return found
+
+
+def test_every_launch_with_the_nodes_of_the_report_that_it_computes() -> None:
+    """Nodes that lowering replaced go by the names that people see. What forward saves has a writer and a reader."""
+    report = report_of_mlp()
+    (view,) = report.graphs
+    ops = ops_of(view)
+    first, gemm, amax, cast, *_ = forward = [kernel for kernel in report.kernels if kernel.graph == "forward"]
+    backward = [kernel for kernel in report.kernels if kernel.graph == "backward"]
+
+    def of(names: tuple[str, ...]) -> list[str]:
+        return sorted(ops.get(name, name) for name in names)
+
+    quantize, scaled_mm = "fp8graph.quantize", "fp8graph.scaled_mm"
+    assert of(first.nodes) == of(first.writes) == [quantize, *(f"{quantize}[{number}]" for number in range(3))]
+    assert first.reads == ("primals_2",)
+    assert of(gemm.nodes) == of(gemm.writes) == [scaled_mm]
+    assert len(gemm.reads) == 2  # the weight's copy and its scale
+    # silu(gate) * up is computed for the amax, and again for the cast
+    silu = {"aten.neg", "aten.exp", "aten.add.Tensor", "aten.div.Tensor"}
+    assert silu < set(of(amax.nodes))
+    assert silu < set(of(cast.nodes))
+    assert of(amax.writes) == [quantize, f"{quantize}[2]"]
+    assert of(cast.writes) == [quantize, f"{quantize}[0]", f"{quantize}[1]"]
+    # backward computes silu again, from what forward saved; no GEMM claims the scales that it reads
+    assert [of(kernel.nodes) for kernel in backward if kernel.kind == "extern"] == [[scaled_mm]] * 4
+    (gradients,) = [kernel for kernel in backward if "aten.sigmoid" in of(kernel.nodes) and kernel.reads]
+    assert silu < set(of(gradients.nodes))
+    assert of(gradients.reads) == [scaled_mm]
+    written = {name for kernel in forward for name in kernel.writes}
+    read = {name for kernel in backward for name in kernel.reads if ops.get(name)}
+    assert read == written & set(view.saved[1:])  # the first is the model's result
+    weights = [kernel for kernel in report.kernels if kernel.graph == "weights"]
+    assert {(kernel.number, kernel.nodes, kernel.reads, kernel.writes) for kernel in weights} == {(None, (), (), ())}
+    assert {kernel.number for kernel in (*forward, *backward)} == {0}
+    assert first.to_dict()["nodes"] == list(first.nodes)
+
+
+def test_kernels_of_several_graphs_name_theirs() -> None:
+    """Graphs around a graph break have nodes of the same names; the first two have the same text."""
+
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.last = nn.Linear(128, 128, bias=False), nn.Linear(128, 64, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.block(x)
+            torch._dynamo.graph_break()
+            x = self.block(x)
+            torch._dynamo.graph_break()
+            return self.last(x.relu())
+
+    x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta")
+    report = fp8graph.explain(Broken().to("meta", torch.bfloat16), x, policy=NONE, target="sm_90", training=False)
+    assert len(report.graphs) == 3
+    found = [(kernel.number, kernel.nodes) for kernel in report.kernels]
+    assert found == [(0, ("mm",)), (1, ("mm",)), (2, ("relu",)), (2, ("mm",))]
 
 
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.offline.launches import _Part, _parts_of, _read_call, _written
+from fp8graph.offline.launches import _library_call, _Part, _parts_of, _read_call, _written
 
 
 def part(node: int, makes: str = "", overwrites: str = "", reads: str = "") -> _Part:
@@ -39,3 +39,13 @@ def test_one_tensor_that_several_launches_overwrite() -> None:
     assert _parts_of(["k", "cache"], {"cache"}, [*parts, later]) == [parts[1]]
     assert _parts_of(["q", "k", "cache"], {"cache"}, [*parts, later]) == parts
     assert _parts_of(["k", "cache"], {"cache"}, [later]) == [later]
+
+
+def test_the_part_that_a_library_call_runs() -> None:
+    """Found by the buffer that it fills or makes, else by the tensor that it overwrites."""
+    gemm, op, reduction = part(0, "buf0", reads="arg0"), part(1, "buf1", reads="buf0"), part(2, overwrites="buf1")
+    parts = [gemm, op, reduction]
+    assert _library_call("    extern_kernels.mm(a, b, out=reinterpret_tensor(buf0, (4, 8), (8, 1), 0))", parts) is gemm
+    assert _library_call("    buf1 = torch.ops.aten.sort.stable(buf0, stable=False)", parts) is op
+    assert _library_call("    torch.ops._c10d_functional.all_reduce_.default(buf1, 'sum', '0')", parts) is reduction
+    assert _library_call("    extern_kernels.mm(buf0, buf1, out=buf3)", parts) is None

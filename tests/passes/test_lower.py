@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
+from fp8graph.ir.keys import NAMES_KEY
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.text import graph_text
 from fp8graph.numerics import bf16_product
@@ -114,6 +115,33 @@ def test_metadata_of_the_dialect_node_is_kept() -> None:
     made = [n for n in graph.nodes if n.op == "call_function"]
     assert {n.meta["partitioner_tag"] for n in made} == {"is_backward"}
     assert {n.meta["fp8graph_pass"] for n in made} == {"lower"}
+
+
+def test_each_node_carries_the_names_of_what_it_computes() -> None:
+    """Of the dialect node that it was made for, and of the result that it is; a node that was there, its own."""
+    graph = graph_with(ops.quantize, X, torch.float8_e4m3fn, False, 0.0, [1, 16], [16, 16])
+    (quantize,) = nodes(graph, ops.DIALECT)
+    rowwise, columnwise, scale_inv = quantize.users
+    outputs = graph.output_node()
+    with graph.inserting_before(outputs):
+        kept = insert(graph, aten.neg.default, (scale_inv,), like=scale_inv, made_by="test", name="kept")
+    outputs.args = ((rowwise, columnwise, kept),)
+    expected = [(quantize.name, user.name) for user in (rowwise, columnwise, scale_inv)]
+    lower(graph)
+    results: Any = outputs.args[0]
+    assert [node.meta[NAMES_KEY] for node in (*results[:2], *kept.all_input_nodes)] == expected
+    assert kept.meta[NAMES_KEY] == ("kept",)
+    made = [node for node in graph.nodes if node.op == "call_function" and node is not kept]
+    assert len(made) > 10
+    assert {node.meta[NAMES_KEY][0] for node in made} == {"quantize_default"}
+
+
+def test_an_input_that_is_a_result_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops.REFERENCE, ops.quantize, lambda x, *_: [x, x.neg(), x.abs()])  # pyright: ignore
+    graph = graph_with(ops.quantize, X, torch.float8_e4m3fn, False, 0.0, [1, 16], [16, 16])
+    lower(graph)
+    names = [node.meta[NAMES_KEY] for node in graph.output_node().all_input_nodes]
+    assert names == [("x0",), ("quantize_default", "getitem_1"), ("quantize_default", "getitem_2")]
 
 
 def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 import fp8graph
 from browser import Page, opened
+from fp8graph import offline
 from fp8graph.models.llama import tiny_config
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page import in_script, page
 from fp8graph.report.page_data import page_data
+from generated import report_of_mlp
 from helpers import ALL, MLP, eager_backend
 
 STRANGE = "</script><b>\"&amp;'\u2028é日本.0"
@@ -162,6 +164,52 @@ class Deep(nn.Module):
 def test_identical_layers_take_no_room() -> None:
     sizes = [len(page(page_data(report_of(Deep(layers))))) for layers in (6, 24)]
     assert sizes[1] < 1.15 * sizes[0]
+
+
+def details_of(found: Page) -> str:
+    return "".join(text for _, own, texts in found.elements if own.get("id") == "details" for text in texts)
+
+
+def computed(found: Page) -> list[tuple[str, bool]]:
+    """The names of the first nodes of outlined boxes, and whether the kernel computes them in part."""
+    classes = [(own, own.get("class", "").split()) for tag, own, _ in found.elements if tag == "g"]
+    return [(own["data-unit"], "partly" in names) for own, names in classes if "computed" in names]
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_kernels_in_a_real_browser(tmp_path: Path) -> None:
+    """The boxes of a chosen kernel, the kernels of a chosen box; and a kernel of the table that is clicked."""
+    report, path = report_of_mlp(), tmp_path / "report.html"
+    kernels = report.kernels
+    report.to_html(path)
+    (cast,) = [place for place, kernel in enumerate(kernels[:4]) if "neg" in kernel.nodes and len(kernel.writes) == 3]
+    (quantize,) = [name for name in kernels[cast].writes if name.startswith("quantize_input")]
+    (saved,) = [name for name in kernels[cast].writes if name in report.graphs[0].saved]
+    found = opened(path, f"#layer=*&op={quantize}&kernel={cast}")
+    (silu, _), *others = computed(found)
+    assert silu in kernels[cast].nodes
+    assert others == [(quantize, False)]
+    assert len(found.texts("path", "moved")) == 1
+    assert f"writes what is saved: {saved}" in details_of(found)
+    assert [kernel.name in details_of(found) for kernel in kernels[:4]] == [False, False, True, True]
+    drawn = [kernel.name for kernel in kernels if kernel.graph != "weights"]
+    assert [text for text in found.texts("button", "link") if text.startswith(("triton", "extern"))][2:] == drawn
+    # backward computes silu again, from what forward saved
+    again = next(place for place, kernel in enumerate(kernels) if {"sigmoid", "neg"} <= set(kernel.nodes))
+    click = """
+      const wait = setInterval(() => {
+        if (!document.body.dataset.ready) return;
+        clearInterval(wait);
+        document.querySelectorAll("#kernels tbody tr")[PLACE].querySelector("button").click();
+      }, 20);
+    """.replace("PLACE", str(again))
+    path.write_text(path.read_text().replace("</body>", f"<script>{click}</script></body>"))
+    found = opened(path, "#stage=match")
+    assert "after save_for_backward" in "".join(found.texts("strong"))
+    assert silu in [name for name, _ in computed(found)]
+    assert "1 again, for backward" in details_of(found)
+    assert [text.partition(":")[0] for text in found.texts("dd", "moved")]
+    assert "reads what was saved: " in details_of(found)
 
 
 @pytest.mark.slow

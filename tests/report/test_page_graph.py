@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import fp8graph
+from fp8graph.offline import KernelRecord
 from fp8graph.report.page_graph import distinct_graphs, graph_data, packed
 from helpers import ALL, MLP
 
@@ -34,6 +35,20 @@ def test_every_stage_can_be_read_back() -> None:
     assert (found["modules"][module], backward) == ("gate", 0)
     assert "self.gate(x)" in found["sources"][source]
     assert set(found["saved"]) == set(view.saved) & set(found["origins"])
+
+
+def test_kernels_name_nodes_of_the_kept_layers() -> None:
+    """By numbers of nodes, which the page has by name; nodes that are not in the text are left out."""
+    (view,) = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL).graphs
+    common: dict[str, Any] = {"graph": "forward", "kind": "triton", "ops": (), "bytes": 0, "number": 0}
+    kernels = {
+        3: KernelRecord(name="a", nodes=("mm", "gone"), reads=("primals_1",), writes=("mm",), **common),
+        5: KernelRecord(name="b", nodes=("gone",), **common),
+    }
+    found = content(graph_data([view], kernels))
+    ((place, *numbers),) = found["kernels"]
+    names = list(found["origins"])
+    assert (place, *([names[number] for number in some] for some in numbers)) == (3, ["mm"], ["primals_1"], ["mm"])
 
 
 def test_graphs_of_equal_text_are_one() -> None:

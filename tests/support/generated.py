@@ -201,6 +201,10 @@ def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> lis
 
 
 def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:
+    return report_of_mlp(target, policy, training).kernels
+
+
+def report_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> fp8graph.Report:
     x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta", requires_grad=training)
     model = MLP(128, 512).to("meta", torch.bfloat16)
-    return fp8graph.explain(model, x, policy=policy, target=target, training=training).kernels
+    return fp8graph.explain(model, x, policy=policy, target=target, training=training)

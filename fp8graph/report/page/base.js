@@ -82,6 +82,6 @@ function legend(entries) {
 function plainTable(rows) {
   const [titles, ...others] = rows;
   const head = element("tr", {}, ...titles.map((title) => element("th", {}, title)));
-  const body = others.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, String(cell)))));
+  const body = others.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell instanceof Node ? cell : String(cell)))));
   return element("div", { className: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
 }

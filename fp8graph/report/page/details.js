@@ -1,4 +1,4 @@
-// What a layer saves for backward, and what is known of one unit of its drawing.
+// What a layer saves for backward, which kernels compute it, and what is known of one unit of its drawing.
 
 function showSaved(panel, found, partitioned) {
   const saved = new Map();
@@ -12,10 +12,11 @@ function showSaved(panel, found, partitioned) {
   panel.replaceChildren(element("h3", {}, "Saved for backward"));
   if (!partitioned) panel.append(element("p", { className: "quiet" }, "Nothing is known to be saved: this is an inference graph, or not the last stage."));
   else panel.append(element("p", {}, `${bytesText(total)} in ${tensors.length} tensors${dynamic}, beside inputs of the graph (weights and their FP8 copies).`));
+  for (const tensor of tensors) view.drawn.saved.set(tensor, element("dd", { className: "mono" }, `${tensor.name}: ${tensor.type}`));
   panel.append(element("dl", {}, ...tensors.flatMap((tensor) => [
     element("dt", {}, tensor.bytes === null ? "dynamic" : bytesText(tensor.bytes)),
-    element("dd", { className: "mono" }, `${tensor.name}: ${tensor.type}`),
-  ])), element("p", { className: "quiet" }, "Choose a box to see its ops."));
+    view.drawn.saved.get(tensor),
+  ])), element("p", { className: "quiet" }, "Choose a box to see its ops."), ...kernelsPart(null));
 }
 
 function showUnit(panel, unit, found) {
@@ -27,6 +28,7 @@ function showUnit(panel, unit, found) {
     element("h3", {}, unit.labels[0]),
     element("p", { className: "quiet" }, unit.module || "outside of modules"),
     ...scalesOf(unit),
+    ...kernelsPart(unit),
     ...sourcesOf(unit),
     ...(unit.nodes.length ? [element("h3", {}, "Ops"), ...[...unit.nodes, ...unit.views].map((node) => element("div", { className: "mono" }, node.line))] : []),
     ...list("Reads", edges.filter((edge) => edge.to === unit), (edge) => edge.from),

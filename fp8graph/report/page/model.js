@@ -120,8 +120,9 @@ function connect(found, unit, node, nodes, unitOf, saved, layer) {
     if (!from || from === unit) continue;
     const tensor = chain.find((one) => !one.backward) || source;
     const crosses = !from.backward && unit.backward;
-    const kept = chain.some((one) => saved.has(one.name)) || viewsOf(tensor, nodes).some((one) => saved.has(one));
-    addEdge(found, from, unit, { tensor: crosses ? tensor : source === chain[0] ? source : chain[0], crosses, kept });
+    const kept = [...chain.map((one) => one.name), ...viewsOf(tensor, nodes)].find((one) => saved.has(one)) || "";
+    const result = chain.at(-2)?.op === "getitem" ? [chain.at(-2).name] : [];
+    addEdge(found, from, unit, { tensor: crosses ? tensor : source === chain[0] ? source : chain[0], crosses, kept, made: [...result, source.name] });
   }
 }
 
@@ -152,12 +153,13 @@ function leave(found, node, nodes, unitOf, inside) {
     let source = nodes.get(name);
     while (!unitOf.has(source.name) && VIEWS.test(source.op) && source.inputs.length) source = nodes.get(source.inputs[0]);
     const from = unitOf.get(source.name);
-    if (from && inside.has(from) && from.backward === node.backward) addEdge(found, from, stub(found, node, "to"), { tensor: nodes.get(name), crosses: false, kept: false });
+    if (from && inside.has(from) && from.backward === node.backward) addEdge(found, from, stub(found, node, "to"), { tensor: nodes.get(name), crosses: false, kept: "", made: [] });
   }
 }
 
-function addEdge(found, from, to, { tensor, crosses, kept }) {
+/** `kept`: the node that is saved, a view of the tensor or itself; `made`: the nodes that a kernel may name that writes it. */
+function addEdge(found, from, to, { tensor, crosses, kept, made }) {
   const key = `${from.id} ${to.id}`;
   if (!found.edges.has(key)) found.edges.set(key, { from, to, crosses, tensors: new Map() });
-  found.edges.get(key).tensors.set(tensor.name, { name: tensor.name, type: tensor.type, bytes: bytesOf(tensor.type), kept });
+  found.edges.get(key).tensors.set(tensor.name, { name: tensor.name, type: tensor.type, bytes: bytesOf(tensor.type), kept, made });
 }

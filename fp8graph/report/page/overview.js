@@ -44,7 +44,8 @@ function showPlainTables() {
     if (data[name].length) section(name).append(plainTable(data[name]));
   }
   if (data.kernels !== null) {
-    const rows = data.kernels.map((kernel) => [kernel.graph, kernel.kind, kernel.name, kernel.ops.join(", "), kernel.bytes ? bytesText(kernel.bytes) : ""]);
+    const named = (kernel, place) => (kernel.drawn === null ? kernel.name : element("button", { className: "link", title: "draw its layer", onclick: () => drawKernel(place) }, kernel.name));
+    const rows = data.kernels.map((kernel, place) => [kernel.graph, kernel.kind, named(kernel, place), kernel.ops.join(", "), kernel.bytes ? bytesText(kernel.bytes) : ""]);
     section("kernels").append(plainTable([["graph", "kind", "kernel", "ops that it fuses", "bytes"], ...rows]));
     section("kernels").hidden = false;
   } else if (data.has_target) {

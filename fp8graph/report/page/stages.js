@@ -1,7 +1,7 @@
 // Graphs and their layers: which is drawn, at which stage; the slider through the stages, with what each changed.
 
 const MOST_LINES = 3000;
-const view = { content: null, nodes: null };
+const view = { content: null, nodes: null, drawn: null };
 
 function showGraphs() {
   if (!data.graphs.length) return section("layer").append(element("p", {}, "No graph was compiled."));
@@ -12,8 +12,8 @@ function showGraphs() {
   view.details = element("div", { id: "details" });
   view.text = element("div");
   section("layer").append(
-    element("div", { className: "controls" }, dropDown("graph", names, state.graph || "0", (graph) => { choose({ graph, layer: "", stage: "", op: "" }); showGraph(); })),
-    view.controls, view.alike, legend(COLORS),
+    element("div", { className: "controls" }, dropDown("graph", names, state.graph || "0", (graph) => { choose({ graph, layer: "", stage: "", op: "", kernel: "" }); showGraph(); })),
+    view.controls, view.alike, legend(data.kernels === null ? COLORS : [...COLORS, ["var(--kernel)", "the chosen kernel (dashed: a part of the box)"]]),
     element("div", { className: "drawing" }, view.canvas, view.details), view.text,
   );
   return showGraph();
@@ -30,7 +30,7 @@ async function showGraph() {
   view.layers = layersOf(view.content, last);
   const layer = layerFor(state.layer);
   view.controls.replaceChildren(
-    dropDown("layer", view.layers, layer, (value) => { choose({ layer: value || "*", op: "" }); showStage(); }),
+    dropDown("layer", view.layers, layer, (value) => { choose({ layer: value || "*", op: "", kernel: "" }); showStage(); }),
     stageControls(graph, slider),
     checkBox("every op", state.ops === "1", (on) => { choose({ ops: on ? "1" : "", op: "" }); showStage(); }),
     dropDown("size", [["", "fit"], ["0.75", "75 %"], ["1", "100 %"], ["1.5", "150 %"]], state.size || "", (size) => { choose({ size }); showStage(); }),
@@ -87,6 +87,7 @@ function showStage() {
   const layer = layerFor(state.layer);
   const saved = new Set(stage === last ? view.content.saved : []);
   const found = unitsOf(nodes, layer, saved, state.ops === "1");
+  view.drawn = { found, last: stage === last, kernels: stage === last ? kernelsOf(view.content, found) : [], saved: new Map() };
   const choosing = (unit, svg, edges) => {
     choose({ op: unit.nodes[0]?.name || "" });
     highlight(unit, svg, edges);
@@ -98,6 +99,9 @@ function showStage() {
   resize(drawing);
   const unit = found.units.find((one) => one.nodes.some((node) => node.name === state.op));
   if (unit && unit.group) choosing(unit, drawing, [...found.edges.values()]);
+  outline(null);
+  const kernel = view.details.querySelector(".kernels .chosen");
+  if (kernel) view.details.scrollTop = kernel.offsetTop - view.details.offsetTop - 60;
   showText(graph, stage);
 }
 
@@ -112,7 +116,7 @@ function resize(svg) {
 /** A row of the table was clicked: its module, or the layer around it. */
 async function drawLayerOf(row) {
   const name = row.names[0].replace(/\[\d+\]$/, "");
-  choose({ graph: row.graph ? String(row.graph) : "", stage: "", op: "" });
+  choose({ graph: row.graph ? String(row.graph) : "", stage: "", op: "", kernel: "" });
   view.content = await loaded(row.graph);
   view.layers = layersOf(view.content, data.graphs[row.graph].stages.length - 1);
   const modules = view.layers.map(([module]) => module).filter(Boolean);
