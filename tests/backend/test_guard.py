@@ -10,36 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors import torch as safetensors
-from torch import Tensor, nn
+from torch import Tensor
+from torch._dynamo.utils import counters
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
+from guarding import BAD, Block, scales, sharded
 from helpers import same_bits
 from ranks import run_ranks
 
-
-class Block(nn.Module):
-    """Three linears, none of which shares its input."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = (nn.Linear(width, width, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        x = nn.functional.silu(self.first(x))
-        # most rows of the gradient of `middle` are tiny, and it is passed on in full size beside it
-        return self.last(nn.functional.silu(self.middle(x) * scale + x))
-
-
 RULES = Policy(default="tensorwise", min_speedup=0)
 MIDDLE = Rule("middle", "tensorwise", dgrad=None, wgrad=None, optional=True)
-
-
-def scales(rows: int = 64) -> Tensor:
-    """[rows, 1]: three of four rows scale the gradient of `middle` by 2^-40, beyond E5M2's 2^33."""
-    return torch.where(torch.arange(rows) % 4 == 0, 1.0, 2.0**-40)[:, None]
 
 
 def run(
@@ -165,8 +150,8 @@ def test_unobserved_steps_run_what_they_ran() -> None:
     watched.guard(every=2, start=1)
     watched.observe(every=3, stats="max", layers="first")
     runs = [run(backend, 6) for backend in (plain, watched)]
-    same_bits(*(losses for _, losses in runs))
-    same_bits(*([p.detach() for p in block.parameters()] for block, _ in runs))
+    assert same_bits(*(losses for _, losses in runs))
+    assert same_bits(*([p.detach() for p in block.parameters()] for block, _ in runs))
     graphs = [[(v.before, v.stages, v.after) for v in backend.report.graphs] for backend in (plain, watched)]
     assert graphs[0] == graphs[1]
     (program,) = watched.programs
@@ -224,7 +209,7 @@ def test_a_resumed_run_has_the_same_policy(how: str, tmp_path: Path) -> None:
     other = Block()
     other.load_state_dict(saved)
     _, again = run(resumed, 3, at=4, block=other)
-    same_bits(again, losses)
+    assert same_bits(again, losses)
     assert resumed.policy == backend.policy
     assert guard.findings == []
     assert resumed.report.guard == backend.report.guard
@@ -233,6 +218,61 @@ def test_a_resumed_run_has_the_same_policy(how: str, tmp_path: Path) -> None:
     copied = copy.deepcopy(dict(state)) | {"fp8graph.guard": torch.tensor([1, 2], dtype=torch.uint8)}
     with pytest.raises(StateError, match="'fp8graph.guard' is not a list of rules"):
         resumed.load_state_dict(copied)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_checkpoint_of_dcp_has_the_rules(compiled_before: bool, tmp_path: Path) -> None:
+    """DCP takes the backend itself, whose first steps with the rule are those of the run that was saved."""
+    backend = Backend(RULES, compiler="eager")
+    backend.guard(every=2, start=1, apply=True)
+    block, _ = run(backend, 4)
+    dcp.save({"model": block.state_dict(), "fp8graph": backend}, checkpoint_id=tmp_path)
+    other, resumed = Block(), Backend(RULES, compiler="eager")
+    guard = resumed.guard(every=2, start=1, apply=True)
+    if compiled_before:  # calls of both kinds of steps, whose graphs have the policy without the rule
+        run(resumed, 2, block=other, bad=lambda _: False)
+    parts = {"model": other.state_dict(), "fp8graph": resumed}
+    dcp.load(parts, checkpoint_id=tmp_path)
+    assert resumed.policy == backend.policy == Policy([MIDDLE], default="tensorwise", min_speedup=0)
+    assert resumed.report.guard == backend.report.guard
+    assert resumed.state_dict().keys() == backend.state_dict().keys()
+    assert same_bits(resumed.state_dict().values(), backend.state_dict().values())
+    other.load_state_dict(parts["model"])
+    expected, got = (run(each, 3, at=4, block=of)[1] for each, of in ((backend, block), (resumed, other)))
+    assert same_bits(got, expected)
+    assert {g.recipe for g in resumed.report.graphs[-1].gemms if g.fqn == "middle"} == {"tensorwise", None}
+    assert guard.findings == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_generated_code_is_guarded_as_the_graph_is() -> None:
+    """The same finding and rule at the same step; then from the compile cache, where no pass runs."""
+    found: list[tuple[Any, Any, list[str], list[Tensor]]] = []
+    hits: list[int] = []
+    for compiler in ("eager", "inductor", "inductor"):
+        counters.clear()
+        backend = Backend(Policy(default="delayed", min_speedup=0), compiler=compiler)
+        guard = backend.guard(every=2, start=1, end=2, apply=True)
+        _, losses = run(backend, 4)
+        (finding,) = guard.findings
+        found.append((finding, backend.policy, backend.report.guard, losses))
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+        assert {g.recipe for g in backend.report.graphs[-1].gemms if g.fqn == "middle"} == {"delayed", None}
+    assert hits[0] == 0
+    assert hits[2] >= 6  # forward and backward of three variants: plain, observed, with the rule
+    (expected, policy, report, losses), *others = found
+    assert (expected.site, expected.operand, expected.gemms) == ("middle", "grad_output", ("dgrad", "wgrad"))
+    for finding, of_generated, told, got in others:
+        assert (finding.step, finding.stat, finding.layout, finding.rule) == (
+            expected.step, expected.stat, expected.layout, expected.rule
+        )  # fmt: skip
+        assert finding.value == pytest.approx(expected.value, abs=0.1)  # of 4096 numbers
+        assert (of_generated, told) == (policy, report)
+        torch.testing.assert_close(got, losses, rtol=1e-5, atol=0.0)
+    assert same_bits(others[0][3], others[1][3])
 
 
 def test_layers_that_do_not_exist(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,3 +331,37 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
     assert len(first[0]) == 1
     assert first[2] == second[2] == Policy([MIDDLE], default="tensorwise", min_speedup=0).to_dict()
     assert (first[1], second[1]) == (0, 1)  # without reduce, each rank finds its own
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_guard_under_fsdp2(tmp_path: Path) -> None:
+    """Sharded layers, weights gathered in FP8: one policy on both ranks, and the losses of a run that was given it.
+
+    The checkpoint that DCP saves on both goes on where it was saved.
+    """
+    recipes = ("tensorwise", "delayed")
+    policies = {recipe: Policy(default=recipe, min_speedup=0) for recipe in recipes}
+    first, second = run_ranks(sharded, 2, tmp_path, policies, str(tmp_path), seconds=800, collective_seconds=300)
+    for recipe in recipes:
+        rule = Rule(BAD, recipe, dgrad=None, wgrad=None, optional=True)
+        policy = Policy([rule], default=recipe, min_speedup=0).to_dict()
+        assert first[recipe]["findings"] == second[recipe]["findings"]
+        assert same_bits(first[recipe]["weights"].values(), second[recipe]["weights"].values())
+        for found in (first[recipe], second[recipe]):
+            assert len(found["findings"]) == 1
+            assert found["findings"][0].startswith(f"step 2: {BAD}: 75 % of grad_output became zero ({recipe}, ")
+            assert found["policy"] == policy
+            assert found["recipes"] == {"fprop": recipe, "dgrad": None, "wgrad": None}
+            assert found["sent"] == [6, 15]  # once per step; not in step 3, which follows an observed one, nor `middle`
+            assert found["losses"] == found["told"]["losses"]
+            assert same_bits(found["weights"].values(), found["told"]["weights"].values())
+            resumed = found["resumed"]
+            assert resumed["loaded"].keys() == found["saved"].keys() > {"fp8graph.guard"}
+            assert same_bits(resumed["loaded"].values(), found["saved"].values())
+            assert resumed["policy"] == policy
+            assert resumed["report"] == found["report"]
+            assert resumed["findings"] == 0
+            assert resumed["losses"] == found["losses"][5:]
+            assert same_bits(resumed["weights"].values(), found["weights"].values())

@@ -165,8 +165,8 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
         graphs[every] = [(view.before, view.stages, view.after) for view in backend.report.graphs]
     assert graphs[0] == graphs[1] == graphs[3]
     if compiler == "eager":
-        same_bits(losses[1], losses[0])
-        same_bits(losses[3], losses[0])
+        assert same_bits(losses[1], losses[0])
+        assert same_bits(losses[3], losses[0])
     else:  # an observed step may round the tensors that it measures in other places
         for got, wanted in zip(losses[3], losses[0], strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-4)
@@ -203,7 +203,7 @@ def test_observed_steps_train_as_others_do(recipe: str, settings: dict[str, Any]
             operands = {r.operand for r in statistics}
             assert ("wgrad" in operands) != settings.get("accumulate_wgrad", False)
             assert operands >= {"input", "weight", "grad_output", "output", "dgrad"}
-    same_bits(*trained)
+    assert same_bits(*trained)
 
 
 def test_nothing_is_compiled_before_it_is_asked_for() -> None:
@@ -413,7 +413,7 @@ def _sharded(rank: int, recipe: str) -> Any:
             optimizer.zero_grad()
         trained.append([p.to_local().detach().clone() for p in model.parameters()])  # pyright: ignore[reportAttributeAccessIssue]
         names |= {f"{r.step} {r.site} {r.operand}" for r in statistics}
-    same_bits(*trained)
+    assert same_bits(*trained)
     return names
 
 
