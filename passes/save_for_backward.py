@@ -77,7 +77,8 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
 def _check(quantized: QuantizeNode) -> str | None:
     """Why the columnwise copy is kept for backward, "" if there is none; None if backward can make it again."""
     node, copy = quantized.node, quantized.outputs.get("columnwise")
-    for_backward = copy is not None and bool(copy.users) and all(map(is_backward, copy.users))
+    read = [user for user in copy.users if user.target not in ops.MEASURES] if copy is not None else []
+    for_backward = bool(read) and all(map(is_backward, read))
     if CACHED_KEY in node.meta or not quantized.asked.rowwise or not for_backward:
         return ""
     if "recompute" in node.meta:
@@ -88,17 +89,18 @@ def _check(quantized: QuantizeNode) -> str | None:
 
 
 def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
-    """Let backward make the columnwise copy."""
+    """Let backward make the columnwise copy. On observed steps forward makes it, too, to measure it."""
     quantized = QuantizeNode(node)
     asked, outputs = quantized.asked, quantized.outputs
     copy = outputs["columnwise"]
     with graph.inserting_before(node):
-        rows_only = dataclasses.replace(asked, columnwise=[], keep_scales=quantized.kind.own_scale)
-        forward = _insert(graph, rows_only, node, like=node)
+        columnwise = asked.columnwise if not all(map(is_backward, copy.users)) else []
+        of_forward = dataclasses.replace(asked, columnwise=columnwise, keep_scales=quantized.kind.own_scale)
+        forward = _insert(graph, of_forward, node, like=node)
         made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
         if quantized.kind.own_scale:
             asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
-    first = next(user for user in graph.nodes if user in copy.users)
+    first = next(user for user in graph.nodes if user in copy.users and is_backward(user))
     with graph.inserting_before(first):
         # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
         # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.

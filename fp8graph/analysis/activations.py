@@ -29,7 +29,7 @@ def activation_functions(gemms: Sequence[fx.Node]) -> list[tuple[list[fx.Node], 
             node = pending.pop()
             read = [] if node in gemms else node.all_input_nodes  # a GEMM's operands are not part of the function
             for other in (*(user for user in node.users if not is_backward(user)), *read):
-                if other.target is ops.quantize or other in function:
+                if other.target in (ops.quantize, *ops.MEASURES) or other in function:
                     continue
                 if other.op != "call_function" or not (_elementwise(other) or other in gemms):
                     refusal = refusal or _refusal(other, is_read=other in read)

@@ -204,6 +204,7 @@ update_page = _define(
 )
 
 DIALECT: Final = frozenset(REFERENCE)
+MEASURES: Final = (tensor_statistics, quantization_statistics, what_if_statistics)  # they change nothing
 
 
 class _Described:
