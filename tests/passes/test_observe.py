@@ -13,10 +13,12 @@ from fp8graph.report import GraphView
 from helpers import ALL, MLP, mixtral
 
 
-def observed_view(module: nn.Module, *args: Any, policy: Any = ALL, what_if: Any = (), **asked: Any) -> GraphView:
+def observed_view(
+    module: nn.Module, *args: Any, policy: Any = ALL, what_if: Any = (), settings: Any = None, **asked: Any
+) -> GraphView:
     """The variant of the only graph that measures."""
     torch._dynamo.reset()
-    backend = Backend(policy, compiler="eager")
+    backend = Backend(policy, compiler="eager", **(settings or {}))
     backend.observe(every=1, what_if=what_if, **asked)
     compiled = torch.compile(module, backend=backend)
     compiled(*args)
@@ -55,6 +57,26 @@ def test_each_operand_and_result_is_measured_once() -> None:
         "copy__default_1: f32[36] = aten.copy_(primals_4, statistics_1)",
     ]
     assert view.inputs[-5:][0] == "statistics of forward"
+
+
+def test_what_is_kept_for_backward_stays_as_it_is() -> None:
+    """Forward makes the columnwise copies, to measure them, and backward makes them again, from what is kept in FP8."""
+    settings: dict[str, Any] = {"save": "memory", "save_activations_in_fp8": True}
+    torch._dynamo.reset()
+    backend = Backend(ALL, compiler="eager", **settings)
+    torch.compile(MLP(), backend=backend)(torch.zeros(16, 32))
+    (plain,), view = backend.report.graphs, observed_view(MLP(), torch.zeros(16, 32), settings=settings)
+    kept = [re.findall(r"^kept\w*: .*", of.after, re.MULTILINE) for of in (plain, view)]
+    assert kept[0] == kept[1] != []
+    layouts = re.compile(r"quantize_input\w*: .*rowwise=(\[.*?\]), columnwise=(\[.*?\])")
+    made = [sorted(layouts.findall(of.after)) for of in (plain, view)]
+    again, rows, both = ("[]", "[16, 16]"), ("[1, 16]", "[]"), ("[1, 16]", "[16, 16]")
+    assert made == [[rows, rows, again, again], [both, both, again, again]]
+    assert [r for r in view.refusals if r.what == "FP8 activation"] == []
+    types = [
+        {re.findall(rf"^{name}: (\S+\[.*?\])", of.after, re.MULTILINE)[0] for name in of.saved} for of in (plain, view)
+    ]
+    assert types[1] - types[0] == {"f32[108]"}  # the statistics of backward
 
 
 def test_other_recipes() -> None:

@@ -89,7 +89,7 @@ class Run:
         dcp.save({"model": get_model_state_dict(self.model), "fp8graph": self.backend}, checkpoint_id=folder)
 
     def load(self, folder: str) -> None:
-        parts = {"model": get_model_state_dict(self.model), "fp8graph": self.backend}
+        parts: dict[str, Any] = {"model": get_model_state_dict(self.model), "fp8graph": self.backend}
         dcp.load(parts, checkpoint_id=folder)
         set_model_state_dict(self.model, parts["model"])
 
@@ -119,8 +119,9 @@ def sharded(_rank: int, policies: dict[str, Policy], folder: str, compiler: str 
         other = again.backend.guard(every=5, start=2, apply=True, reduce=True)
         again.load(f"{folder}/{name}")
         loaded = dict(again.backend.state_dict())
-        own["resumed"] = {"losses": again.steps(range(5, 9)), "weights": again.weights(), "loaded": loaded}
-        own["resumed"] |= {"findings": len(other.findings), "policy": again.backend.policy.to_dict()}
-        own["resumed"]["report"] = again.backend.report.guard
+        own["resumed"] = resumed = dict[str, Any]()
+        resumed |= {"losses": again.steps(range(5, 9)), "weights": again.weights(), "loaded": loaded}
+        resumed |= {"findings": len(other.findings), "policy": again.backend.policy.to_dict()}
+        resumed["report"] = again.backend.report.guard
         found[name] = own
     return found
