@@ -233,7 +233,7 @@ def test_a_checkpoint_of_dcp_has_the_rules(compiled_before: bool, tmp_path: Path
     guard = resumed.guard(every=2, start=1, apply=True)
     if compiled_before:  # calls of both kinds of steps, whose graphs have the policy without the rule
         run(resumed, 2, block=other, bad=lambda _: False)
-    parts = {"model": other.state_dict(), "fp8graph": resumed}
+    parts: dict[str, Any] = {"model": other.state_dict(), "fp8graph": resumed}
     dcp.load(parts, checkpoint_id=tmp_path)
     assert resumed.policy == backend.policy == Policy([MIDDLE], default="tensorwise", min_speedup=0)
     assert resumed.report.guard == backend.report.guard
