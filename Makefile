@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-all lint clean test-torch record-kernels train-recipes bench coverage
+.PHONY: demo test test-slow test-all lint clean test-torch record-kernels train-recipes tune-order bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -52,6 +52,11 @@ record-kernels: .venv-torch-$(TORCH)/ready
 train-recipes: .venv/ready
 	.venv/bin/python -m benchmarks.train_recipes
 	.venv/bin/python -m benchmarks.recipe_evidence
+
+# each GEMM of small Llamas switched to FP8 alone, beside its score (an hour; goes on where it was stopped), then the table
+tune-order: .venv/ready
+	.venv/bin/python -m benchmarks.tune_order
+	.venv/bin/python -m benchmarks.order_evidence
 
 # compile and host time everywhere, speed and memory on a GPU with FP8; what is skipped is named
 bench: .venv/ready

@@ -1,10 +1,8 @@
-"""Hold ``fp8graph.tune`` against what happens: is the order of its scores right, do its policies beat simple ones?
+"""Hold the policies of ``fp8graph.tune`` against simple ones, on four families.
 
-1. ``order``: on trained Llamas of 2 and 8 layers, switch the GEMMs of one layer at a time to FP8 and measure, on
-   batches that the scores have not seen, the mean square of the change of the loss (fprop) and of the relative errors
-   of all parameters' gradients (dgrad and wgrad). The rank correlation with the scores says how good their order is.
-2. ``families``: on four families, the tuned policy against "tensorwise everywhere" and "first and last layer in bf16"
-   at the same predicted time: the relative errors of all gradients, and the mean square of the change of the loss.
+The tuned policy beside "tensorwise everywhere" and "first and last layer in bf16" at the same predicted time: the
+relative errors of all gradients, and the mean square of the change of the loss. Whether the order of the scores is
+right is measured by ``benchmarks/tune_order.py``.
 
 Predicted times are those of an H100's arithmetic alone, as for large matrices: these models are so small that launches
 and memory would decide.
@@ -141,39 +139,6 @@ def measured_errors(model: Any, policy: Policy, data: Sequence[Tensor], exact: A
     return change, sum(wrong) / len(wrong)
 
 
-def ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    result = [0.0] * len(values)
-    for position, index in enumerate(order):
-        result[index] = float(position)
-    return result
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
-    return float(torch.corrcoef(torch.tensor([ranks(a), ranks(b)], dtype=torch.float64))[0, 1])
-
-
-def order(layers: int, text: Tensor, held_out: Sequence[Tensor], steps: int, target: Path, console: Console) -> Any:
-    """The scores of one recipe, layer by layer, beside what switching that layer does."""
-    model = trained(llama(layers), steps, text, seed=0)
-    tuned = tune(model, as_batches(batches(text, 4, 1)), recipes=["tensorwise"], target=target)
-    exact = gradients(model, BF16, held_out)
-    result: dict[str, Any] = {}
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        scores = [score for score in tuned.scores if score.gemm == gemm]
-        found: list[float] = []
-        for score in scores:
-            only: dict[str, Any] = {other: None for other in ("fprop", "dgrad", "wgrad") if other != gemm}
-            policy = Policy([Rule(score.site, "tensorwise", **only)], default=None, min_speedup=0)
-            found.append(measured_errors(model, policy, held_out, exact)[gemm != "fprop"])
-        correlation = rank_correlation([score.measured for score in scores], found)
-        console.print(f"{layers} layers, {gemm}: rank correlation {correlation:.2f}", highlight=False)
-        rows = [{"site": s.site, "score": s.measured, "measured": f} for s, f in zip(scores, found, strict=True)]
-        result[gemm] = {"rank_correlation": correlation, "sites": rows}
-    return result
-
-
 def as_batches(data: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     return [{"input_ids": tokens, "labels": tokens} for tokens in data]
 
@@ -231,7 +196,6 @@ def family(name: str, text: Tensor, held_out: Sequence[Tensor], steps: int, targ
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="of training in bf16, before anything is measured")
-    parser.add_argument("--layers", type=int, nargs="*", default=[2, 8])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -240,10 +204,6 @@ def main() -> int:
     found: dict[str, Any] = {"torch": torch.__version__, "fp8graph": fp8graph.__version__, "steps": arguments.steps}
     with tempfile.TemporaryDirectory() as folder, quiet():
         target = arithmetic_alone(Path(folder))
-        for layers in arguments.layers:
-            found.setdefault("order", {})[str(layers)] = order(
-                layers, text, held_out[:8], arguments.steps, target, console
-            )
         for name in arguments.families:
             found.setdefault("families", {})[name] = family(name, text, held_out, arguments.steps, target, console)
     arguments.out.mkdir(parents=True, exist_ok=True)

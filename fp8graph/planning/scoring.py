@@ -53,7 +53,7 @@ class Measured:
         """fprop: sum((dL/dY * change)^2); dgrad: sum(change^2); wgrad: the square of the gradient's relative error.
 
         What dgrad returns is added to the gradients of other layers, so that its error counts by its size; what wgrad
-        returns is the whole gradient of a parameter. benchmarks/tune_validation.py holds both against measurements.
+        returns is the whole gradient of a parameter. benchmarks/tune_order.py holds all three against measurements.
         """
         if self.gemm != "wgrad":
             return self.weighted_error if self.gemm == "fprop" else self.square_error
