@@ -6,9 +6,13 @@ order, 0 if the scores say nothing. Beside it:
 * the interval: 95 % of 1,000 bootstrap samples of the sites and of the seeds;
 * half by half: the rank correlation of what one half of the measured batches says with what the other half says, mean
   over 20 random halves. Where it is low, the measurement itself is noise;
-* at most: what a perfect score would have, ``sqrt(2 r / (1 + r))`` for a correlation r of halves (Spearman and Brown:
-  all batches together are that much better than half of them);
+* scored again: the same of the scores, of one half of tune's batches and the other;
+* at most: what a score that is right, and no less noisy, would reach, from both;
 * spread: the largest measured change over the smallest. Sites that hardly differ are hard to put in order.
+
+A second table splits the order of the larger models: of the linears of one layer, and of one linear (all q_proj, say)
+in all layers; and with two other scores: relative square errors, and the score times the number of the layer from 1,
+which is how far an error of backward still has to go.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import math
 import operator
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from benchmarks.train_recipes import BATCH, RESULTS
 from fp8graph.recipes import GEMMS
 
 SAMPLES, HALVES = 1000, 20
+Row = Mapping[str, Any]  # of one site
 Run = dict[str, Any]
 Key = tuple[int, str, str, str]  # layers, recipe, dtype, GEMM
 Runs = dict[Key, dict[int, Run]]  # by seed
@@ -56,7 +61,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.correlation(*ranked)
 
 
-def samples(row: Mapping[str, Any]) -> list[float]:
+def samples(row: Row) -> list[float]:
     """What was measured for one site, batch by batch: its mean is ``row["measured"]``."""
     if "batch_errors" in row:
         return row["batch_errors"]
@@ -64,7 +69,7 @@ def samples(row: Mapping[str, Any]) -> list[float]:
     return [statistics.fmean(changes[i : i + BATCH]) ** 2 for i in range(0, len(changes), BATCH)]
 
 
-def half_by_half(rows: Sequence[Mapping[str, Any]]) -> float:
+def half_by_half(rows: Sequence[Row]) -> float:
     """How well one half of the measured batches orders the sites as the other half does."""
     values = [samples(row) for row in rows]
     count, draw = len(values[0]), random.Random(0)
@@ -76,18 +81,19 @@ def half_by_half(rows: Sequence[Mapping[str, Any]]) -> float:
     return statistics.fmean(found)
 
 
-def ceiling(half: float) -> float:
-    """The correlation of a perfect score with all batches, of which two halves have the correlation ``half``."""
-    return math.sqrt(max(0.0, 2 * half / (1 + half)))
+def ceiling(half: float, again: float = 1.0) -> float:
+    """The rank correlation of a right score with a measurement, if halves of them have these with each other."""
+    whole = [max(0.0, 2 * r / (1 + r)) for r in (half, again)]  # Spearman and Brown: all batches beside half of them
+    return math.sqrt(whole[0] * whole[1])
 
 
-def scored_again(rows: Sequence[Mapping[str, Any]], gemm: str) -> float:
+def scored_again(rows: Sequence[Row], gemm: str) -> float:
     """The rank correlation of the scores of the first half of tune's batches with those of the second."""
     one, other = ([_score(row, gemm, half) for row in rows] for half in (0, 1))
     return rank_correlation(one, other)
 
 
-def _score(row: Mapping[str, Any], gemm: str, half: int) -> float:
+def _score(row: Row, gemm: str, half: int) -> float:
     middle = len(row["square_error"]) // 2
     error, square, reference = (
         sum(row[part][middle:] if half else row[part][:middle])
@@ -96,15 +102,15 @@ def _score(row: Mapping[str, Any], gemm: str, half: int) -> float:
     return {"fprop": error, "dgrad": square, "wgrad": square / reference}[gemm]
 
 
-def relative(row: Mapping[str, Any]) -> float:
-    """The score that dgrad does not have: the square of the relative error."""
+def relative(row: Row) -> float:
+    """The square of the relative error: wgrad's score, and one that the others do not have."""
     return sum(row["square_error"]) / sum(row["square_reference"])
 
 
-def interval(runs: Sequence[Run]) -> tuple[float, float]:
+def interval(runs: Sequence[Sequence[Row]]) -> tuple[float, float]:
     """95 % of the bootstrap: each sample draws seeds, and one set of sites for all of them."""
     draw, found = random.Random(0), list[float]()
-    pairs = [[(row["score"], row["measured"]) for row in run["rows"]] for run in runs]
+    pairs = [[(row["score"], row["measured"]) for row in rows] for rows in runs]
     for _ in range(SAMPLES):
         sites = draw.choices(range(len(pairs[0])), k=len(pairs[0]))
         chosen = draw.choices(pairs, k=len(pairs))
@@ -134,36 +140,77 @@ def measured_in_both(runs: Runs, layers: int, recipe: str, gemm: str) -> float |
     return statistics.fmean(both) if both else None
 
 
+def correlation(rows: Sequence[Row], score: Callable[[Row], float] = lambda row: row["score"]) -> float:
+    return rank_correlation([score(row) for row in rows], [row["measured"] for row in rows])
+
+
+def layer(row: Row) -> int:
+    """The number of the layer of "model.layers.3.mlp.up_proj", from 1."""
+    return int(row["site"].split(".")[2]) + 1
+
+
+def linear(row: Row) -> str:
+    return row["site"].rpartition(".")[2]
+
+
+def within(rows: Sequence[Row], part: Callable[[Row], Any]) -> float:
+    """The mean of the rank correlations among the sites that have one ``part``."""
+    parts = [[row for row in rows if part(row) == one] for one in dict.fromkeys(map(part, rows))]
+    return statistics.fmean(correlation(own) for own in parts)
+
+
 def table(runs: Runs) -> list[str]:
     """The lines of a table in Markdown: one per number of layers, recipe, GEMM and dtype."""
-    titles = "layers, recipe, GEMM, model in, each seed, mean, 95 %, half by half, at most, scored again, spread"
-    lines = [f"| {titles.replace(', ', ' | ')} |", "|---" * len(titles.split(", ")) + "|"]
-    for (layers, recipe, dtype, gemm), by_seed in runs.items():
-        own = [by_seed[seed] for seed in sorted(by_seed)]
-        each = [
-            rank_correlation([row["score"] for row in run["rows"]], [row["measured"] for row in run["rows"]])
-            for run in own
-        ]
-        half = statistics.fmean(half_by_half(run["rows"]) for run in own)
-        again = statistics.fmean(scored_again(run["rows"], gemm) for run in own)
-        sizes = [[row["measured"] for row in run["rows"]] for run in own]
+    lines = _head("layers, recipe, GEMM, model in, each seed, mean, 95 %, half by half, scored again, at most, spread")
+    for key, by_seed in runs.items():
+        own = [by_seed[seed]["rows"] for seed in sorted(by_seed)]
+        half = statistics.fmean(map(half_by_half, own))
+        again = statistics.fmean(scored_again(rows, key[3]) for rows in own)
+        sizes = [[row["measured"] for row in rows] for rows in own]
         spread = statistics.geometric_mean([max(size) / min(size) for size in sizes])
         low, high = interval(own)
         cells = [
-            f"{layers}",
-            recipe,
-            gemm,
-            dtype,
-            ", ".join(f"{one:.2f}" for one in each),
-            f"**{statistics.fmean(each):.2f}**",
+            ", ".join(f"{correlation(rows):.2f}" for rows in own),
+            f"**{statistics.fmean(map(correlation, own)):.2f}**",
             f"{low:.2f} to {high:.2f}",
             f"{half:.2f}",
-            f"{ceiling(half):.2f}",
             f"{again:.2f}",
+            f"{ceiling(half, again):.2f}",
             f"{spread:.0f}" if spread >= 10 else f"{spread:.1f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_line(key, cells))
     return lines
+
+
+def parts(rows: Sequence[Row]) -> list[float]:
+    """The columns of the second table; nan for one linear in all layers if there are only two of them."""
+    return [
+        correlation(rows),
+        within(rows, layer),
+        within(rows, linear) if max(map(layer, rows)) > 2 else math.nan,
+        correlation(rows, relative),
+        correlation(rows, lambda row: row["score"] * layer(row)),
+    ]
+
+
+def table_of_parts(runs: Runs) -> list[str]:
+    """Where the order comes from, and what other scores would reach: means over the seeds."""
+    lines = _head(
+        "layers, recipe, GEMM, model in, all sites, of one layer, of one linear, relative errors, times layer"
+    )
+    for key, by_seed in runs.items():
+        found = map(statistics.fmean, zip(*(parts(run["rows"]) for run in by_seed.values()), strict=True))
+        lines.append(_line(key, ["" if math.isnan(number) else f"{number:.2f}" for number in found]))
+    return lines
+
+
+def _head(titles: str) -> list[str]:
+    return [f"| {titles.replace(', ', ' | ')} |", "|---" * len(titles.split(", ")) + "|"]
+
+
+def _line(key: Key, cells: Sequence[str]) -> str:
+    layers, recipe, dtype, gemm = key
+    return f"| {' | '.join([str(layers), recipe, gemm, dtype, *cells])} |"
 
 
 def main() -> int:
@@ -173,20 +220,12 @@ def main() -> int:
     if not runs:
         console.print(f"no runs in {folder}: python -m benchmarks.tune_order makes them")
         return 1
-    console.print("\n".join(table(runs)), markup=False, highlight=False)
+    console.print("\n".join([*table(runs), "", *table_of_parts(runs), ""]), markup=False, highlight=False)
     for layers, recipe in dict.fromkeys(key[:2] for key in runs):
         for gemm in GEMMS:
             if (both := measured_in_both(runs, layers, recipe, gemm)) is not None:
                 what = f"{layers} layers, {recipe}, {gemm}: what bf16 measures with what FP32 measures: {both:.2f}"
                 console.print(what, highlight=False)
-    for (layers, recipe, dtype, gemm), by_seed in runs.items():
-        if gemm == "dgrad":
-            each = [
-                rank_correlation([relative(row) for row in run["rows"]], [row["measured"] for row in run["rows"]])
-                for run in by_seed.values()
-            ]
-            what = f"{layers} layers, {recipe}, {dtype}, dgrad: if relative errors were the score: "
-            console.print(f"{what}{statistics.fmean(each):.2f}", highlight=False)
     return 0
 
 

@@ -49,13 +49,27 @@ def test_halves_say_how_much_of_a_measurement_is_noise() -> None:
     assert ceiling(half) == pytest.approx(reached, abs=0.08)  # the score here is perfect
     assert abs(half_by_half(made_up(50, 0))) < 0.3
     assert [ceiling(half) for half in (-0.2, 0, 0.5, 1)] == pytest.approx([0, 0, math.sqrt(2 / 3), 1])
+    assert ceiling(0.5, 0.5) == pytest.approx(2 / 3)  # scores as noisy as what was measured
 
 
 def test_the_interval_is_that_of_the_sites() -> None:
-    assert interval([{"rows": made_up(50, 10)}]) == pytest.approx((1, 1))
-    low, high = interval([{"rows": made_up(50, 0.02)}])
-    few_low, few_high = interval([{"rows": made_up(10, 0.02)}])
+    assert interval([made_up(50, 10)]) == pytest.approx((1, 1))
+    low, high = interval([made_up(50, 0.02)])
+    few_low, few_high = interval([made_up(10, 0.02)])
     assert 0.05 < high - low < few_high - few_low
+
+
+def test_the_order_in_parts() -> None:
+    """In each layer the scores are right; those of one linear in both layers are upside down."""
+    scores = {"0.mlp.up_proj": 3.0, "0.mlp.down_proj": 4.0, "1.mlp.up_proj": 1.0, "1.mlp.down_proj": 2.0}
+    measured = (1.0, 2.0, 3.0, 4.0)
+    rows = [
+        {"site": f"model.layers.{site}", "score": score, "measured": one}
+        for (site, score), one in zip(scores.items(), measured, strict=True)
+    ]
+    assert order_evidence.within(rows, order_evidence.layer) == pytest.approx(1)
+    assert order_evidence.within(rows, order_evidence.linear) == pytest.approx(-1)
+    assert order_evidence.correlation(rows) == pytest.approx(-0.6)
 
 
 def test_a_batch_is_the_mean_of_its_windows() -> None:
