@@ -8,11 +8,12 @@ order, 0 if the scores say nothing. Beside it:
   over 20 random halves. Where it is low, the measurement itself is noise;
 * scored again: the same of the scores, of one half of tune's batches and the other;
 * at most: what a score that is right, and no less noisy, would reach, from both;
-* spread: the largest measured change over the smallest. Sites that hardly differ are hard to put in order.
+* spread: the largest measured change over the smallest. Sites that hardly differ are hard to put in order;
+* middle: the median of the measured changes. Where bf16's is far above FP32's, it is that of rounding.
 
 A second table splits the order of the larger models: of the linears of one layer, and of one linear (all q_proj, say)
-in all layers; and with two other scores: relative square errors, and the score times the number of the layer from 1,
-which is how far an error of backward still has to go.
+in all layers; and with two other scores: the mean over the batches of the relative square error, and the score times
+the number of the layer from 1, which is how far an error of backward still has to go.
 """
 
 from __future__ import annotations
@@ -103,8 +104,10 @@ def _score(row: Row, gemm: str, half: int) -> float:
 
 
 def relative(row: Row) -> float:
-    """The square of the relative error: wgrad's score, and one that the others do not have."""
-    return sum(row["square_error"]) / sum(row["square_reference"])
+    """The mean of the relative square errors of tune's batches. wgrad's score is that of all batches together."""
+    return statistics.fmean(
+        error / own for error, own in zip(row["square_error"], row["square_reference"], strict=True)
+    )
 
 
 def interval(runs: Sequence[Sequence[Row]]) -> tuple[float, float]:
@@ -159,27 +162,35 @@ def within(rows: Sequence[Row], part: Callable[[Row], Any]) -> float:
     return statistics.fmean(correlation(own) for own in parts)
 
 
-def table(runs: Runs) -> list[str]:
-    """The lines of a table in Markdown: one per number of layers, recipe, GEMM and dtype."""
-    lines = _head("layers, recipe, GEMM, model in, each seed, mean, 95 %, half by half, scored again, at most, spread")
+def columns(own: Sequence[Sequence[Row]], gemm: str) -> dict[str, str]:
+    """What is said of the runs of one table line, seed by seed."""
+    half = statistics.fmean(map(half_by_half, own))
+    again = statistics.fmean(scored_again(rows, gemm) for rows in own)
+    sizes = [[row["measured"] for row in rows] for rows in own]
+    spread = statistics.geometric_mean([max(size) / min(size) for size in sizes])
+    low, high = interval(own)
+    return {
+        "each seed": ", ".join(f"{correlation(rows):.2f}" for rows in own),
+        "mean": f"**{statistics.fmean(map(correlation, own)):.2f}**",
+        "95 %": f"{low:.2f} to {high:.2f}",
+        "half by half": f"{half:.2f}",
+        "scored again": f"{again:.2f}",
+        "at most": f"{ceiling(half, again):.2f}",
+        "spread": f"{spread:.0f}" if spread >= 10 else f"{spread:.1f}",
+        "middle": f"{statistics.geometric_mean(map(statistics.median, sizes)):.0e}",
+    }
+
+
+def tables(runs: Runs) -> tuple[list[str], list[str]]:
+    """Two tables in Markdown, a line per number of layers, recipe, GEMM and dtype: all columns, and the main ones."""
+    all_titles = "each seed, mean, 95 %, half by half, scored again, at most, spread, middle"
+    chosen = [all_titles.split(", "), ["mean", "95 %", "at most"]]
+    found = [_head(", ".join(["layers, recipe, GEMM, model in", *titles])) for titles in chosen]
     for key, by_seed in runs.items():
-        own = [by_seed[seed]["rows"] for seed in sorted(by_seed)]
-        half = statistics.fmean(map(half_by_half, own))
-        again = statistics.fmean(scored_again(rows, key[3]) for rows in own)
-        sizes = [[row["measured"] for row in rows] for rows in own]
-        spread = statistics.geometric_mean([max(size) / min(size) for size in sizes])
-        low, high = interval(own)
-        cells = [
-            ", ".join(f"{correlation(rows):.2f}" for rows in own),
-            f"**{statistics.fmean(map(correlation, own)):.2f}**",
-            f"{low:.2f} to {high:.2f}",
-            f"{half:.2f}",
-            f"{again:.2f}",
-            f"{ceiling(half, again):.2f}",
-            f"{spread:.0f}" if spread >= 10 else f"{spread:.1f}",
-        ]
-        lines.append(_line(key, cells))
-    return lines
+        cells = columns([by_seed[seed]["rows"] for seed in sorted(by_seed)], key[3])
+        for lines, titles in zip(found, chosen, strict=True):
+            lines.append(_line(key, [cells[title] for title in titles]))
+    return found[0], found[1]
 
 
 def parts(rows: Sequence[Row]) -> list[float]:
@@ -220,7 +231,8 @@ def main() -> int:
     if not runs:
         console.print(f"no runs in {folder}: python -m benchmarks.tune_order makes them")
         return 1
-    console.print("\n".join([*table(runs), "", *table_of_parts(runs), ""]), markup=False, highlight=False)
+    table, short = tables(runs)
+    console.print("\n".join([*table, "", *short, "", *table_of_parts(runs), ""]), markup=False, highlight=False)
     for layers, recipe in dict.fromkeys(key[:2] for key in runs):
         for gemm in GEMMS:
             if (both := measured_in_both(runs, layers, recipe, gemm)) is not None:

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import order_evidence, tune_order
 from benchmarks.order_evidence import ceiling, half_by_half, interval, rank_correlation, ranks
+from benchmarks.records import RESULTS
 
 
 def test_equal_values_share_their_rank() -> None:
@@ -108,3 +109,12 @@ def test_one_gemm_is_switched() -> None:
     again, found = now()
     assert again == loss
     assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
+def test_the_results_are_in_the_documents() -> None:
+    runs = order_evidence.read(RESULTS / "tune_order_cpu")
+    table, short = order_evidence.tables(runs)
+    page = (RESULTS / "README.md").read_text(encoding="utf-8")
+    assert [line for line in [*table, *order_evidence.table_of_parts(runs)] if line not in page] == []
+    page = (RESULTS.parents[1] / "docs" / "tune.md").read_text(encoding="utf-8")
+    assert [line for line in short if line not in page] == []
