@@ -33,8 +33,7 @@ from transformers.cache_utils import (
 )
 
 from fp8graph.errors import ConfigError
-from fp8graph.numerics.decoding import dequantize_data
-from fp8graph.numerics.quantization import quantized_copy
+from fp8graph.numerics.rows import dequantize_rows, quantize_rows
 
 __all__ = ["Fp8DynamicCache", "Fp8Layer", "Fp8StaticCache"]
 
@@ -101,12 +100,12 @@ class Fp8Layer(CacheLayerMixin):
         return self._decoded(data[0], scales[0]), self._decoded(data[1], scales[1])
 
     def _quantized(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        data, scale_inv, _ = quantized_copy(states, _FP8, self.power_2_scale, 0.0, "rowwise", scaling="row")
+        data, scale_inv = quantize_rows(states, _FP8, power_2_scale=self.power_2_scale)
         return data.view(torch.uint8), scale_inv
 
     def _decoded(self, data: Tensor, scale_inv: Tensor) -> Tensor:
         assert self.dtype is not None
-        return dequantize_data(data.view(_FP8), scale_inv, self.dtype, scaling="row")
+        return dequantize_rows(data.view(_FP8), scale_inv, self.dtype)
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,0 +1,29 @@
+"""Rowwise scaling by itself, for code that Dynamo traces: it does not follow the requests of ``quantize_layouts``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.formats import amax_of, inverse, saturating_cast, scale_from_amax
+from fp8graph.numerics.hints import stored
+from fp8graph.recipes import FP8_MAX
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_2_scale: bool) -> tuple[Tensor, Tensor]:
+    """The bits of ``Float8RowwiseScaling``, epsilon 0: ``(data, scale_inv)``, both contiguous.
+
+    Args:
+        x: [..., rows, columns], bf16, fp16 or FP32, any strides.
+        dtype: of the data [..., rows, columns], E4M3 or E5M2; ``scale_inv`` is FP32 [..., rows, 1].
+        power_2_scale: see :class:`fp8graph.Float8RowwiseScaling`.
+    """
+    amax = amax_of(x, -1, keepdim=True)
+    scale = stored(scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale))
+    data = saturating_cast(x.to(torch.float32) * scale, dtype)
+    return data.contiguous(), inverse(scale)
+
+
+def dequantize_rows(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data * scale_inv``, rounded once to ``dtype``."""
+    return (data.to(torch.float32) * scale_inv).to(dtype)
