@@ -1,4 +1,4 @@
-"""Keys and values in FP8 for transformers' ``generate()``: its own dynamic and static caches, at half the memory of bf16.
+"""Keys and values in FP8 for transformers' ``generate()``: its dynamic and static caches at half the memory of bf16.
 
 Each key and each value of a token is quantized by itself, rowwise: E4M3 with one FP32 scale per token and head, as
 ``Float8RowwiseScaling`` does. So no token changes another one, a scale is never out of date, and nothing is calibrated.
@@ -7,6 +7,7 @@ Each key and each value of a token is quantized by itself, rowwise: E4M3 with on
     cache = Fp8StaticCache(model.config, max_cache_len=4096)  # allocated once, as StaticCache is: for compiled decoding
     model.generate(**inputs, past_key_values=cache)
     cache.nbytes, cache.nbytes_unquantized
+    compare_logits(model, input_ids, Fp8DynamicCache(model.config), prompt=32)  # what it changes in the logits
 
 Attention reads what is stored, in prefill too: however a text is split into calls, it attends to the same numbers.
 """
@@ -14,14 +15,14 @@ Attention reads what is stored, in prefill too: however a text is split into cal
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DummyLayer,
     DynamicCache,
     DynamicLayer,
@@ -33,200 +34,49 @@ from transformers.cache_utils import (
 )
 
 from fp8graph.errors import ConfigError
-from fp8graph.numerics.rows import dequantize_rows, quantize_rows
+from fp8graph.integrations.kv_layer import Fp8Layer
+from fp8graph.numerics import sqnr_db
 
-__all__ = ["Fp8DynamicCache", "Fp8Layer", "Fp8StaticCache"]
+__all__ = ["CacheComparison", "Fp8DynamicCache", "Fp8StaticCache", "compare_logits"]
 
-_FP8: Final = torch.float8_e4m3fn
 _QUANTIZED: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-_AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: of layers that share another's, or of recurrent ones
-_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-
-
-class Fp8Layer(CacheLayerMixin):
-    """The cache of one layer: two of transformers' own layers, of which one holds bytes, the other scales.
-
-    Both move their tokens alike, whatever the kind of the layer: they append, slide, crop, reorder.
-
-    Attributes:
-        data: ``keys`` and ``values`` are E4M3 as uint8 (torch moves no FP8 tensors on a CPU) [batch, heads, tokens,
-            head_dim].
-        scales: ``keys`` and ``values`` are FP32 [batch, heads, tokens, 1]; they multiply.
-        dtype: of the keys and values that attention reads: the model's. None before the first update.
-    """
-
-    def __init__(self, data: CacheLayerMixin, scales: CacheLayerMixin, *, power_2_scale: bool = False) -> None:
-        # CacheLayerMixin sets tensors, which are properties here
-        self.data: Final[Any] = data
-        self.scales: Final[Any] = scales
-        self.power_2_scale: Final = power_2_scale
-        self.dtype: torch.dtype | None = None
-
-    def __repr__(self) -> str:
-        return f"Fp8Layer({self.data})"
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate what the kind of layer allocates, for keys and values of these shapes [batch, heads, any, head_dim].
-
-        Raises:
-            ConfigError: they are not bf16, fp16 or FP32.
-        """
-        if key_states.dtype not in _DTYPES:
-            raise ConfigError(f"an FP8 cache takes keys in bf16, fp16 or FP32, not in {key_states.dtype}")
-        self.dtype = key_states.dtype
-        empty = [states.new_empty((*states.shape[:2], 0, states.shape[3])) for states in (key_states, value_states)]
-        self.data.lazy_initialization(*(states.to(torch.uint8) for states in empty))
-        self.scales.lazy_initialization(*(states[..., :1].to(torch.float32) for states in empty))
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens; return those that attention reads, decoded.
-
-        Args:
-            key_states, value_states: [batch, heads, tokens, head_dim] (which may differ), bf16, fp16 or FP32.
-
-        Raises:
-            ConfigError: a gradient is asked for, or the dtype is another one.
-        """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ConfigError(
-                "keys and values in FP8 carry no gradient: call the model under torch.no_grad(), as generate() does, "
-                "or train without a cache (use_cache=False)."
-            )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        (keys, key_scales), (values, value_scales) = self._quantized(key_states), self._quantized(value_states)
-        data = self.data.update(keys, values, *args, **kwargs)
-        scales = self.scales.update(key_scales, value_scales, *args, **kwargs)
-        return self._decoded(data[0], scales[0]), self._decoded(data[1], scales[1])
-
-    def _quantized(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        data, scale_inv = quantize_rows(states, _FP8, power_2_scale=self.power_2_scale)
-        return data.view(torch.uint8), scale_inv
-
-    def _decoded(self, data: Tensor, scale_inv: Tensor) -> Tensor:
-        assert self.dtype is not None
-        return dequantize_rows(data.view(_FP8), scale_inv, self.dtype)
-
-    @property
-    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """All keys that are stored, decoded: cross-attention reads them without an update."""
-        return self._decoded(self.data.keys, self.scales.keys) if self.is_initialized else None
-
-    @property
-    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See :attr:`keys`."""
-        return self._decoded(self.data.values, self.scales.values) if self.is_initialized else None
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are stored: keys and values as bytes, then their scales."""
-        layers = (self.data, self.scales) if self.is_initialized else ()
-        return [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-
-    # What the kind of layer is, and how many tokens it holds: both agree.
-
-    @property
-    def is_initialized(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_initialized
-
-    @property
-    def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_compileable
-
-    @property
-    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_croppable
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.data.is_sliding
-
-    @property
-    def record_past(self) -> bool:
-        return getattr(self.data, "record_past", False)
-
-    @property
-    def batch_size(self) -> int:
-        return self.data.batch_size  # AttributeError where transformers' own has none: of this it makes -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.data.get_mask_sizes(query_length)
-
-    def get_seq_length(self) -> int:
-        return self.data.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return self.data.get_max_length()
-
-    # What is done to the tokens is done to both.
-
-    def offload(self) -> None:
-        self._both("offload")
-
-    def prefetch(self) -> None:
-        self._both("prefetch")
-
-    def reset(self) -> None:
-        self._both("reset")
-
-    def activate_past_recording(self) -> None:
-        """Let sliding layers keep the tokens that a later ``crop`` needs; others keep all."""
-        if hasattr(self.data, "activate_past_recording"):
-            self._both("activate_past_recording")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._both("reorder_cache", beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._both("crop", tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._both("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._both("batch_select_indices", indices)
-
-    def _both(self, method: str, *args: Any) -> None:
-        for layer in (self.data, self.scales):
-            if not hasattr(layer, method):
-                raise ConfigError(
-                    f"{type(layer).__name__}, of which this FP8 cache is made, has no {method}(): use Fp8DynamicCache "
-                    "for assisted generation and for other methods that remove tokens or sequences."
-                )
-            getattr(layer, method)(*args)
+_AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: layers that read another's, recurrent ones
 
 
 class _Fp8Cache(Cache):
-    """What both caches have in common."""
+    """What both caches have in common: a cache of transformers, of which each layer is replaced."""
 
     layers: list[Any]
+    _config: PreTrainedConfig
 
-    def _quantize_layers(self, scales: Cache, config: PreTrainedConfig, power_2_scale: bool) -> None:
+    def _quantize_layers(self, config: PreTrainedConfig, power_2_scale: bool) -> None:
         if type(power_2_scale) is not bool:
             raise ConfigError(f"power_2_scale must be True or False, not {power_2_scale!r}")
-        for index, layer in enumerate(self.layers):
+        self._config = config
+        for index, scales in enumerate(self.without_fp8().layers):
+            layer = self.layers[index]
             if type(layer) in _QUANTIZED:
-                self.layers[index] = Fp8Layer(layer, scales.layers[index], power_2_scale=power_2_scale)  # pyright: ignore
+                self.layers[index] = Fp8Layer(layer, scales, power_2_scale=power_2_scale)  # pyright: ignore
             elif type(layer) not in _AS_THEY_ARE:
                 raise ConfigError(
                     f"layer {index} of {config.model_type} keeps a {type(layer).__name__}, which holds more than keys "
                     f"and values: {type(self).__name__} cannot quantize it. Use transformers' own cache."
                 )
 
+    def without_fp8(self) -> Cache:
+        """transformers' own cache of this kind and model, empty."""
+        raise NotImplementedError
+
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that is stored: keys and values, their scales, states of recurrent layers. A step of
-        decoding reads all of the first two."""
+        """Bytes of all that is stored: keys, values and their scales, which each step of decoding reads; and the states
+        of recurrent layers, in their own dtype."""
         return sum(tensor.nbytes for layer in self.layers for tensor in _tensors(layer))
 
     @property
     def nbytes_unquantized(self) -> int:
-        """Bytes of the same tokens in the model's dtype."""
-        return sum(
-            tensor.numel() * layer.dtype.itemsize if isinstance(layer, Fp8Layer) else tensor.nbytes
-            for layer in self.layers
-            for tensor in _tensors(layer)[:2]
-        )
+        """Bytes of the same tokens in the model's dtype: of transformers' own cache."""
+        return sum(_unquantized(layer) for layer in self.layers)
 
 
 def _tensors(layer: Any) -> Sequence[Tensor]:
@@ -234,6 +84,12 @@ def _tensors(layer: Any) -> Sequence[Tensor]:
         return layer.tensors
     states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
     return [state for state in states if state is not None]
+
+
+def _unquantized(layer: Any) -> int:
+    if not isinstance(layer, Fp8Layer):
+        return sum(tensor.nbytes for tensor in _tensors(layer))
+    return sum(tensor.numel() * layer.dtype.itemsize for tensor in layer.tensors[:2] if layer.dtype is not None)
 
 
 class Fp8DynamicCache(_Fp8Cache, DynamicCache):
@@ -250,7 +106,10 @@ class Fp8DynamicCache(_Fp8Cache, DynamicCache):
     def __init__(self, config: PreTrainedConfig, *, power_2_scale: bool = False) -> None:
         _check(config)
         super().__init__(config=config)
-        self._quantize_layers(DynamicCache(config=config), config, power_2_scale)
+        self._quantize_layers(config, power_2_scale)
+
+    def without_fp8(self) -> DynamicCache:
+        return DynamicCache(config=self._config)
 
 
 class Fp8StaticCache(_Fp8Cache, StaticCache):
@@ -265,14 +124,74 @@ class Fp8StaticCache(_Fp8Cache, StaticCache):
         ConfigError: a layer keeps more than keys and values, or an argument is wrong.
     """
 
-    def __init__(self, config: PreTrainedConfig, *, max_cache_len: int, power_2_scale: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int, *, power_2_scale: bool = False) -> None:
         _check(config)
         if type(max_cache_len) is not int or max_cache_len < 1:
             raise ConfigError(f"max_cache_len must be a whole number >= 1, the tokens to keep, not {max_cache_len!r}")
         super().__init__(config=config, max_cache_len=max_cache_len)
-        self._quantize_layers(StaticCache(config=config, max_cache_len=max_cache_len), config, power_2_scale)
+        self.max_cache_len = max_cache_len
+        self._quantize_layers(config, power_2_scale)
+
+    def without_fp8(self) -> StaticCache:
+        return StaticCache(config=self._config, max_cache_len=self.max_cache_len)
 
 
 def _check(config: object) -> None:
     if not isinstance(config, PreTrainedConfig):
         raise ConfigError(f"the first argument must be the model's config (model.config), not {type(config).__name__}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheComparison:
+    """What an FP8 cache changes, and what it takes.
+
+    ``sqnr_db``: of the logits, one per forward: of the last token of the prompt, and of each token after it.
+    ``same_token``: the share of these, of all sequences, whose largest logit is the same token's. ``nbytes``,
+    ``nbytes_unquantized``: of the cache in the end, which the last step reads.
+    """
+
+    sqnr_db: tuple[float, ...]
+    same_token: float
+    nbytes: int
+    nbytes_unquantized: int
+
+
+@torch.no_grad()
+def compare_logits(
+    model: nn.Module, input_ids: Tensor, cache: Fp8DynamicCache | Fp8StaticCache, *, prompt: int, **inputs: Any
+) -> CacheComparison:
+    """Run ``model`` over the same tokens with ``cache`` and with transformers' own: the prompt, then one at a time.
+
+    Args:
+        model: a causal language model of transformers.
+        input_ids: [batch, tokens].
+        cache: an empty one.
+        prompt: how many of the tokens are the prompt, at least 1.
+        inputs: further arguments of ``model`` in each of the calls.
+
+    Raises:
+        ConfigError: the cache is not empty, or the prompt not shorter than the text.
+    """
+    if not isinstance(cache, _Fp8Cache) or any(_tensors(layer) for layer in cache.layers):
+        raise ConfigError("compare_logits takes an empty Fp8DynamicCache or Fp8StaticCache: make a new one")
+    if type(prompt) is not int or not 1 <= prompt < input_ids.shape[1]:
+        raise ConfigError(
+            f"prompt must be a whole number from 1 to {input_ids.shape[1] - 1}, as there are {input_ids.shape[1]} "
+            f"tokens, not {prompt!r}"
+        )
+    reference = cache.without_fp8()
+    sqnr: list[float] = []
+    same: list[Tensor] = []
+    calls = [input_ids[:, :prompt], *input_ids[:, prompt:].split(1, 1)]
+    for ids in calls:
+        exact, found = (
+            model(ids, past_key_values=each, use_cache=True, **inputs).logits[:, -1] for each in (reference, cache)
+        )
+        sqnr.append(sqnr_db(exact, found))
+        same.append(exact.argmax(-1) == found.argmax(-1))
+    return CacheComparison(
+        sqnr_db=tuple(sqnr),
+        same_token=torch.stack(same).double().mean().item(),
+        nbytes=cache.nbytes,
+        nbytes_unquantized=cache.nbytes_unquantized,
+    )

@@ -1,0 +1,81 @@
+"""Attention of one new token that reads the cache where it multiplies: an FP8 cache is decoded in registers.
+
+SDPA's kernels take keys and values from memory in bf16, so an FP8 cache is decoded into a copy first. Here the scores
+and the sum over values are products and reductions, which Inductor fuses with whatever makes their inputs.
+
+    use_decode_attention(model)  # before it is compiled
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from fp8graph.errors import ConfigError
+
+__all__ = ["NAME", "decode_attention", "use_decode_attention"]
+
+NAME: Final = "fp8graph_decode"  # as transformers knows it
+
+
+def use_decode_attention(model: nn.Module) -> None:
+    """Let ``model`` decode with :func:`decode_attention`. All else of it, prefill too, stays with SDPA.
+
+    Raises:
+        ConfigError: it is no model of transformers, or has attention that SDPA does not compute.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"use_decode_attention takes a model of transformers, not {type(model).__name__}")
+    if not model._supports_sdpa:
+        raise ConfigError(
+            f"{type(model).__name__} has attention that SDPA does not compute (sinks, caps, biases of its own), and "
+            "neither does use_decode_attention: leave its attention as it is. An FP8 cache works without."
+        )
+    AttentionInterface.register(NAME, decode_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(NAME)
+
+
+def decode_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls for attention. SDPA computes it in eager, for several new tokens, and with a bias.
+
+    Args:
+        module: the attention layer.
+        query: [batch, heads, tokens, head_dim].
+        key, value: [batch, key heads, cached tokens, head_dim] (which may differ).
+        attention_mask: True where a token is seen, or what is added to the scores; [batch or 1, heads or 1, tokens,
+            cached tokens].
+        dropout, scaling: of the probabilities; of the scores, by default ``head_dim ** -0.5``.
+
+    Returns:
+        [batch, tokens, heads, head_dim of the values], and None for the probabilities.
+    """
+    (batch, heads, tokens, size), key_heads = query.shape, key.shape[1]
+    other = dropout or kwargs.get("position_bias") is not None or kwargs.get("softcap") is not None
+    if not torch.compiler.is_compiling() or tokens != 1 or batch != key.shape[0] or other:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    groups = heads // key_heads  # of heads that share a key head
+    q = query.reshape(batch, key_heads, groups, 1, size).to(torch.float32)
+    scores = (q * key.unsqueeze(2).to(torch.float32)).sum(-1) * (size**-0.5 if scaling is None else scaling)
+    if attention_mask is not None:  # to [batch, key heads, groups, cached tokens]
+        mask = attention_mask if attention_mask.shape[1] == 1 else attention_mask.reshape(scores.shape)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    shares = torch.softmax(scores, -1).unsqueeze(-1)
+    out = (shares * value.unsqueeze(2).to(torch.float32)).sum(-2)  # [batch, key heads, groups, head_dim]
+    return out.to(query.dtype).reshape(batch, 1, heads, value.shape[-1]), None
