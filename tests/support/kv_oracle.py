@@ -1,0 +1,41 @@
+"""A cache with keys and values in FP8, emulated: transformers' own, given numbers that the oracle rounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+import oracle
+
+E4M3 = torch.float8_e4m3fn
+
+
+def quantized(x: Tensor, power_2_scale: bool = False) -> tuple[Any, Any]:
+    """Codes of ``x`` [..., d] and ``scale_inv`` [..., 1], one per row, in float64 and by table search."""
+    rows = x.detach().double().numpy()
+    amaxes = np.abs(rows).max(-1)  # NaN if any is
+    factors = [oracle.scale(float(a), E4M3, power_2_scale=power_2_scale) for a in amaxes.reshape(-1)]
+    factor = np.array(factors).reshape(*amaxes.shape, 1)
+    inverse = np.array([oracle.round_to_float32(1.0 / f) for f in factors]).reshape(factor.shape)
+    scaled = rows.astype(np.float32) * factor.astype(np.float32)
+    return oracle.cast(scaled.astype(np.float64), E4M3), inverse
+
+
+def rounded(x: Tensor, power_2_scale: bool = False) -> Tensor:
+    """What attention reads of ``x`` after it was stored."""
+    codes, inverse = quantized(x, power_2_scale)
+    return torch.from_numpy(oracle.dequantize(codes, inverse, E4M3, x.dtype)).to(x.dtype)
+
+
+class EmulatedDynamic(DynamicCache):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+
+
+class EmulatedStatic(StaticCache):
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
