@@ -19,29 +19,13 @@ from fp8graph.models import FAMILIES
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from helpers import NONE
-from kv_oracle import EmulatedDynamic, EmulatedStatic
+from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of
 
-IDS = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(0))
-SLIDING = {"sliding_window": 8}
-
-
-def model_of(name: str, dtype: torch.dtype = torch.bfloat16, layers: int = 2, **settings: Any) -> Any:
-    torch.manual_seed(0)
-    tiny = causal_lm(name, **settings) if settings else FAMILIES[name].tiny
-    return tiny(layers).to(dtype).eval()
+SLIDING: dict[str, Any] = {"sliding_window": 8}
 
 
 def gemma() -> Any:
     return model_of("Gemma3", config="Gemma3TextConfig", head_dim=16, sliding_window_pattern=2, **SLIDING)
-
-
-def generate(model: Any, cache: Any, ids: Tensor = IDS, tokens: int = 8, **settings: Any) -> Any:
-    """Sequences and the logits of each step, greedy."""
-    mask = settings.pop("attention_mask", torch.ones_like(ids))
-    asked = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0, **settings}
-    return model.generate(
-        ids, attention_mask=mask, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **asked
-    )
 
 
 MODELS = {
@@ -57,7 +41,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_emulated_cache_bit_for_bit(name: str, static: bool) -> None:
     model = MODELS[name]()
-    caches = (
+    caches: Any = (
         (Fp8StaticCache(model.config, 24), EmulatedStatic(model.config, 24))
         if static
         else (Fp8DynamicCache(model.config), EmulatedDynamic(config=model.config))
@@ -65,8 +49,9 @@ def test_it_is_the_emulated_cache_bit_for_bit(name: str, static: bool) -> None:
     found, expected = (generate(model, cache) for cache in caches)
     assert torch.equal(found.sequences, expected.sequences)
     assert all(map(torch.equal, found.logits, expected.logits))
-    for mine, other in zip(caches[0].layers, caches[1].layers, strict=True):
-        assert isinstance(mine, Fp8Layer)
+    layers: Any = zip(*(cache.layers for cache in caches), strict=True)
+    for mine, other in layers:
+        assert type(mine) is Fp8Layer
         assert torch.equal(mine.keys, other.keys)
         assert torch.equal(mine.values, other.values)
 
@@ -101,7 +86,7 @@ def test_every_family_that_generates_is_known() -> None:
 
 
 @pytest.mark.parametrize("size", [16, 32])
-def test_bytes_are_half_and_the_scales(size: int) -> None:
+def test_bytes_are_half_and_the_scales(size: Any) -> None:
     """Per token, layer and key head: keys and values of one byte per number, and two scales of four bytes."""
     model = model_of("Llama", head_dim=size)
     cache = Fp8DynamicCache(model.config)
@@ -110,7 +95,7 @@ def test_bytes_are_half_and_the_scales(size: int) -> None:
     tokens = 2 * (12 + 8 - 1)  # the last one is not fed
     assert cache.nbytes == tokens * 2 * 2 * (2 * size + 2 * 4)
     assert cache.nbytes_unquantized == tokens * 2 * 2 * 2 * size * 2
-    bf16 = DynamicCache(config=model.config)
+    bf16: Any = DynamicCache(config=model.config)
     generate(model, bf16)
     assert cache.nbytes_unquantized == sum(layer.keys.nbytes + layer.values.nbytes for layer in bf16.layers)
     static = Fp8StaticCache(model.config, 64)
@@ -150,7 +135,7 @@ def test_prefill_and_steps_store_the_same() -> None:
 
 def test_beams() -> None:
     model = model_of("llama")
-    beams = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True}
+    beams: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True}
     for cache, emulated in (
         (Fp8DynamicCache(model.config), EmulatedDynamic(config=model.config)),
         (Fp8StaticCache(model.config, 24), EmulatedStatic(model.config, 24)),
@@ -303,7 +288,7 @@ def test_weights_and_cache_in_fp8() -> None:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_compiled_by_inductor(static: bool) -> None:
     torch._dynamo.reset()
-    model = model_of("llama")
+    model = model_of("llama", layers=1)
 
     def cache() -> Any:
         return Fp8StaticCache(model.config, 40) if static else Fp8DynamicCache(model.config)
@@ -327,22 +312,27 @@ def indexed() -> LlamaConfig:
     return config
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "no config": (lambda: Fp8DynamicCache(None), r"must be the model's config \(model.config\), not NoneType"),
-    "a model": (lambda: Fp8StaticCache(torch.nn.Linear(1, 1), 4), r"must be the model's config .*, not Linear"),
-    "no room": (lambda: Fp8StaticCache(LlamaConfig(), 0), r"max_cache_len must be a whole number >= 1, .*, not 0"),
-    "no number": (lambda: Fp8StaticCache(LlamaConfig(), 4.0), r"max_cache_len must be a whole number >= 1"),
-    "scale": (lambda: Fp8DynamicCache(LlamaConfig(), power_2_scale=2), r"power_2_scale must be True or False, not 2"),
-    "more than keys": (lambda: Fp8DynamicCache(indexed()), r"layer 1 of llama keeps a DynamicIndexedLayer, which hold"),
-    "static": (lambda: Fp8StaticCache(indexed(), 4), r"StaticIndexedLayer, .*: Fp8StaticCache cannot quantize it"),
-}  # fmt: skip
+# the class, its arguments, the message
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "no config": (Fp8DynamicCache, {"config": None}, r"must be the model's config \(model.config\), not NoneType"),
+    "a model": (Fp8StaticCache, {"config": torch.nn.Linear(1, 1), "max_cache_len": 4}, r"must be the .*, not Linear"),
+    "no room": (Fp8StaticCache, {"max_cache_len": 0}, r"max_cache_len must be a whole number >= 1, .*, not 0"),
+    "no number": (Fp8StaticCache, {"max_cache_len": 4.0}, r"max_cache_len must be a whole number >= 1"),
+    "scale": (Fp8DynamicCache, {"power_2_scale": 2}, r"power_2_scale must be True or False, not 2"),
+    "more than keys": (
+        Fp8DynamicCache,
+        {"config": indexed()},
+        r"layer 1 of llama keeps a DynamicIndexedLayer, whi",
+    ),
+    "static": (Fp8StaticCache, {"config": indexed(), "max_cache_len": 4}, r"StaticIndexedLayer, .*: Fp8StaticCache ca"),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments(case: str) -> None:
-    make, message = REFUSED[case]
+    kind, arguments, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
-        make()
+        kind(**{"config": LlamaConfig(), **arguments})
 
 
 def test_wrong_comparisons() -> None:

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 import fp8graph
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_layer import Fp8Layer
-from kv_oracle import quantized, rounded
+from kv_caches import quantized, rounded
 
 KINDS: dict[str, Callable[[], CacheLayerMixin]] = {
     "dynamic": DynamicLayer,
@@ -31,7 +31,7 @@ KINDS: dict[str, Callable[[], CacheLayerMixin]] = {
 }
 
 
-def layers(kind: str, **settings: Any) -> tuple[Fp8Layer, Any]:
+def layers(kind: str, **settings: Any) -> tuple[Any, Any]:
     """An FP8 layer, and transformers' own of the same kind."""
     return Fp8Layer(KINDS[kind](), KINDS[kind](), **settings), KINDS[kind]()
 

@@ -1,4 +1,4 @@
-"""A cache with keys and values in FP8, emulated: transformers' own, given numbers that the oracle rounded."""
+"""What tests of FP8 caches share: models, generate(), and transformers' own caches given what the oracle rounded."""
 
 from __future__ import annotations
 
@@ -10,8 +10,26 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import oracle
+from fp8graph.models import FAMILIES
+from fp8graph.models.family import causal_lm
 
 E4M3 = torch.float8_e4m3fn
+IDS = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def model_of(name: str, dtype: torch.dtype = torch.bfloat16, layers: int = 2, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    tiny = causal_lm(name, **settings) if settings else FAMILIES[name].tiny
+    return tiny(layers).to(dtype).eval()
+
+
+def generate(model: Any, cache: Any, ids: Tensor = IDS, tokens: int = 8, **settings: Any) -> Any:
+    """Sequences and the logits of each step, greedy."""
+    mask = settings.pop("attention_mask", torch.ones_like(ids))
+    asked = {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens, "pad_token_id": 0, **settings}
+    return model.generate(
+        ids, attention_mask=mask, past_key_values=cache, output_logits=True, return_dict_in_generate=True, **asked
+    )
 
 
 def quantized(x: Tensor, power_2_scale: bool = False) -> tuple[Any, Any]:
