@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fp8graph.errors import ConfigError
+from fp8graph.numerics.hints import stored
 
 __all__ = ["NAME", "decode_attention", "use_decode_attention"]
 
@@ -71,7 +72,7 @@ def decode_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     groups = heads // key_heads  # of heads that share a key head
-    q = query.reshape(batch, key_heads, groups, 1, size).to(torch.float32)
+    q = stored(query.reshape(batch, key_heads, groups, 1, size).to(torch.float32))  # or each key would rotate it again
     scores = (q * key.unsqueeze(2).to(torch.float32)).sum(-1) * (size**-0.5 if scaling is None else scaling)
     if attention_mask is not None:  # to [batch, key heads, groups, cached tokens]
         mask = attention_mask if attention_mask.shape[1] == 1 else attention_mask.reshape(scores.shape)
