@@ -9,7 +9,8 @@ Each key and each value of a token is quantized by itself, rowwise: E4M3 with on
     cache.nbytes, cache.nbytes_unquantized
     compare_logits(model, input_ids, Fp8DynamicCache(model.config), prompt=32)  # what it changes in the logits
 
-Attention reads what is stored, in prefill too: however a text is split into calls, it attends to the same numbers.
+Attention reads what is stored. The first call is an exception (``exact_prefill``): it has its keys and values at hand,
+and so the prompt is computed, and what is stored of it, as with a cache in high precision.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ class _Fp8Cache(Cache):
     layers: list[Any]
     _config: PreTrainedConfig
 
-    def _quantize_layers(self, config: PreTrainedConfig, power_2_scale: bool) -> None:
-        if type(power_2_scale) is not bool:
-            raise ConfigError(f"power_2_scale must be True or False, not {power_2_scale!r}")
+    def _quantize_layers(self, config: PreTrainedConfig, **settings: bool) -> None:
+        for name, value in settings.items():
+            if type(value) is not bool:
+                raise ConfigError(f"{name} must be True or False, not {value!r}")
         self._config = config
         for index, scales in enumerate(self.without_fp8().layers):
             layer = self.layers[index]
             if type(layer) in _QUANTIZED:
-                self.layers[index] = Fp8Layer(layer, scales, power_2_scale=power_2_scale)  # pyright: ignore
+                self.layers[index] = Fp8Layer(layer, scales, **settings)  # pyright: ignore[reportArgumentType]
             elif type(layer) not in _AS_THEY_ARE:
                 raise ConfigError(
                     f"layer {index} of {config.model_type} keeps a {type(layer).__name__}, which holds more than keys "
@@ -98,15 +100,17 @@ class Fp8DynamicCache(_Fp8Cache, DynamicCache):
     Args:
         config: the model's, ``model.config``. It says which layers have a sliding window.
         power_2_scale: round scales down to powers of two.
+        exact_prefill: the first call attends to its keys and values in high precision. False: it attends to what is
+            stored, so that a text gives the same numbers however it is split into calls.
 
     Raises:
         ConfigError: a layer keeps more than keys and values, or an argument is wrong.
     """
 
-    def __init__(self, config: PreTrainedConfig, *, power_2_scale: bool = False) -> None:
+    def __init__(self, config: PreTrainedConfig, *, power_2_scale: bool = False, exact_prefill: bool = True) -> None:
         _check(config)
         super().__init__(config=config)
-        self._quantize_layers(config, power_2_scale)
+        self._quantize_layers(config, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
 
     def without_fp8(self) -> DynamicCache:
         return DynamicCache(config=self._config)
@@ -118,19 +122,26 @@ class Fp8StaticCache(_Fp8Cache, StaticCache):
     Args:
         config: the model's, ``model.config``. It says which layers have a sliding window.
         max_cache_len: the number of tokens for which there is room.
-        power_2_scale: round scales down to powers of two.
+        power_2_scale, exact_prefill: see :class:`Fp8DynamicCache`.
 
     Raises:
         ConfigError: a layer keeps more than keys and values, or an argument is wrong.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int, *, power_2_scale: bool = False) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_cache_len: int,
+        *,
+        power_2_scale: bool = False,
+        exact_prefill: bool = True,
+    ) -> None:
         _check(config)
         if type(max_cache_len) is not int or max_cache_len < 1:
             raise ConfigError(f"max_cache_len must be a whole number >= 1, the tokens to keep, not {max_cache_len!r}")
         super().__init__(config=config, max_cache_len=max_cache_len)
         self.max_cache_len = max_cache_len
-        self._quantize_layers(config, power_2_scale)
+        self._quantize_layers(config, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
 
     def without_fp8(self) -> StaticCache:
         return StaticCache(config=self._config, max_cache_len=self.max_cache_len)
@@ -145,7 +156,8 @@ def _check(config: object) -> None:
 class CacheComparison:
     """What an FP8 cache changes, and what it takes.
 
-    ``sqnr_db``: of the logits, one per forward: of the last token of the prompt, and of each token after it.
+    ``sqnr_db``: of the logits, one per forward: of the last token of the prompt (inf if prefill is exact), and of each
+    token after it.
     ``same_token``: the share of these, of all sequences, whose largest logit is the same token's. ``nbytes``,
     ``nbytes_unquantized``: of the cache in the end, which the last step reads.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fp8graph.errors import ConfigError
@@ -29,12 +29,21 @@ class Fp8Layer(CacheLayerMixin):
         dtype: of the keys and values that attention reads: the model's. None before the first update.
     """
 
-    def __init__(self, data: CacheLayerMixin, scales: CacheLayerMixin, *, power_2_scale: bool = False) -> None:
+    def __init__(
+        self,
+        data: CacheLayerMixin,
+        scales: CacheLayerMixin,
+        *,
+        power_2_scale: bool = False,
+        exact_prefill: bool = False,
+    ) -> None:
         # CacheLayerMixin sets tensors, which are properties here
         self.data: Final[Any] = data
         self.scales: Final[Any] = scales
         self.power_2_scale: Final = power_2_scale
+        self.exact_prefill: Final = exact_prefill
         self.dtype: torch.dtype | None = None
+        self._is_new = True
 
     def __repr__(self) -> str:
         return f"Fp8Layer({self.data})"
@@ -53,10 +62,11 @@ class Fp8Layer(CacheLayerMixin):
         self.scales.lazy_initialization(*(states[..., :1].to(torch.float32) for states in empty))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens; return those that attention reads, decoded.
+        """Store keys and values of new tokens; return those that attention reads: decoded, of all tokens.
 
         Args:
-            key_states, value_states: [batch, heads, tokens, head_dim] (which may differ), bf16, fp16 or FP32.
+            key_states, value_states: [batch, heads, tokens, head_dim] (which may differ), bf16, fp16 or FP32. With
+                ``exact_prefill``, the first ones are returned as they are.
 
         Raises:
             ConfigError: a gradient is asked for, or the dtype is another one.
@@ -71,6 +81,10 @@ class Fp8Layer(CacheLayerMixin):
         (keys, key_scales), (values, value_scales) = self._quantized(key_states), self._quantized(value_states)
         data = self.data.update(keys, values, *args, **kwargs)
         scales = self.scales.update(key_scales, value_scales, *args, **kwargs)
+        is_prefill, self._is_new = self._is_new, False
+        if is_prefill and self.exact_prefill:
+            room = data[0].shape[2] - key_states.shape[2]  # of a static cache, which the mask covers
+            return nn.functional.pad(key_states, (0, 0, 0, room)), nn.functional.pad(value_states, (0, 0, 0, room))
         return self._decoded(data[0], scales[0]), self._decoded(data[1], scales[1])
 
     def _quantized(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -142,6 +156,7 @@ class Fp8Layer(CacheLayerMixin):
 
     def reset(self) -> None:
         self._both("reset")
+        self._is_new = True
 
     def activate_past_recording(self) -> None:
         """Let sliding layers keep the tokens that a later ``crop`` needs; others keep all."""

@@ -118,6 +118,26 @@ def test_the_bytes_do_not_depend_on_the_calls(kind: str) -> None:
     assert all(map(torch.equal, whole.tensors, parts.tensors))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [4, 9])
+def test_the_first_call_may_be_exact(kind: str, tokens: int) -> None:
+    """What it returns, not what is stored; a static layer returns as many tokens as its mask has. Again after reset."""
+    layer, reference = layers(kind, exact_prefill=True)
+    for _ in range(2):
+        keys, values = states(tokens), states(tokens, 1)
+        length, _ = layer.get_mask_sizes(tokens)
+        found, (expected, _) = layer.update(keys, values), reference.update(rounded(keys), rounded(values))
+        for x, exact in zip(found, (keys, values), strict=True):
+            assert x.shape[2] == expected.shape[2] == length
+            assert torch.equal(x[:, :, :tokens], exact)
+            assert not x[:, :, tokens:].any()
+        assert torch.equal(layer.keys, reference.keys)
+        new = states(1, 2)
+        assert torch.equal(layer.update(new, new)[0], reference.update(rounded(new), rounded(new))[0])
+        layer.reset()
+        reference.reset()
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "reorder_cache": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
     "crop": lambda layer: layer.crop(-2),

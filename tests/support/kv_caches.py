@@ -49,11 +49,26 @@ def rounded(x: Tensor, power_2_scale: bool = False) -> Tensor:
     return torch.from_numpy(oracle.dequantize(codes, inverse, E4M3, x.dtype)).to(x.dtype)
 
 
-class EmulatedDynamic(DynamicCache):
+class _Emulated:
+    """``exact_prefill`` is emulated as well: zeros fill a static cache up."""
+
+    exact_prefill = True
+
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+        cache: Any = super()
+        is_first = int(cache.get_seq_length(layer_idx)) == 0
+        found = cache.update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+        if not (is_first and self.exact_prefill):
+            return found
+        exact = [torch.zeros_like(x) for x in found]
+        for zeros, states in zip(exact, (key_states, value_states), strict=True):
+            zeros[:, :, : states.shape[2]] = states
+        return tuple(exact)
 
 
-class EmulatedStatic(StaticCache):
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        return super().update(rounded(key_states), rounded(value_states), layer_idx, *args, **kwargs)
+class EmulatedDynamic(_Emulated, DynamicCache):
+    pass
+
+
+class EmulatedStatic(_Emulated, StaticCache):
+    pass
