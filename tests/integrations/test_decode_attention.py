@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +29,7 @@ from helpers import NONE
 from kv_caches import IDS, generate, model_of
 
 MIB = 2**20
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +169,7 @@ def bytes_of_a_step(fp8: bool, fused: bool) -> float:
 @pytest.mark.slow
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_bytes_of_a_step_on_a_gpu() -> None:
-    """SDPA's keys and values are copied for all four heads (2 x 8 MiB, which it reads again); then nothing is copied."""
+    """SDPA's keys and values are copied for all four heads (2 x 8 MiB, which it reads again); fused, nothing is."""
     sdpa = 16  # MiB that its kernel reads
     bf16, fp8 = (bytes_of_a_step(each, False) + sdpa for each in (False, True))
     bf16_fused, fp8_fused = (bytes_of_a_step(each, True) for each in (False, True))
@@ -171,6 +177,26 @@ def test_bytes_of_a_step_on_a_gpu() -> None:
     assert fp8 == pytest.approx(2 * (2 + 0.125 + 8) + sdpa, abs=0.1)  # bytes and scales; the copy is made of them
     assert bf16_fused == pytest.approx(2 * 4 + 0.25 * 3, abs=0.5)  # and the scores in FP32
     assert fp8_fused == pytest.approx(2 * (2 + 0.125) + 0.25 * 3, abs=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
+def test_the_gpu_code_computes_it() -> None:
+    """Executed by Triton's interpreter: a token is written into the cache bit for bit, and attention of what is stored,
+    which stays in FP32 on its way to the product, is as exact as bf16 can say."""
+    path = os.pathsep.join(map(str, (ROOT / "tests" / "support", ROOT / "tests", ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "interpreted_cache"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"]
+    assert found["sqnr_db"] > found["best"] - 0.5
 
 
 @pytest.mark.parametrize(
