@@ -1,4 +1,4 @@
-"""The rows of a report, as plain data: one record per GEMM, per collective and per refusal."""
+"""The rows of a report, as plain data: one record per GEMM, attention, collective and refusal."""
 
 from __future__ import annotations
 
@@ -62,6 +62,48 @@ class GemmRecord:
     def missing(self) -> bool:
         """Whether a user's rule or region asks for FP8 and it would pay, and yet this GEMM runs in high precision."""
         return self.required and self.recipe is None and not self.by_profitability
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRecord:
+    """One row: the decision about one attention in one direction, and the reason. It is not counted as a GEMM."""
+
+    fqn: str
+    index: int  # among the attentions of one module
+    form: str  # the op, in words: "flash", "flex", ...; "written out" as matmuls, which have rows of their own
+    direction: str  # forward or backward
+    batch: int | str  # a string when the size is dynamic, as all sizes here
+    heads: int | str
+    kv_heads: int | str  # of keys and values
+    queries: int | str  # tokens
+    keys: int | str
+    head_size: int | str  # of queries and keys
+    value_size: int | str
+    causal: bool  # the op is told so; a mask that is a tensor may be causal, too
+    masked: bool  # a tensor is added to the scores, or a function changes them
+    dropout: bool
+    flops: int  # multiplications and additions; half if causal
+    recipe: str | None  # None: left in high precision
+    reason: str
+    dtypes: tuple[str, str]  # of q, k and v; of the result
+    execution: str  # "native", "emulated", "high precision"
+    required: bool  # a user's rule asks for FP8
+    rule: int | None  # index of the policy rule that matched
+
+    @property
+    def name(self) -> str:
+        """The FQN, with an index for the second and further attentions of one module."""
+        return f"{self.fqn}[{self.index}]" if self.index else self.fqn
+
+    @property
+    def written_out(self) -> bool:
+        """Whether its FLOPs are those of matmuls, which have rows of their own."""
+        return self.form == "written out"
+
+    @property
+    def missing(self) -> bool:
+        """Whether a user's rule asks for FP8, and yet it runs in high precision."""
+        return self.required and self.recipe is None
 
 
 class Origin(NamedTuple):

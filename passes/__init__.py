@@ -16,6 +16,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.accumulate_wgrad import accumulate_wgrad
 from fp8graph.passes.assign import assign
 from fp8graph.passes.connect_scales import connect_scales
+from fp8graph.passes.find_attention import find_attention
 from fp8graph.passes.fold import fold
 from fp8graph.passes.fuse_linears import fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8
@@ -41,6 +42,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     recognize,
     match,
     assign,
+    find_attention,
     score,
     quantize,
     fold,

@@ -150,6 +150,7 @@ class Compiler:
                 training=joint.training,
                 inputs=joint.inputs,
                 gemms=joint.records or (),
+                attention=joint.attention,
                 collectives=joint.collectives,
                 refusals=joint.refusals,
                 before=joint.before,

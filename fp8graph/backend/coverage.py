@@ -12,7 +12,7 @@ from torch import nn
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.records import GemmRecord
+from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report import Report
 
 _log = logging.getLogger("fp8graph")
@@ -56,12 +56,15 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     say(backend, "\n  ".join(lines))
 
 
-def check_records(records: Sequence[GemmRecord]) -> None:
-    """In strict mode, raise if GEMMs of one graph that a rule or region asks for do not run in FP8."""
+def check_records(records: Sequence[GemmRecord | AttentionRecord]) -> None:
+    """In strict mode, raise if GEMMs or attentions of one graph that a rule or region asks for do not run in FP8."""
     if missing := [record for record in records if record.missing]:
-        lines = "\n  ".join(f"{r.name} {r.gemm}: {r.reason}" for r in missing)
+        lines = "\n  ".join(
+            f"{r.name} {r.gemm if isinstance(r, GemmRecord) else 'attention'}: {r.reason}" for r in missing
+        )
+        what = "GEMMs" if all(isinstance(r, GemmRecord) for r in missing) else "GEMMs and attentions"
         raise Fp8CoverageError(
-            f"strict mode: {len(missing)} GEMMs that a rule asks for cannot run in FP8:\n  {lines}\n"
+            f"strict mode: {len(missing)} {what} that a rule asks for cannot run in FP8:\n  {lines}\n"
             "Give these layers recipe None, or compile without strict."
         )
 

@@ -23,7 +23,8 @@ from fp8graph.ir.keys import DECIDED_KEY, TEXT_KEY
 from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
-from fp8graph.records import CollectiveRecord, GemmRecord, Origin, RefusalRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
+from fp8graph.report.attention import attention_records
 from fp8graph.report.build import gemm_records, with_groups
 from fp8graph.report.collectives import collective_records
 from fp8graph.report.origins import add_origins, input_origins
@@ -122,7 +123,7 @@ class JointPass(_Pass):
         known: Known,
         identity: str | None,
         first: GraphPass | Sequence[GraphPass] | None = None,
-        check: Callable[[Sequence[GemmRecord]], None] | None = None,
+        check: Callable[[Sequence[GemmRecord | AttentionRecord]], None] | None = None,
         keep_module: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -135,6 +136,7 @@ class JointPass(_Pass):
         self.stages: dict[str, str] = {}  # pass name -> graph text after it
         self.origins: dict[str, Origin] = {}  # of the nodes of all stages, by name
         self.saved: tuple[str, ...] = ()  # the nodes that forward returns for backward; set after the partitioner
+        self.attention: tuple[AttentionRecord, ...] = ()
         self.collectives: tuple[CollectiveRecord, ...] = ()
         self.refusals: tuple[RefusalRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
@@ -168,6 +170,10 @@ class JointPass(_Pass):
                 self.records = (*earlier, *records)
                 if self._check is not None:
                     self._check(records)
+            if run.__name__ == "find_attention":
+                self.attention = (*self.attention, *(found := attention_records(compilation)))
+                if self._check is not None:
+                    self._check(found)
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
             add_origins(self.origins, graph)
         self.records = (*earlier, *with_groups(records, compilation))

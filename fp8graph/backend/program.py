@@ -246,7 +246,7 @@ class Program:
         if situation.observed is None:
             self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
-            check_records(variant.decided.view.gemms)
+            check_records([*variant.decided.view.gemms, *variant.decided.view.attention])
         return variant
 
 

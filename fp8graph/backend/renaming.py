@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fp8graph.analysis.naming import names_of
 from fp8graph.ir.compilation import Findings, Known
@@ -17,9 +18,10 @@ from fp8graph.ir.extra_inputs import PageLayout, StateRow, StatisticsPage
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
 from fp8graph.recipes.rules import Resolution
-from fp8graph.records import GemmRecord, RefusalRecord
+from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView
 
+_Record = TypeVar("_Record", GemmRecord, AttentionRecord)
 _Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old name: new site, old and new resolution
 
 
@@ -28,20 +30,20 @@ class Decided:
     """The decisions about the sites of a compiled graph, as far as they depend on the sites' names."""
 
     findings: Findings
-    resolutions: Sequence[Resolution]  # one per site
+    resolutions: Sequence[Resolution]  # one per site, then one per attention
     view: GraphView
 
     @staticmethod
     def of(findings: Findings, known: Known, view: GraphView) -> Decided:
         """The decisions about the sites in ``findings`` under the names and the policy of ``known``."""
-        return Decided(findings=findings, resolutions=[resolve(site, known) for site in findings.sites], view=view)
+        sites = (*findings.sites, *findings.attention)
+        return Decided(findings=findings, resolutions=[resolve(site, known) for site in sites], view=view)
 
     def under(self, known: Known) -> Decided | None:
         """The same graph under the names of ``known``; None if they need a graph of their own."""
         sites = self.findings.sites
-        names = names_of([site.place for site in sites], known.parameters.values())
-        called = [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
-        resolutions = [resolve(site, known) for site in called]
+        called, attention = _called(sites, known), _called(self.findings.attention, known)
+        resolutions = [resolve(site, known) for site in (*called, *attention)]
         alike = all(
             old.recipes == new.recipes and old.by_user == new.by_user
             for old, new in zip(self.resolutions, resolutions, strict=True)
@@ -53,7 +55,11 @@ class Decided:
             return None
         renamed: _Sites = {
             (site.fqn, site.index): (new, old_resolution, resolution)
-            for site, new, old_resolution, resolution in zip(sites, called, self.resolutions, resolutions, strict=True)
+            for site, new, old_resolution, resolution in zip(sites, called, self.resolutions, resolutions, strict=False)
+        }
+        renamed_attention: _Sites = {
+            (site.fqn, site.index): (new, self.resolutions[i], resolutions[i])
+            for i, (site, new) in enumerate(zip(self.findings.attention, attention, strict=True), len(sites))
         }
         weights = tuple(
             weight if weight.page is None else dataclasses.replace(weight, page=_page(weight.page, renamed))
@@ -62,6 +68,7 @@ class Decided:
         findings = dataclasses.replace(
             self.findings,
             sites=tuple(called),
+            attention=tuple(attention),
             weights=weights,
             pages=tuple(_page(page, renamed) for page in self.findings.pages),
             statistics=tuple(_statistics(page, renamed) for page in self.findings.statistics),
@@ -69,9 +76,16 @@ class Decided:
         view = dataclasses.replace(
             self.view,
             gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms),
+            attention=tuple(_record(record, renamed_attention) for record in self.view.attention),
             refusals=tuple(_refusal(refusal, renamed) for refusal in self.view.refusals),
         )
         return Decided(findings=findings, resolutions=resolutions, view=view)
+
+
+def _called(sites: Sequence[Site], known: Known) -> list[Site]:
+    """``sites`` under the names of ``known``."""
+    names = names_of([site.place for site in sites], known.parameters.values())
+    return [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
 
 
 def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
@@ -96,10 +110,10 @@ def _statistics(page: StatisticsPage, renamed: _Sites) -> StatisticsPage:
     return dataclasses.replace(page, tensors=tuple(tensors))
 
 
-def _record(gemm: GemmRecord, renamed: _Sites) -> GemmRecord:
-    site, old, new = renamed[gemm.fqn, gemm.index]
-    reason = gemm.reason.replace(old.source, new.source)  # another rule may give the same resolution
-    return dataclasses.replace(gemm, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
+def _record(record: _Record, renamed: _Sites) -> _Record:
+    site, old, new = renamed[record.fqn, record.index]
+    reason = record.reason.replace(old.source, new.source)  # another rule may give the same resolution
+    return dataclasses.replace(record, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
 
 
 def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:

@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
+from fp8graph.ir.attention import Attention
 from fp8graph.ir.extra_inputs import Gradient, PageLayout, QuantizedWeight, SpareInputs, StatisticsPage
 from fp8graph.ir.nodes import value
 from fp8graph.ir.observed import Observed
@@ -52,6 +53,7 @@ class Compilation:
     known: Known
     sites: list[Site] = field(default_factory=list[Site])  # match
     decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])  # assign
+    attention: list[Attention] = field(default_factory=list[Attention])  # find_attention
     fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # fuse_linears: (fqn, index, gemm) -> its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
@@ -86,6 +88,7 @@ class Findings:
     """The findings that a graph's caller needs, whether the passes ran now or its code came from the cache."""
 
     sites: tuple[Site, ...] = ()  # sites, without their GEMMs
+    attention: tuple[Site, ...] = ()  # attentions
     weights: tuple[QuantizedWeight, ...] = ()  # weights whose copies the graph takes as inputs
     sendable: tuple[QuantizedWeight, ...] = ()  # weights that FSDP2 may gather in FP8 from now on
     read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
@@ -134,6 +137,7 @@ class Findings:
         sites = (dataclasses.replace(site, gemms=[]) for site in compilation.sites)
         return Findings(
             sites=(*self.sites, *sites),
+            attention=(*self.attention, *(attention.site for attention in compilation.attention)),
             weights=compilation.weights or self.weights,
             sendable=compilation.sendable or self.sendable,
             read=compilation.read | self.read,
@@ -141,5 +145,6 @@ class Findings:
             pages=compilation.pages or self.pages,
             statistics=compilation.statistics or self.statistics,
             gradients=compilation.gradients or self.gradients,
-            has_subgraphs=self.has_subgraphs or (compilation.known.subgraph and bool(compilation.sites)),
+            has_subgraphs=self.has_subgraphs
+            or (compilation.known.subgraph and bool(compilation.sites or compilation.attention)),
         )

@@ -15,7 +15,7 @@ from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import GEMMS, GemmName
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 
-Op = Literal["linear", "matmul", "grouped_mm"]
+Op = Literal["linear", "matmul", "grouped_mm", "attention"]
 OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "*")
 # The ops that `Policy.default` covers. Activation x activation products stay in high precision without a rule.
 DEFAULT_OPS: Final[tuple[str, ...]] = ("linear", "grouped_mm")

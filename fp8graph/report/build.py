@@ -37,12 +37,12 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     decision = compilation.decisions[gemm.node]
     out = value(gemm.node)
     a, b = map(value, matmul_arguments(gemm.node))
-    dtypes = [_short(a.dtype), _short(b.dtype)]
+    dtypes = [short(a.dtype), short(b.dtype)]
     bits = [8 * a.itemsize, 8 * b.itemsize]
     if decision.recipe is not None:
         device = compilation.hardware_of(gemm.node)
         stored = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
-        dtypes = ["fp4" if dtype == torch.uint8 else _short(dtype) for dtype in stored]  # two in one uint8
+        dtypes = ["fp4" if dtype == torch.uint8 else short(dtype) for dtype in stored]  # two in one uint8
         bits = [4 if dtype == torch.uint8 else 8 for dtype in stored]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
@@ -58,7 +58,7 @@ def _record(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
         flops=2 * batch * m * n * k,
         recipe=decision.recipe.name if decision.recipe is not None else None,
         reason=decision.reason,
-        dtypes=(dtypes[0], dtypes[1], _short(out.dtype)),
+        dtypes=(dtypes[0], dtypes[1], short(out.dtype)),
         execution=decision.execution,
         required=decision.required,
         by_profitability=decision.by_profitability,
@@ -80,6 +80,7 @@ def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: C
     return gemm_seconds(speed, *sizes, dtype, batch=batch)
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """A dtype as reports write it: e4m3, bf16, fp32."""
     name = str(dtype).removeprefix("torch.").removeprefix("float8_")
     return {"e4m3fn": "e4m3", "bfloat16": "bf16"}.get(name, name.replace("float", "fp"))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from fp8graph.records import CollectiveRecord, GemmRecord, Origin, RefusalRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
 from fp8graph.report.tables import summary
 
 
@@ -29,6 +29,7 @@ class GraphView:
     origins: dict[str, Origin]  # of the nodes of all stages, by their names
     saved: tuple[str, ...]  # what forward returns, results and all that it keeps for backward, by their names
     policy: str  # the policy it was compiled with, as text; distinguishes graphs after set_policy
+    attention: tuple[AttentionRecord, ...] = ()  # not counted among the GEMMs
     load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -58,17 +59,18 @@ class GraphView:
         """The view as plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
-        records = {"gemms": self.gemms, "collectives": self.collectives, "refusals": self.refusals}
+        records = {name: values[name] for name in ("gemms", "attention", "collectives", "refusals")}
         return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GraphView:
         """The inverse of :meth:`to_dict`."""
         gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
+        attention = (AttentionRecord(**(a | {"dtypes": tuple(a["dtypes"])})) for a in values["attention"])
         sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
         refused = (RefusalRecord(**r) for r in values["refusals"])
         fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
-        fields["refusals"] = tuple(refused)
+        fields["refusals"], fields["attention"] = tuple(refused), tuple(attention)
         fields["inputs"], fields["saved"] = tuple(values["inputs"]), tuple(values["saved"])
         fields["origins"] = {name: Origin(*origin) for name, origin in values["origins"].items()}
         return GraphView(**fields)

@@ -14,7 +14,8 @@ from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
+from fp8graph.report.attention import attention_rows, attention_share
 from fp8graph.report.graph_view import GraphView
 from fp8graph.report.page import page
 from fp8graph.report.page_data import page_data
@@ -49,6 +50,11 @@ class Report:
         return [gemm for graph in self.graphs for gemm in graph.gemms]
 
     @property
+    def attention(self) -> list[AttentionRecord]:
+        """All attentions of all graphs, which are not counted as GEMMs; one row for each direction."""
+        return [attention for graph in self.graphs for attention in graph.attention]
+
+    @property
     def collectives(self) -> list[CollectiveRecord]:
         """All collectives of all graphs, and the bytes that each rank sends. DDP's and FSDP2's are not in graphs."""
         return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
@@ -72,7 +78,12 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, except optional rules."""
-        used = {gemm.rule for graph in self.graphs if graph.policy in self.identities for gemm in graph.gemms}
+        used = {
+            gemm.rule
+            for graph in self.graphs
+            if graph.policy in self.identities
+            for gemm in (*graph.gemms, *graph.attention)
+        }
         return [
             f"rule {rule}" for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional
         ]
@@ -85,8 +96,11 @@ class Report:
                 pay), a user's rule matched nothing, or code ran in eager.
         """
         problems = [f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}" for gemm in self.gemms if gemm.missing]
+        problems += [
+            f"{record.name} attention: not in FP8: {record.reason}" for record in self.attention if record.missing
+        ]
         if self.graphs:
-            names = sorted({gemm.fqn for gemm in self.gemms})
+            names = sorted({record.fqn for record in (*self.gemms, *self.attention)})
             some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
         problems += [f"not compiled: {frame}" for frame in self.eager_frames]
@@ -145,9 +159,10 @@ class Report:
 
     def __str__(self) -> str:
         table = aligned(gemm_rows(self.gemms), ruled=True)
+        attention = aligned(attention_rows(self.attention), ruled=True) if self.attention else []
         sent = aligned(collective_rows(self.collectives), ruled=True) if self.collectives else []
         refused = aligned(refusal_rows(self.refusals), ruled=True) if self.refusals else []
-        return "\n".join([self.summary(), *table, *self.notes(), *sent, *refused])
+        return "\n".join([self.summary(), *table, *attention, *self.notes(), *sent, *refused])
 
     def notes(self) -> list[str]:
         """What else there is to know: one sentence each."""
@@ -155,6 +170,7 @@ class Report:
         lines = [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
         ]
+        lines += attention_share(self.attention, self.gemms)
         for direction in ("forward", "backward", "step"):
             own = [c for c in self.collectives if c.direction == direction]
             if own:

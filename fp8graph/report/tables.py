@@ -16,13 +16,13 @@ def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
     fp8 = [gemm for gemm in gemms if gemm.recipe is not None]
     emulated = sum(gemm.execution == "emulated" for gemm in fp8)
     total = sum(gemm.flops for gemm in gemms)
-    share = f", {_percent(sum(gemm.flops for gemm in fp8) / total)} of their FLOPs" if total else ""
+    share = f", {percent(sum(gemm.flops for gemm in fp8) / total)} of their FLOPs" if total else ""
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
     text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """Rounded down: 100 % is everything."""
     return f"{math.floor(100 * share)} %" if share >= 0.01 or not share else "less than 1 %"
 

@@ -68,6 +68,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "recognize",
         "match",
         "assign",
+        "find_attention",
         "score",
         "quantize",
         "fold",

@@ -1,0 +1,146 @@
+"""Find attention that is written out: two matmuls of activations, and a softmax between them.
+
+    s = bmm(q, permute(k));  p = softmax(s * scale + mask);  y = bmm(dropout(p), v)     ->      one attention
+
+Between the two stand any elementwise ops, casts, views, copies, and a part of the softmax's result (a column for an
+attention sink is cut off). A softmax is what Inductor's decompositions make of it: ``exp``, divided by its own sum.
+Attention whose scores add up several matmuls of activations (DeBERTa's) is not found.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Final, cast
+
+import torch
+from torch import fx
+
+from fp8graph.analysis.attention import new_site
+from fp8graph.analysis.same_value import look_through_transposes, value_key
+from fp8graph.ir.attention import Attention, Operand, Read, Sizes
+from fp8graph.ir.nodes import SAME_VALUES, aten, is_view, matmul_arguments, value
+from fp8graph.ir.sites import Site
+
+# What may stand between the matmuls beside elementwise ops and views.
+_BETWEEN: Final = (
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.fma.default,
+    aten.clone.default,
+    aten.amax.default,
+    aten.sum.dim_IntList,
+    aten._softmax.default,
+    aten._safe_softmax.default,
+    aten.cat.default,  # attention sinks
+    aten.any.dim,
+)
+
+
+def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
+    """Each attention of a graph that consists of two of its ``sites``."""
+    products = {site.gemms[0].node: site for site in sites if site.op == "matmul" and site.gemms[0].gemm == "fprop"}
+    for node, site in products.items():
+        for position, probabilities in enumerate(matmul_arguments(node)):
+            scores = _scores(probabilities)
+            if scores is not None and scores in products and value(scores).ndim == value(node).ndim:
+                yield _attention(products[scores], site, 1 - position)
+                break
+
+
+def _scores(probabilities: fx.Node) -> fx.Node | None:
+    """The matmul whose softmax ``probabilities`` are; None if they are not the softmax of one matmul."""
+    pending, seen, matmuls, softmax = [probabilities], set[fx.Node](), list[fx.Node](), False
+    while pending:
+        node = pending.pop()
+        if node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        if node.target in (aten.bmm.default, aten.baddbmm.default, aten.mm.default, aten.addmm.default):
+            matmuls.append(node)
+        elif _is_between(node):
+            softmax |= _is_softmax(node)
+            pending += node.all_input_nodes
+    return matmuls[0] if softmax and len(matmuls) == 1 else None
+
+
+def _is_between(node: fx.Node) -> bool:
+    tags = cast("Sequence[torch.Tag]", getattr(node.target, "tags", ()))
+    return torch.Tag.pointwise in tags or is_view(node) or node.target in _BETWEEN
+
+
+def _is_softmax(node: fx.Node) -> bool:
+    """Whether ``node`` is a softmax, or the division of exponentials by their sum."""
+    if node.target in (aten._softmax.default, aten._safe_softmax.default):
+        return True
+    if node.target is not aten.div.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    above, below = (_through_casts(source) for source in node.all_input_nodes)
+    return below.target is aten.sum.dim_IntList and _through_casts(below.all_input_nodes[0]) is above
+
+
+def _through_casts(node: fx.Node) -> fx.Node:
+    casts = (*SAME_VALUES, torch.ops.prims.convert_element_type.default, aten.clone.default, aten.expand.default)
+    while node.target in casts:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _attention(first: Site, second: Site, values: int) -> Attention:
+    """The attention with the products ``first`` and ``second``; ``values``: whether v is argument a (0) or b (1)."""
+    scores, result = first.gemms[0].node, second.gemms[0].node
+    q, k = matmul_arguments(scores)
+    tensors: dict[Operand, fx.Node] = {"query": q, "key": k, "value": matmul_arguments(result)[values]}
+    keys = [(value_key(look_through_transposes(tensor)[0]), operand) for operand, tensor in tensors.items()]
+    reads: list[Read] = []
+    of_each: tuple[tuple[Site, tuple[Operand, ...]], ...] = (first, ("query", "key")), (second, ("value",))
+    for site, own in of_each:
+        for gemm in site.gemms:
+            arguments = matmul_arguments(gemm.node)
+            start = len(gemm.node.args) - 2  # behind the bias of baddbmm
+            for i, view in enumerate((gemm.a, gemm.b)):
+                key = value_key(look_through_transposes(arguments[i])[0])
+                operand = next((o for known, o in keys if known == key and o in own), None)
+                if view.operand != "grad_output" and operand is not None:
+                    reads.append(Read(node=gemm.node, position=start + i, operand=operand))
+    backward = itertools.chain(first.gemms[1:], second.gemms[1:])
+    return Attention(
+        site=new_site(result),
+        form="written out",
+        forward=(scores, result),
+        backward=tuple(gemm.node for gemm in backward),
+        reads=tuple(reads),
+        sizes=_sizes(scores, result, values),
+        masked=_adds(scores),
+        dropout=False,
+    )
+
+
+def _sizes(scores: fx.Node, result: fx.Node, values: int) -> Sizes:
+    """The number of heads is known if the scores are taken apart into [batch, heads, queries, keys]."""
+    *batch, queries, keys = value(scores).shape
+    shapes = [value(user).shape for user in scores.users if is_view(user)]
+    whole = next((shape for shape in shapes if len(shape) == 4), (batch[0] if batch else 1, 1, queries, keys))
+    return Sizes(
+        batch=whole[0],
+        heads=whole[1],
+        kv_heads=whole[1],  # keys and values are repeated
+        queries=queries,
+        keys=keys,
+        head_size=value(matmul_arguments(scores)[0]).shape[-1],
+        value_size=value(result).shape[-1 if values == 1 else -2],
+    )
+
+
+def _adds(scores: fx.Node) -> bool:
+    """Whether something is added to the scores, or they are replaced in places: a mask."""
+    pending, seen = [*scores.users], set[fx.Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or not (_is_between(node) or node.target in SAME_VALUES):
+            continue
+        seen.add(node)
+        if node.target in (aten.add.Tensor, aten.where.self, aten.masked_fill.Scalar):
+            return True
+        if node.target not in (aten.amax.default, aten.sub.Tensor, aten.exp.default):
+            pending += node.users
+    return False

@@ -1,0 +1,98 @@
+"""find_attention: every attention has a name and stands in the report, and no GEMM count changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import fp8graph
+from attentions import OPS, Attention, qkv, sdpa, written_out
+from fp8graph.models import FAMILIES
+from helpers import NONE, view_of
+
+
+@pytest.mark.parametrize("form", OPS)
+def test_each_op_has_a_row_for_forward_and_one_for_backward(form: str) -> None:
+    body, causal, masked, dropout = OPS[form]
+    report = fp8graph.explain(Attention(body), *qkv(), training=True, policy=NONE)
+    flops = 4 * 2 * 4 * 16 * 16 * 64 // (2 if causal else 1)
+    assert [(row.form, row.direction, row.flops) for row in report.attention] == [
+        (form, "forward", flops),
+        (form, "backward", 2.5 * flops),
+    ]
+    assert {(row.causal, row.masked, row.dropout) for row in report.attention} == {(causal, masked, dropout)}
+    assert {(row.recipe, row.execution) for row in report.attention} == {(None, "high precision")}
+    assert report.gemms == []
+
+
+def test_inference_has_no_backward() -> None:
+    grouped = qkv(kv_heads=2, keys=32, gradients=False)
+    (row,) = fp8graph.explain(sdpa(enable_gqa=True), *grouped, training=False).attention
+    assert (row.direction, row.batch, row.heads, row.kv_heads, row.queries, row.keys) == ("forward", 2, 4, 2, 16, 32)
+    assert row.dtypes == ("fp32", "fp32")
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention() -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s / 2)  # pyright: ignore[reportDeprecated]
+
+    (row,) = fp8graph.explain(Attention(body), *qkv(queries=128, gradients=False), training=False).attention
+    assert (row.form, row.masked, row.flops) == ("flex", True, 4 * 2 * 4 * 128 * 128 * 64)
+
+
+def test_the_graph_is_not_changed() -> None:
+    view = view_of(sdpa(), *qkv())
+    assert view.stages["find_attention"] == view.stages["assign"]
+
+
+def test_attention_that_is_written_out_is_one_attention_and_two_matmuls() -> None:
+    report = fp8graph.explain(written_out(), *qkv(), training=True)
+    forward, backward = report.attention
+    assert len(report.gemms) == 6
+    assert forward.flops == sum(gemm.flops for gemm in report.gemms if gemm.gemm == "fprop")
+    assert backward.flops == sum(gemm.flops for gemm in report.gemms if gemm.gemm != "fprop")
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([sdpa(), Attention(lambda q, k, v: sdpa()(sdpa()(q, k, v), k, v))])
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for layer in self.layers:
+            q = layer(q, k, v)
+        return q
+
+
+def test_names_are_those_of_modules() -> None:
+    rows = fp8graph.explain(Layers(), *qkv(), training=False).attention
+    assert [row.name for row in rows] == ["layers.0", "layers.1", "layers.1[1]"]
+
+
+@pytest.mark.parametrize(
+    ("family", "written", "form"),
+    [
+        ("llama", False, "CPU flash"),
+        ("llama", True, "written out"),
+        ("gpt2", False, "CPU flash"),
+        ("gpt2", True, "written out"),
+    ],
+)
+def test_models(family: str, written: bool, form: str) -> None:
+    with torch.device("meta"):
+        model = FAMILIES[family].tiny(2).bfloat16()
+    if written:
+        model.set_attn_implementation("eager")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    report = fp8graph.explain(model, input_ids=ids, labels=ids, training=True)
+    assert {row.form for row in report.attention} == {form}
+    assert [row.direction for row in report.attention] == ["forward", "backward"] * 2
+    layers = {"llama": "model.layers.{}.self_attn", "gpt2": "transformer.h.{}.attn"}[family]
+    assert [row.name for row in report.attention[::2]] == [layers.format(i) for i in range(2)]
+    assert sum(gemm.op == "matmul" for gemm in report.gemms) == (12 if written else 0)
+    report.check()

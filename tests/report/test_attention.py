@@ -1,0 +1,65 @@
+"""Attention in the report: its table, its share of the FLOPs, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fp8graph
+from attentions import qkv, sdpa, written_out
+from fp8graph.records import AttentionRecord
+from fp8graph.report import GraphView
+from fp8graph.report.attention import attention_rows, attention_share
+from helpers import MLP
+
+
+def report_of(module: Any, **settings: Any) -> fp8graph.Report:
+    return fp8graph.explain(module, *qkv(**settings), training=True)
+
+
+def test_the_share_of_the_flops() -> None:
+    rows = report_of(sdpa()).attention
+    assert attention_share(rows, []) == [
+        "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision"
+    ]
+    gemms = fp8graph.explain(MLP(64, 128), qkv()[0], training=True).gemms
+    (line,) = attention_share(rows, gemms)
+    share = sum(row.flops for row in rows) / sum(row.flops for row in (*rows, *gemms))
+    assert f": {int(100 * share)} % of the FLOPs" in line
+    assert attention_share([], gemms) == []
+
+
+def test_flops_of_matmuls_are_counted_once() -> None:
+    report = report_of(written_out())
+    (line,) = attention_share(report.attention, report.gemms)
+    assert line == (
+        "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision; "
+        "1 written out as matmuls, which are GEMMs above"
+    )
+
+
+def test_one_row_per_kind() -> None:
+    rows = attention_rows(report_of(sdpa(is_causal=True, enable_gqa=True), kv_heads=2).attention)
+    assert [row[:4] for row in rows[1:]] == [
+        ("(root)", "1", "CPU flash, causal", "forward"),
+        ("(root)", "1", "CPU flash, causal", "backward"),
+    ]
+    assert rows[0][4] == "batch x heads x queries x keys x size"
+    assert rows[1][4] == "2 x 4:2 x 16 x 16 x 64"
+
+
+def test_the_report_prints_it_and_counts_no_gemm() -> None:
+    report = report_of(sdpa())
+    assert report.summary() == "0 of 0 GEMMs in FP8, in 1 graph"
+    assert "CPU flash" in str(report)
+    assert "CPU flash" not in str(fp8graph.explain(MLP(), qkv(size=32)[0]))
+
+
+def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
+    report = report_of(sdpa())
+    view = report.graphs[0]
+    assert GraphView.from_dict(json.loads(json.dumps(view.to_dict()))) == view
+    assert all(isinstance(row, AttentionRecord) for row in report.attention)
+    report.to_html(tmp_path / "report.html")
+    assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
