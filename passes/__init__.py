@@ -26,6 +26,7 @@ from fp8graph.passes.match import match
 from fp8graph.passes.observe import observe
 from fp8graph.passes.prepare_fp4 import prepare_fp4
 from fp8graph.passes.quantize import quantize
+from fp8graph.passes.quantize_attention import quantize_attention
 from fp8graph.passes.recognize import recognize
 from fp8graph.passes.route_in_fp8 import route_in_fp8
 from fp8graph.passes.save_for_backward import save_for_backward
@@ -57,6 +58,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     connect_scales,
     accumulate_wgrad,
     save_for_backward,
+    quantize_attention,
 )
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the

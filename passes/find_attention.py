@@ -1,30 +1,33 @@
-"""Find every attention of the program, with its name and its FLOPs: a site of a second kind, beside matmuls.
+"""Find every attention of the program, a site of a second kind beside matmuls, and decide whether it is quantized.
 
     o, logsumexp = _scaled_dot_product_flash_attention(q, k, v, ...)        ->      attention "layers.0.self_attn"
     o, logsumexp, _ = flex_attention(q, k, v, score_mod, ...)               ->      the same
     o = bmm(softmax(bmm(q, permute(k)) + mask), v)                          ->      the same; the two matmuls stay sites
 
 The graph is not changed. Attentions are not counted as GEMMs: the report has rows of their own for them
-(``Report.attention``). They stay in high precision.
+(``Report.attention``). They stay in high precision unless a rule with ``op="attention"`` asks for a recipe. Refuses
+recipes that keep amaxes or have a scale per tile, attention whose matmuls are quantized themselves, and attention whose
+backward could not read the same quantized q, k and v (``analysis/attention_legality.py``).
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from torch import fx
 
 from fp8graph.analysis.attention import attention_ops
+from fp8graph.analysis.attention_legality import why_not_quantized
 from fp8graph.analysis.naming import names_of
 from fp8graph.analysis.written_attention import written_attentions
 from fp8graph.ir.attention import Attention
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import backward_nodes
 from fp8graph.ir.sites import Decision
-from fp8graph.recipes import GEMMS
-from fp8graph.recipes.rules import Resolution
+from fp8graph.passes.assign import resolve
+from fp8graph.recipes.autocast import DISABLED
 
-LEFT_ALONE: Final = "attention stays in high precision"
+LEFT_ALONE: Final = 'attention stays in high precision unless a rule with op="attention" asks for it'
 
 
 def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
@@ -39,5 +42,25 @@ def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _decide(attention: Attention, compilation: Compilation) -> Decision:
-    resolution = Resolution(dict.fromkeys(GEMMS), source=LEFT_ALONE)
-    return Decision(recipe=None, reason=LEFT_ALONE, execution="high precision", resolution=resolution)
+    resolution = resolve(attention.site, compilation.known)
+    recipe = resolution.recipes["fprop"]
+
+    def left_alone(reason: str, **more: Any) -> Decision:
+        return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution, **more)
+
+    if recipe is None:
+        by_rule = resolution.source.startswith("rule")
+        asked_for = by_rule or resolution.source == DISABLED
+        reason = f"{resolution.source} -> high precision" if by_rule else resolution.source
+        return left_alone(reason if asked_for else LEFT_ALONE)
+    if (obstacle := why_not_quantized(attention, recipe, compilation)) is not None:
+        asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
+        return left_alone(asked, required=resolution.by_user)
+    device = compilation.hardware_of(attention.reads[0].argument)
+    return Decision(
+        recipe=recipe,
+        reason=f"{resolution.source} -> {recipe.name}; emulated: {device.name} has no FP8 attention in torch",
+        execution="emulated",
+        resolution=resolution,
+        required=resolution.by_user,
+    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -90,16 +90,19 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
     scores, result = first.gemms[0].node, second.gemms[0].node
     q, k = matmul_arguments(scores)
     tensors: dict[Operand, fx.Node] = {"query": q, "key": k, "value": matmul_arguments(result)[values]}
-    keys = [(value_key(look_through_transposes(tensor)[0]), operand) for operand, tensor in tensors.items()]
+    keys: list[tuple[Any, Operand]] = [
+        (value_key(look_through_transposes(tensor)[0]), operand) for operand, tensor in tensors.items()
+    ]
     reads: list[Read] = []
-    of_each: tuple[tuple[Site, tuple[Operand, ...]], ...] = (first, ("query", "key")), (second, ("value",))
-    for site, own in of_each:
+    for site in (first, second):
         for gemm in site.gemms:
             arguments = matmul_arguments(gemm.node)
             start = len(gemm.node.args) - 2  # behind the bias of baddbmm
             for i, view in enumerate((gemm.a, gemm.b)):
                 key = value_key(look_through_transposes(arguments[i])[0])
-                operand = next((o for known, o in keys if known == key and o in own), None)
+                operand: Operand | None = next(
+                    (o for known, o in keys if known == key and (o == "value") == (site is second)), None
+                )
                 if view.operand != "grad_output" and operand is not None:
                     reads.append(Read(node=gemm.node, position=start + i, operand=operand))
     backward = itertools.chain(first.gemms[1:], second.gemms[1:])
@@ -110,7 +113,7 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
         backward=tuple(gemm.node for gemm in backward),
         reads=tuple(reads),
         sizes=_sizes(scores, result, values),
-        masked=_adds(scores),
+        masked=_adds(scores) or scores.target in (aten.baddbmm.default, aten.addmm.default),
         dropout=False,
     )
 

@@ -45,7 +45,7 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
         Fp8CoverageError: in strict mode.
     """
     report = backend.report
-    if report.gemms or (backend in _told and not backend.settings.strict):
+    if report.gemms or report.attention or (backend in _told and not backend.settings.strict):
         return
     _told.add(backend)
     graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"

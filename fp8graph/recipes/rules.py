@@ -16,8 +16,9 @@ from fp8graph.recipes.quantizer import GEMMS, GemmName
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 
 Op = Literal["linear", "matmul", "grouped_mm", "attention"]
-OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "*")
-# The ops that `Policy.default` covers. Activation x activation products stay in high precision without a rule.
+OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "attention", "*")
+# The ops that `Policy.default` covers. Activation x activation products and attention stay in high precision without a
+# rule.
 DEFAULT_OPS: Final[tuple[str, ...]] = ("linear", "grouped_mm")
 
 
@@ -43,8 +44,9 @@ class Rule:
             expression that must match the whole FQN.
         recipe: a recipe object or name; ``None`` or "high_precision" leaves the GEMMs alone.
         op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
-            "grouped_mm", or "*".
-        fprop, dgrad, wgrad: another recipe for one of the three GEMMs.
+            "grouped_mm", "attention" (forward alone: its backward stays in high precision), or "*". The latter means
+            every GEMM, and attention if the recipe is high precision: attention in FP8 is asked for by its name.
+        fprop, dgrad, wgrad: another recipe for one of the three GEMMs, which attention does not have.
         optional: the rule may match nothing (as in the general policy's list of usual head names).
         steps: ``(first, end)``: the rule applies from step ``first`` until before step ``end`` (None: forever); see
             :meth:`Policy.at_step`.
@@ -76,6 +78,11 @@ class Rule:
             raise PolicyError(f"{self._call}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
             raise PolicyError(f"{self._call}: optional must be True or False.")
+        if self.op == "attention" and (given := [gemm for gemm in GEMMS if getattr(self, gemm) is not INHERIT]):
+            raise PolicyError(
+                f'{self._call}: op="attention" takes no {", ".join(given)}: attention has no such GEMMs. '
+                "Its forward runs as recipe says, its backward in high precision."
+            )
         self._check_steps()
         for name in ("recipe", *GEMMS):
             object.__setattr__(self, name, normalized(getattr(self, name)))
@@ -128,6 +135,8 @@ class Rule:
     def matches(self, fqn: str, op: str) -> bool:
         """Whether this rule applies to the site ``fqn``."""
         if self.op not in ("*", op):
+            return False
+        if self.op == "*" and op == "attention" and any(self.recipe_for(gemm) is not None for gemm in GEMMS):
             return False
         if isinstance(self.pattern, re.Pattern):
             return self.pattern.fullmatch(fqn) is not None

@@ -78,21 +78,21 @@ def test_names_are_those_of_modules() -> None:
     ("family", "written", "form"),
     [
         ("llama", False, "CPU flash"),
-        ("llama", True, "written out"),
-        ("gpt2", False, "CPU flash"),
+        pytest.param("llama", True, "written out", marks=pytest.mark.slow),
+        pytest.param("gpt2", False, "CPU flash", marks=pytest.mark.slow),
         ("gpt2", True, "written out"),
     ],
 )
 def test_models(family: str, written: bool, form: str) -> None:
     with torch.device("meta"):
-        model = FAMILIES[family].tiny(2).bfloat16()
+        model = FAMILIES[family].tiny(1).bfloat16()
     if written:
         model.set_attn_implementation("eager")
     ids = torch.zeros(2, 16, dtype=torch.long)
     report = fp8graph.explain(model, input_ids=ids, labels=ids, training=True)
     assert {row.form for row in report.attention} == {form}
-    assert [row.direction for row in report.attention] == ["forward", "backward"] * 2
+    assert [row.direction for row in report.attention] == ["forward", "backward"]
     layers = {"llama": "model.layers.{}.self_attn", "gpt2": "transformer.h.{}.attn"}[family]
-    assert [row.name for row in report.attention[::2]] == [layers.format(i) for i in range(2)]
-    assert sum(gemm.op == "matmul" for gemm in report.gemms) == (12 if written else 0)
+    assert {row.name for row in report.attention} == {layers.format(0)}
+    assert sum(gemm.op == "matmul" for gemm in report.gemms) == (6 if written else 0)
     report.check()

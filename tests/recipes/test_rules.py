@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph import INHERIT, Float8CurrentScaling, Policy, Rule
+from fp8graph import INHERIT, Float8CurrentScaling, Policy, PolicyError, Rule
 from helpers import MLP, eager_backend
 
 TENSORWISE = Float8CurrentScaling()
@@ -47,12 +47,27 @@ def test_patterns_match_the_whole_name(pattern: Any, matching: list[str], others
         ("linear", {"linear"}),
         ("matmul", {"matmul"}),
         ("grouped_mm", {"grouped_mm"}),
-        ("*", {"linear", "matmul", "grouped_mm"}),
+        ("attention", {"attention"}),
+        ("*", {"linear", "matmul", "grouped_mm", "attention"}),
     ],
 )
 def test_op(rule_op: str, matching: set[str]) -> None:
     rule = Rule("*", None, op=rule_op)
-    assert {op for op in ("linear", "matmul", "grouped_mm") if rule.matches("x", op)} == matching
+    assert {op for op in ("linear", "matmul", "grouped_mm", "attention") if rule.matches("x", op)} == matching
+
+
+@pytest.mark.parametrize("own", [{}, {"fprop": None}, {"dgrad": None, "wgrad": None}])
+def test_fp8_attention_is_asked_for_by_its_name(own: dict[str, Any]) -> None:
+    assert not Rule("*", "tensorwise", op="*", **own).matches("x", "attention")
+    assert not Rule("*", None, op="*", fprop="tensorwise").matches("x", "attention")
+    assert Rule("*", "tensorwise", op="attention").matches("x", "attention")
+    assert Policy(default="tensorwise").resolve("x", "attention").recipes["fprop"] is None
+
+
+@pytest.mark.parametrize("own", [{"fprop": None}, {"dgrad": "rowwise", "wgrad": None}])
+def test_attention_has_no_gemms(own: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=f'op="attention" takes no {", ".join(own)}: attention has no such GEMMs'):
+        Rule("*", "tensorwise", op="attention", **own)
 
 
 @pytest.mark.parametrize(

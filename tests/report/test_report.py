@@ -83,6 +83,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "connect_scales",
         "accumulate_wgrad",
         "save_for_backward",
+        "quantize_attention",
     ]
     assert view.before == view.stages["assign"]
     assert view.after == view.stages["connect_scales"]

@@ -1,0 +1,56 @@
+"""Attention that is not quantized, although a rule asks for it: the refusals of the pass `find_attention`, in words."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from fp8graph.analysis.attention import extra_results
+from fp8graph.analysis.same_value import look_through_transposes, value_key
+from fp8graph.ir.attention import Attention
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import static_size, value
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import Recipe
+
+_HIGH_PRECISION_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compilation) -> str | None:
+    """Why q, k and v are not quantized with ``recipe``, or None if they are."""
+    kind = SCALINGS[recipe.quantizer("input").scaling]
+    if kind.has_state:
+        return f"{recipe.name} has no scales for attention: the amaxes that it keeps are those of GEMMs"
+    if kind.tiled:
+        return "attention takes one scale per tensor or per head, not one per tile"
+    for read in attention.reads:
+        tensor = value(read.argument)
+        if tensor.dtype not in _HIGH_PRECISION_DTYPES:
+            return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
+        if any(static_size(size) == 0 for size in tensor.shape):
+            return f"an operand is empty: {list(tensor.shape)}"
+        dynamic = [dim for dim, size in enumerate(tensor.shape) if static_size(size) is None]
+        if not kind.one_scale and (len(dynamic) > 1 or (dynamic == [1] and tensor.ndim == 4)):
+            return f"one scale per head needs to know how many there are: {list(tensor.shape)}"
+    return _why_not_alone(attention, compilation) or _why_not_together(attention)
+
+
+def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None:
+    """What else decides about the ops of this attention, or reads their results."""
+    if attention.written_out:
+        own = [compilation.decisions[node] for node in (*attention.forward, *attention.backward)]
+        sources = [decision.resolution.source for decision in own if decision.recipe is not None]
+        return f"its matmuls are in FP8 already ({sources[0]})" if sources else None
+    if compilation.known.subgraph and not attention.backward and extra_results(attention):
+        return "the backward of a higher-order op is a graph of its own, which would read q, k and v unquantized"
+    return None
+
+
+def _why_not_together(attention: Attention) -> str | None:
+    """Backward reads the tensors that forward reads: both read the quantized ones, or none."""
+    keys = [value_key(look_through_transposes(read.argument)[0]) for read in attention.reads]
+    forward = [key for key, read in zip(keys, attention.reads, strict=True) if read.node in attention.forward]
+    if any(key not in forward for key in keys):
+        return "its backward does not read the same q, k and v as its forward"
+    return None

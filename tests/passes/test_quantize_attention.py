@@ -1,0 +1,299 @@
+"""quantize_attention: q, k and v are quantized; forward and backward read the same numbers; the rest is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import fp8graph
+import oracle
+from attentions import Attention, qkv, sdpa, written_out
+from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
+from fp8graph.numerics import sqnr_db
+from helpers import NONE, eager_backend, same_bits, view_of
+
+POWER_2 = Float8CurrentScaling(power_2_scale=True)
+EXACT = Float8RowwiseScaling(power_2_scale=False)
+
+
+def asking(recipe: Any) -> Policy:
+    return Policy([Rule("*", recipe, op="attention")], default=None)
+
+
+TENSORWISE = asking("tensorwise")
+
+
+def reason(module: Any, *args: Tensor, policy: Policy = TENSORWISE, training: bool = True) -> str:
+    report = fp8graph.explain(module, *args, policy=policy, training=training)
+    return report.attention[0].reason
+
+
+def rounded(x: Tensor, heads: int | None = None, *, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
+    """What is left of ``x`` [batch, heads, tokens, size] in E4M3, with one scale, or one per (batch, ``heads``)."""
+    parts = [x.detach()] if heads is None else list(x.detach().reshape(x.shape[0] * heads, -1))
+    made: list[Tensor] = []
+    for part in parts:
+        codes, scale_inv = oracle.quantize(part, torch.float8_e4m3fn, power_2_scale=power_2, epsilon=epsilon)
+        values = oracle.dequantize(codes, scale_inv, torch.float8_e4m3fn, x.dtype)
+        made.append(torch.from_numpy(np.asarray(values, dtype=np.float64)).reshape(part.shape))
+    return torch.stack(made).reshape(x.shape).to(x.dtype)
+
+
+def results(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, policy: Policy) -> list[Tensor]:
+    """The output and the three gradients; with dropout, of one seed."""
+    torch._dynamo.reset()
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(module, backend=eager_backend(policy), fullgraph=True)
+    torch.manual_seed(0)
+    out = compiled(*inputs)
+    (out.float() * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+CAUSAL = torch.ones(16, 16, dtype=torch.bool).tril()
+MODULES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
+    "plain": (sdpa(), {"keys": 32}),
+    "causal": (sdpa(is_causal=True), {}),
+    "mask": (sdpa(attn_mask=CAUSAL), {}),
+    "grouped queries": (sdpa(is_causal=True, enable_gqa=True), {"kv_heads": 2}),
+    "dropout": (sdpa(dropout_p=0.3), {}),
+    "dropout, causal, grouped queries": (sdpa(dropout_p=0.3, is_causal=True, enable_gqa=True), {"kv_heads": 2}),
+    "written out": (written_out(between=lambda s: s.masked_fill(~CAUSAL, -math.inf)), {}),
+    "written out, dropout": (written_out(after=lambda p: functional.dropout(p, 0.3)), {"keys": 32}),
+    "tokens before heads": (
+        Attention(lambda q, k, v: sdpa()(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)))),
+        {},
+    ),
+    "size 96": (sdpa(is_causal=True), {"size": 96}),
+    "size 128": (sdpa(is_causal=True), {"size": 128}),
+    "size 256": (sdpa(is_causal=True), {"size": 256}),
+    "bf16": (sdpa(is_causal=True), {"dtype": torch.bfloat16}),
+}
+
+
+# Not bit for bit: torch multiplies q and k with the root of the scale before they are quantized, and repeats k and v; a
+# bmm of other strides may add in another order.
+NEARLY = ("dropout", "dropout, causal, grouped queries", "written out, dropout")
+
+
+PER_HEAD = ("mask", "grouped queries", "written out", "tokens before heads", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*((name, "tensorwise") for name in MODULES), *((name, "rowwise") for name in PER_HEAD), (NEARLY[1], EXACT)],
+)
+def test_the_program_runs_on_what_e4m3_leaves_of_q_k_and_v(name: str, recipe: Any) -> None:
+    """What the program makes of the rounded tensors, bit for bit: the output, and gradients straight through."""
+    module, sizes = MODULES[name]
+    torch.manual_seed(1)
+    q, k, v = qkv(**sizes)
+    settings: dict[str, Any] = {}
+    if recipe != "tensorwise":
+        settings = {"heads": k.shape[1], "power_2": recipe == "rowwise", "epsilon": 1e-12}
+    of_q: dict[str, Any] = settings | ({"heads": q.shape[1]} if settings and name in NEARLY else {})
+    expected = results(module, rounded(q, **of_q), rounded(k, **settings), rounded(v, **settings), policy=NONE)
+    got = results(module, q, k, v, policy=asking(recipe))
+    if name in NEARLY:
+        assert all(sqnr_db(e, g) > 100 for e, g in zip(expected, got, strict=True))
+    else:
+        assert same_bits(expected, got)
+    assert sqnr_db(results(module, q, k, v, policy=NONE)[0], got[0]) < 40
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    """Attention and its gradients in float64, row by row and head by head."""
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            kv = h * k.shape[1] // q.shape[1]
+            for i in range(q.shape[2]):
+                until = i + 1 if causal else k.shape[2]
+                keys, values = inputs[1][b, kv, :until], inputs[2][b, kv, :until]
+                weights = ((keys * inputs[0][b, h, i]).sum(-1) / math.sqrt(q.shape[3])).exp()
+                out[b, h, i] = (weights[:, None] * values).sum(0) / weights.sum()
+    (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("size", "kv_heads", "causal", "dtype", "bound"),
+    [
+        (64, 4, False, torch.float32, 110),
+        (96, 2, True, torch.float32, 110),
+        (128, 1, True, torch.float32, 110),
+        (256, 4, True, torch.float32, 110),
+        (64, 2, True, torch.bfloat16, 42),
+    ],
+)
+@pytest.mark.parametrize("recipe", [POWER_2, EXACT])
+def test_the_oracle(size: int, kv_heads: int, causal: bool, dtype: torch.dtype, bound: float, recipe: Any) -> None:
+    """FP32: only the sums are rounded. bf16: torch's kernel rounds the probabilities and the results."""
+    torch.manual_seed(2)
+    given = qkv(kv_heads=kv_heads, size=size, dtype=dtype)
+    own: dict[str, Any] = {"power_2": True} if recipe is POWER_2 else {"heads": kv_heads, "epsilon": 1e-12}
+    expected = exact(*(rounded(x, **own) for x in given), causal=causal)
+    got = results(sdpa(is_causal=causal, enable_gqa=True), *given, policy=asking(recipe))
+    for one, other in zip(expected, got, strict=True):
+        assert sqnr_db(one, other.double()) > bound
+
+
+def test_the_graph_before_and_after() -> None:
+    view = view_of(sdpa(is_causal=True), *qkv(), policy=TENSORWISE)
+    settings = "dtype=e4m3, power_2_scale=False, amax_epsilon=0.0, rowwise=[1, 1], columnwise=[]"
+    before, after = view.stages["save_for_backward"], view.after
+    assert "aten._scaled_dot_product_flash_attention_for_cpu(primals_1, primals_2, primals_3, 0.0, True)" in before
+    for i, name in enumerate(("query", "key", "value"), 1):
+        assert f"quantize_{name}: (e4m3[2, 4, 16, 64], f32[]) = fp8graph.quantize(primals_{i}, {settings})" in after
+        decoded = f"f32[2, 4, 16, 64] = fp8graph.dequantize({name}_data, {name}_scale_inv, dtype=f32"
+        assert after.count(decoded) == 2  # forward and backward
+    numbers = [f"dequantize_default{end}" for end in ("", "_1", "_2", "_3", "_4", "_5")]
+    assert f"aten._scaled_dot_product_flash_attention_for_cpu({', '.join(numbers[:3])}, 0.0, True)" in after
+    assert f"_for_cpu_backward(tangents_1, {', '.join(numbers[3:])}, alias_1, getitem_1, 0.0, True)" in after
+
+
+def test_one_scale_per_head_of_keys() -> None:
+    view = view_of(sdpa(enable_gqa=True), *qkv(kv_heads=2), policy=asking("rowwise"))
+    assert "quantize_query: (e4m3[4, 2048], f32[4, 1])" in view.after  # 2 of 4 heads, 16 tokens, 64
+    assert "quantize_key: (e4m3[4, 1024], f32[4, 1])" in view.after
+
+
+def test_backward_keeps_fp8() -> None:
+    """In place of q, k and v: their bytes and scales."""
+    module = Attention(lambda q, k, v: sdpa()(q.sin(), k.sin(), v.sin()))
+    view = view_of(module, *qkv(), policy=TENSORWISE)
+    (saved,) = [set(view.saved)]
+    assert {f"{name}_{part}" for name in ("query", "key", "value") for part in ("data", "scale_inv")} <= saved
+    assert not any(name.startswith(("dequantize", "sin")) for name in saved)
+
+
+def test_strides_stay_as_they_are() -> None:
+    """[batch, tokens, heads, size] in memory, as models have it: the result is viewed without a copy."""
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(2, 16, 4, 64).transpose(1, 2) for x in (q, k, v))
+        return sdpa()(q, k, v).transpose(1, 2).reshape(2, 16, 256)
+
+    given = [torch.randn(2, 16, 256, requires_grad=True) for _ in range(3)]
+    for recipe in ("tensorwise", "rowwise"):
+        before, after = (view_of(Attention(body), *given, policy=policy).after for policy in (NONE, asking(recipe)))
+        assert after.count("aten.clone(getitem") == before.count("aten.clone(getitem") == 0
+
+
+def test_tensors_that_are_one_are_quantized_once() -> None:
+    view = view_of(Attention(lambda q, k, v: sdpa()(q, k, k)), *qkv(), policy=TENSORWISE)
+    assert view.after.count("fp8graph.quantize(") == 2
+
+
+def test_checkpointed_code_is_run_again_as_it_was() -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return checkpoint(lambda *x: sdpa()(*(y.sin() for y in x)), q, k, v, use_reentrant=False)
+
+    given = qkv()
+    torch.manual_seed(0)
+    plain = results(Attention(lambda q, k, v: sdpa()(q.sin(), k.sin(), v.sin())), *given, policy=TENSORWISE)
+    assert same_bits(results(Attention(body), *given, policy=TENSORWISE), plain)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_flex_attention(recipe: str) -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + i - j)  # pyright: ignore[reportDeprecated]
+
+    given = qkv(queries=128, gradients=False)
+    with torch.no_grad():
+        got, expected = (
+            torch.compile(Attention(body), backend=eager_backend(policy))(*inputs)
+            for policy, inputs in (
+                (asking(recipe), given),
+                (
+                    NONE,
+                    [rounded(x, 4, power_2=True, epsilon=1e-12) if recipe == "rowwise" else rounded(x) for x in given],
+                ),
+            )
+        )
+    assert same_bits([got], [expected])
+
+
+def test_what_the_report_says() -> None:
+    report = fp8graph.explain(sdpa(), *qkv(), policy=TENSORWISE, training=True)
+    forward, backward = report.attention
+    assert forward.reason.startswith('rule "*" (op attention) -> tensorwise; emulated: ')
+    assert (forward.recipe, forward.execution, forward.dtypes) == ("tensorwise", "emulated", ("e4m3", "fp32"))
+    assert (backward.recipe, backward.execution) == (None, "high precision")
+    assert backward.reason == "backward stays in high precision; it reads the quantized q, k and v"
+    assert "; 1 in FP8 (1 emulated)" in str(report)
+    report.check()
+
+
+def test_only_a_rule_that_names_attention_quantizes_it() -> None:
+    assert reason(sdpa(), *qkv(), policy=Policy([Rule("*", "tensorwise", op="*")])) == (
+        'attention stays in high precision unless a rule with op="attention" asks for it'
+    )
+    kept = Policy([Rule("*", None, op="*"), Rule("*", "tensorwise", op="attention")])
+    assert reason(sdpa(), *qkv(), policy=kept) == 'rule "*" (op *) -> high precision'
+    report = fp8graph.explain(sdpa(), *qkv(), policy=kept, training=True)
+    assert report.unused_rules == ['rule "*" (op attention) -> tensorwise']
+
+
+def test_a_region_switches_it_off() -> None:
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with fp8graph.autocast(enabled=False):
+            return sdpa()(q, k, v)
+
+    assert reason(Attention(body), *qkv()) == "autocast(enabled=False)"
+
+
+both = Policy([Rule("*", "tensorwise", op="matmul"), Rule("*", "tensorwise", op="attention")], default=None)
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "policy", "why"),
+    [
+        pytest.param(sdpa(), {}, asking("delayed"), "delayed has no scales for attention", id="delayed"),
+        pytest.param(sdpa(), {}, asking("blockwise"), "one scale per tensor or per head, not one per tile", id="block"),
+        pytest.param(sdpa(), {}, asking("mxfp8"), "one scale per tensor or per head, not one per tile", id="mxfp8"),
+        pytest.param(sdpa(), {}, asking("nvfp4"), "one scale per tensor or per head, not one per tile", id="nvfp4"),
+        pytest.param(sdpa(), {"dtype": torch.float64}, TENSORWISE, "FP8 cannot multiply float64", id="float64"),
+        pytest.param(written_out(), {}, both, 'in FP8 already (rule "*" (op matmul))', id="its matmuls are in FP8"),
+    ],
+)
+def test_refusals(module: nn.Module, sizes: dict[str, Any], policy: Policy, why: str) -> None:
+    report = fp8graph.explain(module, *qkv(**sizes), policy=policy, training=True)
+    assert {row.recipe for row in report.attention} == {None}
+    assert why in report.attention[0].reason
+    assert "fp8graph.dequantize(query" not in report.graphs[0].after
+    with pytest.raises(fp8graph.Fp8CoverageError, match="attention: not in FP8"):
+        report.check()
+    backend = fp8graph.Backend(policy, compiler="eager", strict=True)
+    with pytest.raises(fp8graph.Fp8CoverageError, match="1 GEMMs and attentions that a rule asks for cannot run"):
+        torch.compile(module, backend=backend)(*qkv(**sizes))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_number_of_tokens_may_be_dynamic(recipe: str) -> None:
+    backend = eager_backend(asking(recipe))
+    compiled = torch.compile(sdpa(), backend=backend)
+    for queries in (16, 24):
+        given = [x.detach() for x in qkv(queries=queries)]
+        for x in given:
+            torch._dynamo.mark_dynamic(x, 2)
+        assert 20 < sqnr_db(sdpa()(*given), compiled(*given)) < 40
+    assert len(backend.report.graphs) == 1
+
+
+def test_the_number_of_heads_may_not() -> None:
+    given = [x.detach() for x in qkv()]
+    backend = eager_backend(asking("rowwise"))
+    torch.compile(sdpa(), backend=backend, dynamic=True)(*given)
+    assert "one scale per head needs to know how many there are" in backend.report.attention[0].reason
