@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import fx
 
 from fp8graph.analysis.attention import attention_ops
-from fp8graph.analysis.attention_legality import why_not_quantized
+from fp8graph.analysis.attention_legality import why_emulated, why_not_quantized
 from fp8graph.analysis.naming import names_of
 from fp8graph.analysis.written_attention import written_attentions
 from fp8graph.ir.attention import Attention
@@ -56,11 +56,11 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
     if (obstacle := why_not_quantized(attention, recipe, compilation)) is not None:
         asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
         return left_alone(asked, required=resolution.by_user)
-    device = compilation.hardware_of(attention.reads[0].argument)
+    emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     return Decision(
         recipe=recipe,
-        reason=f"{resolution.source} -> {recipe.name}; emulated: {device.name} has no FP8 attention in torch",
-        execution="emulated",
+        reason=f"{resolution.source} -> {recipe.name}" + (f"; emulated: {emulated}" if emulated else ""),
+        execution="emulated" if emulated else "native",
         resolution=resolution,
         required=resolution.by_user,
     )

@@ -1,4 +1,4 @@
-"""Attention that is not quantized, although a rule asks for it: the refusals of the pass `find_attention`, in words."""
+"""Attention that is not quantized although a rule asks for it, or emulated: the reasons, in words for the report."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import torch
 
 from fp8graph.analysis.attention import extra_results
 from fp8graph.analysis.same_value import look_through_transposes, value_key
+from fp8graph.compat.ops import OpOverload
+from fp8graph.hardware import Hardware
 from fp8graph.ir.attention import Attention
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import static_size, value
+from fp8graph.ir.nodes import known_equal, static_size, value
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Recipe
 
@@ -34,6 +36,28 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
         if not kind.one_scale and (len(dynamic) > 1 or (dynamic == [1] and tensor.ndim == 4)):
             return f"one scale per head needs to know how many there are: {list(tensor.shape)}"
     return _why_not_alone(attention, compilation) or _why_not_together(attention)
+
+
+def why_emulated(attention: Attention, device: Hardware) -> str | None:
+    """Why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
+    if (obstacle := device.attention_obstacle(static_size(attention.sizes.head_size))) is not None:
+        return obstacle
+    if attention.backward:
+        return "FP8 attention in torch is forward only, this is training"
+    if attention.written_out or not isinstance(attention.result.target, OpOverload):
+        return f"FP8 attention in torch takes the place of scaled_dot_product_attention, this is {attention.form}"
+    if attention.masked or attention.dropout:
+        return f"FP8 attention in torch takes no {'mask that is a tensor' if attention.masked else 'dropout'}"
+    if extra_results(attention):
+        return "its logsumexp or its random state is read"
+    if (dtype := value(attention.reads[0].argument).dtype) != torch.bfloat16:
+        return f"FP8 attention in torch returns bf16, the program's is {str(dtype).removeprefix('torch.')}"
+    sizes = attention.sizes
+    if not known_equal(sizes.head_size, sizes.value_size) or static_size(sizes.kv_heads) is None:
+        return f"heads of {sizes.head_size} and {sizes.value_size}, {sizes.kv_heads} of them"
+    if attention.causal and not known_equal(sizes.queries, sizes.keys):
+        return f"{sizes.queries} queries and {sizes.keys} keys: a causal mask starts at another corner there"
+    return None
 
 
 def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None:

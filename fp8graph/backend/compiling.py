@@ -20,7 +20,7 @@ from fp8graph.backend.renaming import Decided
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.backend.stored import Stored, read
-from fp8graph.compat import inductor, torch_build
+from fp8graph.compat import attention, inductor, torch_build
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
@@ -176,7 +176,7 @@ class Compiler:
         decides = settings.strict, settings.decisions(), settings.hardware, settings.cuda_graphs
         parts = (
             source_hash(),
-            repr((situation, names, decides, torch_build.multiplies_bf16_on_cpu())),
+            repr((situation, names, decides, torch_build.multiplies_bf16_on_cpu(), attention.active_implementation())),
             self._graph.identity(),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -7,6 +7,7 @@ from fp8graph.hardware.devices import (
     multiplies_groups,
     of_device,
     of_machine,
+    scaled_attention,
     scaled_grouped_mm,
     scaled_mm,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "multiplies_groups",
     "of_device",
     "of_machine",
+    "scaled_attention",
     "scaled_grouped_mm",
     "scaled_mm",
 ]

@@ -54,6 +54,10 @@ def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1]))
 
 
+def scaled_attention(q: Tensor, *_arguments: Any) -> Tensor:
+    return torch.empty_like(q, dtype=torch.bfloat16)
+
+
 def dequantize(
     data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
 ) -> Tensor:

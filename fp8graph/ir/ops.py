@@ -4,6 +4,7 @@
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, native, *, ...) -> one GEMM per group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
+    scaled_attention(q, k, v, scale_inv_q, scale_inv_k, scale_inv_v, is_causal, scale) -> softmax(q @ k.T) @ v
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     hadamard(like, signs) -> [16, 16];  random_seed(device) -> [1]
@@ -103,6 +104,14 @@ grouped_mm = _define(
     reference=experts.grouped_mm,
     fake=op_shapes.grouped_mm,
     lowered=False,
+)
+scaled_attention = _define(
+    "scaled_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor scale_inv_q, Tensor scale_inv_k, Tensor scale_inv_v, bool is_causal,"
+    " float? scale) -> Tensor",
+    reference=hardware.scaled_attention,
+    fake=op_shapes.scaled_attention,
+    contiguous=False,
 )
 dequantize = _define(
     "dequantize",

@@ -232,6 +232,17 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return None
 
 
+def _scaled_attention(node: fx.Node) -> str | None:
+    given = named_arguments(node)
+    q, k, v, *scales = (value(given[name]) for name in "q k v scale_inv_q scale_inv_k scale_inv_v".split())
+    if any(x.dtype not in FP8_MAX or x.ndim != 4 or x.stride(-1) != 1 for x in (q, k, v)):
+        return f"attention of {q.dtype} {tuple(q.shape)} with strides {q.stride()}, {k.stride()} and {v.stride()}"
+    wanted = k.shape[:2]  # one scale for each head of k and v, of q as well
+    if any(s.dtype != torch.float32 or s.ndim != 2 or not all(map(known_equal, s.shape, wanted)) for s in scales):
+        return f"scales {[tuple(scale.shape) for scale in scales]} for {tuple(wanted)} heads"
+    return None
+
+
 def _dequantize(node: fx.Node) -> str | None:
     data = value(named_arguments(node)["data"])
     return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
@@ -254,6 +265,7 @@ _CHECKS: dict[Any, Any] = {
     ops.quantize: _quantize,
     ops.scaled_mm: _scaled_mm,
     ops.scaled_grouped_mm: _scaled_grouped_mm,
+    ops.scaled_attention: _scaled_attention,
     ops.dequantize: _dequantize,
     ops.stored_weight: _stored_weight,
     aten._scaled_mm.default: _aten_scaled_mm,

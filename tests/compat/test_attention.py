@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
-from fp8graph.compat.attention import FLEX, FLEX_BACKWARD
+from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, HAS_QUANTIZED_ATTENTION, active_implementation
+from fp8graph.compat.ops import schema
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
@@ -15,3 +19,15 @@ from fp8graph.compat.attention import FLEX, FLEX_BACKWARD
 def test_the_first_arguments_of_flex_attention(op: object, first: str) -> None:
     names = list(inspect.signature(type(op).__call__).parameters)[1:]
     assert names[: len(first.split())] == first.split()
+
+
+@pytest.mark.skipif(not HAS_QUANTIZED_ATTENTION, reason="this torch has no op for FP8 attention")
+def test_the_arguments_of_the_op_that_reads_fp8() -> None:
+    names = [argument.name for argument in schema(aten._scaled_dot_product_flash_attention.quantized).arguments]
+    scales = ["q_descale", "k_descale", "v_descale"]
+    rest = ["dropout_p", "is_causal", "return_debug_mask", "scale"]
+    assert names == ["query", "key", "value", *scales, *rest]
+
+
+def test_nothing_is_active_unless_a_program_asks_for_it() -> None:
+    assert active_implementation() is None

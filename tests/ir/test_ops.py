@@ -185,10 +185,10 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 def test_each_dialect_op_has_a_reference() -> None:
     defined = {op for op in vars(ops).values() if isinstance(op, torch._ops.OpOverload)}
     assert {op.namespace for op in defined} == {"fp8graph"}
-    assert (
-        ops.DIALECT == set(ops.REFERENCE) == defined - {ops.grouped_mm, ops.error_of_gemm, ops.random_seed}
-    )  # run as they are
-    assert ops.SHAPES.keys() == defined - {ops.dequantize, ops.stored_weight, ops.random_seed}
+    run_as_they_are = {ops.grouped_mm, ops.error_of_gemm, ops.random_seed}
+    assert ops.DIALECT == set(ops.REFERENCE) == defined - run_as_they_are
+    strided = {ops.dequantize, ops.stored_weight, ops.scaled_attention}
+    assert ops.SHAPES.keys() == defined - strided - {ops.random_seed}  # which has no tensor to describe
 
 
 @example(rows=16, columns=1, source=torch.float32, dtype=E4M3)  # whose transpose is contiguous

@@ -280,6 +280,26 @@ def test_refusals(module: nn.Module, sizes: dict[str, Any], policy: Policy, why:
         torch.compile(module, backend=backend)(*qkv(**sizes))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_generated_code(recipe: str) -> None:
+    """Inductor's C++, forward and backward, of a module with a layout as models have it."""
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(2, 16, -1, 64).transpose(1, 2) for x in (q, k, v))
+        return sdpa(is_causal=True, enable_gqa=True)(q.sin(), k, v).transpose(1, 2).reshape(2, 16, 256)
+
+    given = [torch.randn(2, 16, size) for size in (256, 128, 128)]
+    expected = results(Attention(body), *given, policy=asking(recipe))
+    backend = fp8graph.Backend(asking(recipe))
+    inputs = [x.clone().requires_grad_() for x in given]
+    out = torch.compile(Attention(body), backend=backend)(*inputs)
+    (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    got = [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+    assert all(sqnr_db(one, other) > 60 for one, other in zip(expected, got, strict=True))
+    assert backend.report.attention[0].recipe == recipe
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_number_of_tokens_may_be_dynamic(recipe: str) -> None:
     backend = eager_backend(asking(recipe))
