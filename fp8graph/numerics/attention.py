@@ -21,7 +21,7 @@ def scaled_attention(
     """``softmax(scale * q @ k.T) @ v`` in FP32, rounded once to bf16, with the strides of ``q``.
 
     FlashAttention-3, whose numbers these are but for one thing, also rounds the probabilities to E4M3 before the second
-    product (hopper/mainloop_fwd_sm90_tma_gmma_ws.hpp of flash-attention).
+    product (``Max_offset`` in hopper/flash_fwd_kernel_sm90.h of flash-attention).
 
     Args:
         q: [batch, heads, queries, size] E4M3.  k, v: [batch, kv_heads, keys, size] E4M3; heads of q that share one of k

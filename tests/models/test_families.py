@@ -118,6 +118,15 @@ def assert_counts(report: Report, family: Family, layers: int) -> None:
     assert len(report.graphs) == family.graphs
     left = {g.reason.partition(":")[0].partition(' "')[0] for g in report.gemms if not g.recipe}
     assert left <= {"rule", "no rule", "output head"}
+    assert_attention_is_found(report)
+
+
+def assert_attention_is_found(report: Report) -> None:
+    """All matmuls of activations are those of an attention that is written out, two each."""
+    written = [a for a in report.attention if a.written_out and a.direction == "forward"]
+    matmuls = [g for g in report.gemms if g.op == "matmul" and g.gemm == "fprop" and g.fqn]  # but CLIP's logits
+    assert len(matmuls) == 2 * len(written)
+    assert report.attention
 
 
 def assert_agrees(found: dict[str, float], name: str) -> None:

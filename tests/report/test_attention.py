@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fp8graph
 from attentions import qkv, sdpa, written_out
+from fp8graph.models import FAMILIES
 from fp8graph.records import AttentionRecord
 from fp8graph.report import GraphView
 from fp8graph.report.attention import attention_rows, attention_share
@@ -63,3 +66,14 @@ def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     assert all(isinstance(row, AttentionRecord) for row in report.attention)
     report.to_html(tmp_path / "report.html")
     assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
+
+
+def test_the_line_of_the_page() -> None:
+    """docs/attention.md shows that of a Llama."""
+    with torch.device("meta"):
+        model = FAMILIES["llama"].tiny(2).bfloat16()
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, training=True)).splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
+    line = page.split("share:\n\n```\n")[1].split("\n")[0]
+    assert line in printed
