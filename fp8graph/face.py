@@ -34,7 +34,7 @@ from fp8graph.recipes import (
 from fp8graph.recipes.autocast import autocast
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT, Rule
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
@@ -44,6 +44,7 @@ from fp8graph.version import __version__
 
 __all__ = [
     "INHERIT",
+    "AttentionRecord",
     "Backend",
     "CheckpointError",
     "CollectiveRecord",

@@ -16,7 +16,7 @@ from fp8graph.ir.settings import Settings
 from helpers import MLP
 
 NAMES = """
-    INHERIT Backend CheckpointError CollectiveRecord ConfigError DelayedScaling Float8BlockScaling
+    INHERIT AttentionRecord Backend CheckpointError CollectiveRecord ConfigError DelayedScaling Float8BlockScaling
     Float8CurrentScaling Float8RowwiseScaling Format Fp8CoverageError Fp8GraphError GemmRecord GraphView KernelRecord
     MXFP8BlockScaling NVFP4BlockScaling Policy PolicyError QuantizedTensor Recipe RefusalRecord Report Rule StateError
     Tuned UnsupportedRecipeError __version__ adopt autocast backend_of compile explain export load_checkpoint models

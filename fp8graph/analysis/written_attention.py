@@ -25,7 +25,6 @@ from fp8graph.ir.sites import Site
 # What may stand between the matmuls beside elementwise ops and views.
 _BETWEEN: Final = (
     torch.ops.prims.convert_element_type.default,
-    torch.ops.prims.fma.default,
     aten.clone.default,
     aten.amax.default,
     aten.sum.dim_IntList,

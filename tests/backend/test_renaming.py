@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from attentions import sdpa
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.renaming import Decided
 from fp8graph.ir.compilation import Known
@@ -15,9 +17,9 @@ from fp8graph.ir.places import Parameter
 from helpers import Two, eager_backend
 
 
-def decided(policy: Policy) -> Decided:
+def decided(policy: Policy, layer: torch.nn.Module | None = None) -> Decided:
     """Of a layer that is called "0"."""
-    backend, model = eager_backend(policy, cache_weights=True), torch.nn.Sequential(Two(72))
+    backend, model = eager_backend(policy, cache_weights=True), torch.nn.Sequential(layer or Two(72))
     backend.bind(model)
     model[0].compile(backend=backend)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
@@ -60,6 +62,31 @@ def test_another_rule_that_asks_for_the_same_is_named_in_the_reason() -> None:
     assert new is not None
     assert {(gemm.rule, gemm.reason.partition(";")[0]) for gemm in old.view.gemms} == {(0, 'rule "0.*" -> tensorwise')}
     assert {(gemm.rule, gemm.reason.partition(";")[0]) for gemm in new.view.gemms} == {(1, 'rule "7.*" -> tensorwise')}
+
+
+class Attending(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.attention = torch.nn.Linear(32, 32, bias=False), sdpa()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unsqueeze(0).unsqueeze(0)
+        return self.attention(q, q, q)[0, 0]
+
+
+def test_attention_is_decided_and_named_anew() -> None:
+    rules = [Rule(f"{layer}.*", "tensorwise", op="attention") for layer in (0, 7)]
+    policy = Policy([*rules, Rule("8.*", "rowwise", op="attention")], default=None)
+    old = decided(policy, Attending())
+    new = old.under(known(old, policy, "7"))
+    assert new is not None
+    for found, layer, rule in ((old, 0, 0), (new, 7, 1)):
+        assert [site.fqn for site in found.findings.attention] == [f"{layer}.attention"]
+        forward, backward = found.view.attention
+        assert (forward.fqn, forward.rule, backward.fqn) == (f"{layer}.attention", rule, f"{layer}.attention")
+        assert forward.reason.startswith(f'rule "{layer}.*" (op attention) -> tensorwise')
+    assert old.under(known(old, policy, "8")) is None  # another recipe
+    assert old.under(known(old, policy, "9")) is None  # none
 
 
 OTHERWISE: list[Any] = [
