@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 import oracle
-from attentions import Attention, qkv, sdpa, written_out
+from attentions import OPS, Attention, qkv, sdpa, written_out
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
 from helpers import NONE, eager_backend, same_bits, view_of
@@ -223,6 +223,29 @@ def test_flex_attention(recipe: str) -> None:
             )
         )
     assert same_bits([got], [expected])
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch trains it on GPUs only; its reference of the backward runs anywhere."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s + i - j)  # pyright: ignore[reportDeprecated]
+
+    given = qkv(queries=128)
+    expected = results(Attention(body), *map(rounded, given), policy=NONE)
+    assert same_bits(expected, results(Attention(body), *given, policy=TENSORWISE))
+    forward, backward = fp8graph.explain(Attention(body), *given, policy=TENSORWISE, training=True).attention
+    assert (forward.form, forward.execution, backward.direction) == ("flex", "emulated", "backward")
+
+
+@pytest.mark.parametrize("form", OPS)
+def test_each_op_and_its_backward_read_decoded_numbers(form: str) -> None:
+    view = fp8graph.explain(Attention(OPS[form][0]), *qkv(), policy=TENSORWISE, training=True).graphs[0]
+    lines = [line.split(" = ")[1] for line in view.after.splitlines() if "= aten._scaled_dot_product" in line]
+    numbers = [f"dequantize_default{end}" for end in ("", "_1", "_2", "_3", "_4", "_5")]
+    assert [", ".join(numbers[:3]) in lines[0], ", ".join(numbers[3:]) in lines[1], len(lines)] == [True, True, 2]
 
 
 def test_what_the_report_says() -> None:
