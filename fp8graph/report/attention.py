@@ -10,7 +10,6 @@ import torch
 from fp8graph.ir.attention import Attention
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import size_hint, value
-from fp8graph.ir.sites import Decision
 from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report.build import short
 from fp8graph.report.tables import any_layer, percent
@@ -21,10 +20,10 @@ _BACKWARD: Final = {False: 2.5, True: 2}  # written out or not
 
 def attention_records(compilation: Compilation) -> list[AttentionRecord]:
     """The rows of one graph: one for each attention forward, and one for its backward."""
-    return [record for attention in compilation.attention for record in _records(attention)]
+    return [record for attention in compilation.attention for record in _records(attention, compilation)]
 
 
-def _records(attention: Attention) -> Iterator[AttentionRecord]:
+def _records(attention: Attention, compilation: Compilation) -> Iterator[AttentionRecord]:
     decision = attention.decision
     assert decision is not None
     sizes = vars(attention.sizes)
@@ -44,13 +43,14 @@ def _records(attention: Attention) -> Iterator[AttentionRecord]:
         "rule": decision.resolution.rule,
     }
     own, result = short(operands.dtype), short(out.dtype)
+    device = compilation.hardware_of(attention.reads[0].argument)
     yield AttentionRecord(
         **common,
         direction="forward",
         flops=flops,
         recipe=decision.recipe.name if decision.recipe is not None else None,
         reason=decision.reason,
-        dtypes=(_quantized(decision) or own, result),
+        dtypes=(own if decision.recipe is None else short(device.quantizer(decision.recipe, "input").dtype), result),
         execution=decision.execution,
         required=decision.required,
     )
@@ -66,10 +66,6 @@ def _records(attention: Attention) -> Iterator[AttentionRecord]:
             execution="high precision",
             required=False,
         )
-
-
-def _quantized(decision: Decision) -> str | None:
-    return None if decision.recipe is None else short(decision.recipe.quantizer("input").dtype)
 
 
 def attention_share(attention: Sequence[AttentionRecord], gemms: Sequence[GemmRecord]) -> list[str]:

@@ -59,6 +59,13 @@ def test_the_report_prints_it_and_counts_no_gemm() -> None:
     assert "CPU flash" not in str(fp8graph.explain(MLP(), qkv(size=32)[0]))
 
 
+def test_dtypes_are_those_of_the_device() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise", op="attention")], default=None)
+    for target, dtype in (("cpu", "e4m3"), ("gfx942", "e4m3fnuz")):
+        forward, backward = fp8graph.explain(sdpa(), *qkv(), policy=policy, target=target, training=True).attention
+        assert (forward.dtypes, backward.dtypes) == ((dtype, "fp32"), ("fp32", "fp32"))
+
+
 def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     report = report_of(sdpa())
     view = report.graphs[0]
