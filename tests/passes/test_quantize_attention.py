@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
@@ -321,6 +323,17 @@ def test_generated_code(recipe: str) -> None:
     got = [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
     assert all(sqnr_db(one, other) > 60 for one, other in zip(expected, got, strict=True))
     assert backend.report.attention[0].recipe == recipe
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "fused"), [(NONE, 1), (TENSORWISE, 0)], ids=["high precision", "quantized"])
+def test_inductor_fuses_what_is_written_out_unless_it_is_quantized(policy: Policy, fused: int) -> None:
+    """docs/attention.md says so."""
+    module = Attention(lambda q, k, v: torch.matmul(q, k.transpose(-2, -1)).div(8.0).softmax(dim=-1).matmul(v))
+    counters.clear()
+    with torch._inductor.config.patch(fx_graph_cache=False), torch.no_grad():
+        torch.compile(module, backend=fp8graph.Backend(policy))(*qkv(gradients=False))
+    assert counters["inductor"]["fuse_attention"] == fused
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
