@@ -229,12 +229,16 @@ def _tiles_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tu
 
 
 def _mx_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return data, swizzle_scales(scale_inv).view(torch.float8_e8m0fnu)
+    return data, swizzle_scales(_one_per_row(data, scale_inv, block)).view(torch.float8_e8m0fnu)
 
 
 def _fp4_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    rows = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]  # 16x16 tiles: one scale per row
-    return data.view(torch.float4_e2m1fn_x2), swizzle_scales(rows)
+    return data.view(torch.float4_e2m1fn_x2), swizzle_scales(_one_per_row(data, scale_inv, block))
+
+
+def _one_per_row(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> Tensor:
+    """The scales of square tiles, for each of their rows: the GEMM knows tiles of one row."""
+    return scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]] if block[0] > 1 else scale_inv
 
 
 _ORDERS: Final = {"block": _tiles_in_order, "mxfp8": _mx_in_order, "nvfp4": _fp4_in_order}

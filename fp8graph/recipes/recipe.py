@@ -221,6 +221,8 @@ class MXFP8BlockScaling(Recipe):
 
     Args:
         fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
+        enable_2d_quantization: one scale per 32x32 tile of a weight, so that forward and backward multiply by the same
+            numbers: both layouts of a weight then hold them.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -228,8 +230,15 @@ class MXFP8BlockScaling(Recipe):
 
     fp8_format: Format = Format.E4M3
     use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
+    enable_2d_quantization: bool = False
 
     name: ClassVar[str] = "mxfp8"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.enable_2d_quantization) is not bool:
+            raise self._bad("enable_2d_quantization", "True or False")
+
     def quantizer(self, operand: OperandName) -> Quantizer:
-        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="mxfp8", block=(1, 32))
+        square = operand == "weight" and self.enable_2d_quantization
+        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="mxfp8", block=(32, 32) if square else (1, 32))

@@ -31,6 +31,7 @@ RECIPES: list[tuple[str, Recipe, Any]] = [
     ("row", Float8RowwiseScaling(), "input"),
     ("row FP32 scales", Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0), "grad_output"),
     ("1x32 E8M0", MXFP8BlockScaling(), "weight"),
+    ("32x32 E8M0", MXFP8BlockScaling(enable_2d_quantization=True), "weight"),
     ("1x32 E8M0 E5M2", MXFP8BlockScaling(fp8_format="HYBRID"), "grad_output"),  # pyright: ignore[reportArgumentType]
     ("1x16 FP4", PLAIN_FP4, "input"),
     ("16x16 FP4", PLAIN_FP4, "weight"),
@@ -200,3 +201,13 @@ def test_gradients_carry_overflow(recipe: Recipe, operand: Any) -> None:
         decoding_kwargs = quantization.decoding_kwargs(quantizer)
         values = decoding.dequantize_data(named[layout], dtype=torch.float32, **scales, **decoding_kwargs)
         assert values[place] == -math.inf
+
+
+@pytest.mark.parametrize("recipe", [MXFP8BlockScaling(enable_2d_quantization=True), PLAIN_FP4], ids=["mxfp8", "nvfp4"])
+def test_both_layouts_of_a_weight_in_square_tiles_hold_the_same_numbers(recipe: Recipe) -> None:
+    w = torch.randn(96, 160) * torch.logspace(-2, 2, 160)
+    one, other = (numerics.dequantize(numerics.quantize(w, recipe, "weight", layout)) for layout in LAYOUTS)
+    assert torch.equal(one, other)
+    plain = MXFP8BlockScaling()
+    one, other = (numerics.dequantize(numerics.quantize(w, plain, "weight", layout)) for layout in LAYOUTS)
+    assert not torch.equal(one, other)

@@ -148,7 +148,10 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "amax_epsilon": 0.0,
         "scale_format": "fp32",
     }
-    assert dataclasses.asdict(MXFP8BlockScaling()) == split | {"fp8_format": Format.E4M3}
+    assert dataclasses.asdict(MXFP8BlockScaling()) == split | {
+        "fp8_format": Format.E4M3,
+        "enable_2d_quantization": False,
+    }
     assert dataclasses.asdict(NVFP4BlockScaling()) == split | {
         "fp8_format": Format.E4M3,
         "disable_rht": False,
@@ -191,6 +194,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (Float8BlockScaling, {"scale_format": "ue8m0", "power_2_scale": False}, "power_2_scale must be True with"),
         (Float8BlockScaling, {"use_fast_accum": (True, False, False)}, "block scaling accumulates in FP32 only"),
         (MXFP8BlockScaling, {"fp8_format": "E2M1"}, "one of E4M3, HYBRID"),
+        (MXFP8BlockScaling, {"enable_2d_quantization": 1}, "enable_2d_quantization=1.*True or False"),
         (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "Format.E4M3: the type of the block scales"),
         (NVFP4BlockScaling, {"disable_rht": 16}, "disable_rht=16.*True or False"),
         (NVFP4BlockScaling, {"disable_stochastic_rounding": None}, "True or False"),
