@@ -12,8 +12,8 @@ order, 0 if the scores say nothing. Beside it:
 * middle: the median of the measured changes. Where bf16's is far above FP32's, it is that of rounding.
 
 A second table splits the order of the larger models: of the linears of one layer, and of one linear (all q_proj, say)
-in all layers; and with two other scores: the mean over the batches of the relative square error, and the score times
-the number of the layer from 1, which is how far an error of backward still has to go.
+in all layers; and with two other scores: the mean over the batches of the relative square error, and the square error
+alone, which was dgrad's score before it counted the gradients that an error reaches.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ def _score(row: Row, gemm: str, half: int) -> float:
         sum(row[part][middle:] if half else row[part][:middle])
         for part in ("weighted_error", "square_error", "square_reference")
     )
-    return {"fprop": error, "dgrad": square, "wgrad": square / reference}[gemm]
+    if gemm == "dgrad":
+        return square * reached(row)
+    return error if gemm == "fprop" else square / reference
 
 
 def relative(row: Row) -> float:
@@ -128,6 +130,9 @@ def read(folder: Path) -> Runs:
     for path in sorted(folder.glob("*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         run["rows"].sort(key=operator.itemgetter("site"))
+        if run["gemm"] == "dgrad":  # the sums are kept; the first runs scored them without what they reach
+            for row in run["rows"]:
+                row["score"] = sum(row["square_error"]) * reached(row)
         key = run["layers"], run["recipe"], run["dtype"], run["gemm"]
         found.setdefault(key, {})[run["seed"]] = run
     return dict(sorted(found.items(), key=lambda item: (item[0][0], item[0][1], GEMMS.index(item[0][3]), item[0][2])))
@@ -154,6 +159,15 @@ def layer(row: Row) -> int:
 
 def linear(row: Row) -> str:
     return row["site"].rpartition(".")[2]
+
+
+# of the linears of a Llama's layer: how many come before the tensor that each reads
+_BEFORE = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 3, "gate_proj": 4, "up_proj": 4, "down_proj": 6}
+
+
+def reached(row: Row) -> int:
+    """How many gradients an error of this linear's dgrad goes into: those of the linears before it, and one more."""
+    return len(_BEFORE) * (layer(row) - 1) + _BEFORE[linear(row)] + 1
 
 
 def within(rows: Sequence[Row], part: Callable[[Row], Any]) -> float:
@@ -200,14 +214,14 @@ def parts(rows: Sequence[Row]) -> list[float]:
         within(rows, layer),
         within(rows, linear) if max(map(layer, rows)) > 2 else math.nan,
         correlation(rows, relative),
-        correlation(rows, lambda row: row["score"] * layer(row)),
+        correlation(rows, lambda row: sum(row["square_error"])),
     ]
 
 
 def table_of_parts(runs: Runs) -> list[str]:
     """Where the order comes from, and what other scores would reach: means over the seeds."""
     lines = _head(
-        "layers, recipe, GEMM, model in, all sites, of one layer, of one linear, relative errors, times layer"
+        "layers, recipe, GEMM, model in, all sites, of one layer, of one linear, relative errors, by size alone"
     )
     for key, by_seed in runs.items():
         found = map(statistics.fmean, zip(*(parts(run["rows"]) for run in by_seed.values()), strict=True))

@@ -47,16 +47,21 @@ class Measured:
     weighted_error: float  # of the change times the gradient of the result, squared (fprop)
     square_error: float
     square_reference: float
+    upstream: int = 0  # the linears that come before the tensor that this one reads
 
     @property
     def error(self) -> float:
-        """fprop: sum((dL/dY * change)^2); dgrad: sum(change^2); wgrad: the square of the gradient's relative error.
+        """fprop: sum((dL/dY * change)^2); dgrad: sum(change^2) for each of the gradients that it reaches; wgrad: the
+        square of the gradient's relative error.
 
-        What dgrad returns is added to the gradients of other layers, so that its error counts by its size; what wgrad
-        returns is the whole gradient of a parameter. benchmarks/tune_order.py holds all three against measurements.
+        What dgrad returns goes on into the gradients of all linears before it, and of one thing more, an embedding.
+        What wgrad returns is the whole gradient of a parameter. benchmarks/tune_order.py holds all three against
+        measurements.
         """
-        if self.gemm != "wgrad":
-            return self.weighted_error if self.gemm == "fprop" else self.square_error
+        if self.gemm == "fprop":
+            return self.weighted_error
+        if self.gemm == "dgrad":
+            return self.square_error * (self.upstream + 1)
         return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
 
 
@@ -173,17 +178,20 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
     for row in (row for batch in batches for row in batch):
         rows.setdefault((row["site"], row["gemm"], row["candidate"]), []).append(row)
     groups: dict[str, str] = {}  # a module that is called twice is in the group of its first call
+    order = {fqn: index for index, fqn in enumerate(dict.fromkeys(gemm.fqn for gemm in gemms))}  # of forward
     found: list[Measured] = []
     for (site, gemm, candidate), own in rows.items():
         record = records.get((site, gemm))
         if record is None:
             raise ConfigError(f"tune(): {site!r} was measured before, and is not in this model: give another file.")
         m, n, k = (size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k))
+        group = groups.setdefault(record.fqn, own[0]["group"])
         found.append(
             Measured(
                 site=record.fqn,
                 op=record.op,
-                group=groups.setdefault(record.fqn, own[0]["group"]),
+                group=group,
+                upstream=order.get(group, order[record.fqn]),
                 gemm=gemm,
                 candidate=candidate,
                 m=m,

@@ -47,9 +47,10 @@ def tune(
 
     A few batches run forward and backward, in high precision, through a graph that measures, for each linear and each
     of its three GEMMs, the error that each recipe makes: for fprop ``sum((dL/dY * change of Y)^2)``, for dgrad
-    ``sum((change of dX)^2)``, for wgrad the square of the relative error. The model is not trained, and its gradients
-    are kept. Linears that read one tensor (q, k and v; gate and up) are decided together; what the default policy keeps
-    in high precision stays there. The roofline of ``target`` predicts the time of each GEMM.
+    ``sum((change of dX)^2)`` for each linear whose gradient it goes into, for wgrad the square of the relative error.
+    The model is not trained, and its gradients are kept. Linears that read one tensor (q, k and v; gate and up) are
+    decided together; what the default policy keeps in high precision stays there. The roofline of ``target`` predicts
+    the time of each GEMM.
 
     Errors of one kind of GEMM are divided by what they come to when all linears run in the fastest of ``recipes``, and
     the three kinds count alike: FP8 everywhere has an error of 1.

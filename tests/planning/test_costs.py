@@ -21,6 +21,7 @@ FOUND = Measured(
 def test_the_error_of_each_gemm() -> None:
     assert FOUND.error == 4.0
     assert dataclasses.replace(FOUND, gemm="dgrad").error == 1.0
+    assert dataclasses.replace(FOUND, gemm="dgrad", upstream=6).error == 7.0  # the gradients that it goes into
     assert dataclasses.replace(FOUND, gemm="wgrad").error == 0.01
     assert dataclasses.replace(FOUND, gemm="wgrad", square_reference=0.0).error == 0.0
 

@@ -54,6 +54,25 @@ def test_errors_of_batches_add_up() -> None:
         assert b.weighted_error == pytest.approx(2 * a.weighted_error)
 
 
+class Attention(nn.Module):
+    """q and k read one tensor; o and then up read what comes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o, self.up = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.o(self.q(x) * self.k(x))).square().mean()
+
+
+def test_what_an_error_of_dgrad_reaches() -> None:
+    """The linears before the tensor that one reads: none for q and k, which do not reach each other."""
+    found = run(Attention(), [X.clone().requires_grad_()])
+    assert {one.site: one.upstream for one in found} == {"q": 0, "k": 0, "o": 2, "up": 3}
+    dgrad = {one.site: one for one in found if one.gemm == "dgrad"}
+    assert dgrad["up"].error == 4 * dgrad["up"].square_error
+
+
 def test_a_loss_of_ones_own() -> None:
     found = run(nn.Linear(64, 64), [X], loss=lambda output, batch: (output - batch).square().mean())  # pyright: ignore
     assert len(found) == 2
