@@ -32,6 +32,7 @@ from fp8graph.passes.route_in_fp8 import route_in_fp8
 from fp8graph.passes.save_for_backward import save_for_backward
 from fp8graph.passes.score import score
 from fp8graph.passes.share import share, share_tokens
+from fp8graph.passes.smooth import smooth
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
 
@@ -45,6 +46,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     assign,
     find_attention,
     score,
+    smooth,
     quantize,
     fold,
     share,

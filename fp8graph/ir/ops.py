@@ -8,6 +8,7 @@
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     hadamard(like, signs) -> [16, 16];  random_seed(device) -> [1]
+    smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     tensor_statistics(x, block_size, *, ...) -> [numbers]
@@ -35,7 +36,17 @@ from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.ir import op_shapes
-from fp8graph.numerics import decoding, experts, hadamard, history, quantization, random_bits, statistic_parts, tiles
+from fp8graph.numerics import (
+    channels,
+    decoding,
+    experts,
+    hadamard,
+    history,
+    quantization,
+    random_bits,
+    statistic_parts,
+    tiles,
+)
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
 
 _library = torch.library.Library("fp8graph", "DEF")
@@ -149,6 +160,12 @@ amax = _define(
     "(Tensor x) -> Tensor",
     reference=quantization.reducible_amax,
     fake=op_shapes.amax,
+)
+smoothing = _define(
+    "smoothing",
+    "(Tensor x) -> Tensor[]",
+    reference=channels.smoothing,
+    fake=op_shapes.smoothing,
 )
 scales = _define(
     "scales",

@@ -64,6 +64,11 @@ class Recipe:
             f"{type(self).__name__}({field}={getattr(self, field)!r}): {field} must be {wanted}."
         )
 
+    @property
+    def smooths(self) -> bool:
+        """Whether the channels of an input are scaled to one size before it is quantized (``passes/smooth.py``)."""
+        return False
+
     def quantizer(self, operand: OperandName) -> Quantizer:
         """How ``operand`` is quantized under this recipe."""
         raise NotImplementedError

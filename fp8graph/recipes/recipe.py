@@ -34,6 +34,9 @@ class Float8CurrentScaling(Recipe):
         power_2_scale: clear the mantissa of the scale (round down).
         amax_epsilon: lower bound of the amax, in units of the tensor; ``0.0`` or a positive number.
         use_fast_accum: see :class:`Recipe`.
+        smooth_input: scale the channels of a linear's input to one size before it is quantized, by powers of two, and
+            the weight by the inverse (Smooth-SwiGLU, arXiv 2409.12517): for ``down_proj`` where SwiGLU's product has
+            outliers. The weight is then quantized in each step.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for E5M2, a negative or non-finite epsilon, or a
@@ -42,12 +45,19 @@ class Float8CurrentScaling(Recipe):
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    smooth_input: bool = False
 
     name: ClassVar[str] = "tensorwise"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_scale_fields()
+        if type(self.smooth_input) is not bool:
+            raise self._bad("smooth_input", "True or False")
+
+    @property
+    def smooths(self) -> bool:
+        return self.smooth_input
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(
@@ -123,6 +133,8 @@ class DelayedScaling(Recipe):
             compiled with one is not kept in torch's compile cache.
         reduce_amax: use the largest amax of all ranks if there is a process group; has no effect on one rank.
         use_fast_accum: see :class:`Recipe`.
+        smooth_input: see :class:`Float8CurrentScaling`. The amax of a smoothed input is about the same in every step,
+            so that no outlier is clipped by a scale from earlier steps; the weight takes its scale from its own amax.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -133,6 +145,7 @@ class DelayedScaling(Recipe):
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
+    smooth_input: bool = False
 
     name: ClassVar[str] = "delayed"
 
@@ -146,11 +159,17 @@ class DelayedScaling(Recipe):
             raise self._bad("amax_compute_algo", '"max", "most_recent" or a function')
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise self._bad("scaling_factor_compute_algo", "a function or None")
-        if type(self.reduce_amax) is not bool:
-            raise self._bad("reduce_amax", "True or False")
+        for field in ("reduce_amax", "smooth_input"):
+            if type(getattr(self, field)) is not bool:
+                raise self._bad(field, "True or False")
+
+    @property
+    def smooths(self) -> bool:
+        return self.smooth_input
 
     def quantizer(self, operand: OperandName) -> Quantizer:
-        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="delayed")
+        own_amax = operand == "weight" and self.smooth_input  # scaled by the outliers of this step
+        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="tensor" if own_amax else "delayed")
 
 
 @dataclass(frozen=True, kw_only=True)

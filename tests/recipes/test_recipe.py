@@ -33,6 +33,7 @@ def test_defaults_are_transformer_engines() -> None:
         "use_fast_accum": (True, False, False),  # fast in fprop, split in dgrad and wgrad
         "power_2_scale": False,
         "amax_epsilon": 0.0,
+        "smooth_input": False,
     }
     assert [recipe.fast_accum(gemm) for gemm in ("fprop", "dgrad", "wgrad")] == [True, False, False]
     assert recipe.quantizer("input").dtype == recipe.quantizer("weight").dtype == torch.float8_e4m3fn
@@ -132,6 +133,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "amax_compute_algo": "max",
         "scaling_factor_compute_algo": None,
         "reduce_amax": True,
+        "smooth_input": False,
     }
     assert dataclasses.asdict(Float8RowwiseScaling()) == fast | {
         "fp8_format": Format.E4M3,
@@ -180,6 +182,8 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (DelayedScaling, {"amax_compute_algo": None}, "or a function"),
         (DelayedScaling, {"scaling_factor_compute_algo": "x"}, "a function or None"),
         (DelayedScaling, {"reduce_amax": 1}, "True or False"),
+        (DelayedScaling, {"smooth_input": "yes"}, "smooth_input='yes'.*True or False"),
+        (Float8CurrentScaling, {"smooth_input": None}, "True or False"),
         (DelayedScaling, {"fp8_format": Format.E5M2}, "no NVIDIA GPU multiplies E5M2 by E5M2"),
         (Float8RowwiseScaling, {"power_2_scale": 1}, "True or False"),
         (Float8RowwiseScaling, {"amax_epsilon": -1}, "a finite number"),

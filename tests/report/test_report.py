@@ -70,6 +70,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "assign",
         "find_attention",
         "score",
+        "smooth",
         "quantize",
         "fold",
         "share",
