@@ -105,7 +105,8 @@ def plot(runs: Runs, path: Path) -> None:
         axes.grid(alpha=0.3)
     left.axhline(0, color="black", linewidth=1)
     right.axvline(0, color="black", linewidth=1)
-    left.legend(fontsize=8)
+    left.set_ylim(bottom=-3.2)  # room for the legend
+    left.legend(fontsize=7, ncols=3, loc="lower center")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
