@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from torch import fx
 
-from fp8graph.analysis.readers import gemms_behind, sites_of_gemm
+from fp8graph.analysis.readers import before_smoothing, gemms_behind, is_smoothed, sites_of_gemm
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
@@ -65,7 +65,7 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
     for node in graph.nodes:
         if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
             found[node.meta[GEMM_KEY]] = node
-    return found
+    return {gemm: next(filter(is_smoothed, node.users), node) for gemm, node in found.items()}
 
 
 def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) -> None:
@@ -77,7 +77,8 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
     quantized = QuantizeNode(node)
     asked, operand = quantized.asked, node.meta[OPERAND_KEY]
     joined: dict[str, Any] = {"more": list(asked.more), "dim": asked.dim} if asked.more is not None else {}
-    measuring.tensor(asked.x, names, operand, like=node, **joined)
+    own = {**joined, "more": [*map(before_smoothing, asked.more)]} if asked.more is not None else {}
+    measuring.tensor(before_smoothing(asked.x), names, operand, like=node, **own)
     if asked.offs is not None or asked.per_matrix:
         return
     recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(asked.x)
@@ -86,7 +87,7 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
         settings["rotation"] = asked.rotation
     for layout in asked.layouts:
         measuring.copy(asked.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
-        measuring.what_if(asked.x, names, operand, layout, recipe, device, like=node, **joined)
+        measuring.what_if(before_smoothing(asked.x), names, operand, layout, recipe, device, like=node, **own)
 
 
 def _left_alone(measuring: Measuring, compilation: Compilation) -> None:

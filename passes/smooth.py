@@ -4,13 +4,14 @@
                                                 y = mm(x * s, (w * r).t)
     dw = mm(dy.t, x)                    ->      dw = mm(dy.t, x * s) * r
 
-Where a recipe asks for it (``smooth_input=True``). The products are those of x and w, exactly: powers of two cancel.
+Where a recipe asks for it (``smooth_input=True``). In high precision the products would be those of x and w, exactly:
+powers of two cancel.
 But an outlier that appears in one channel no longer decides the scale of the tensor, nor is it clipped by a scale
 from earlier steps. It is in the weight instead, which is quantized in each step with its own amax. dgrad reads the
 weight as it is.
 
-Refuses, with the reason in the report, what is no linear, experts, and weights that arrive quantized; wgrad is left
-alone if its own recipe does not ask for it.
+Refuses, with the reason in the report, what is no linear, experts, weights that arrive quantized, fp16, and sites whose
+fprop does not ask for it; wgrad is left alone if its own recipe does not.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from operator import getitem
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch import fx
 
+from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.stored import stored_weight
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -36,11 +39,11 @@ Scales = tuple[fx.Node, fx.Node, fx.Node]  # x * s, s, r
 
 
 def smooth(graph: fx.Graph, compilation: Compilation) -> None:
-    made: dict[tuple[fx.Node, bool], Scales] = {}  # linears that read one tensor share its scales
+    made: dict[Any, Scales] = {}  # linears that read one tensor share its scales
     for site in compilation.sites:
-        if not site.gemms or not _asks(site.gemms[0], compilation):
+        if not any(_asks(gemm, compilation) for gemm in site.gemms):
             continue
-        if (reason := _obstacle(site)) is not None:
+        if (reason := _obstacle(site, compilation)) is not None:
             compilation.refuse(_WHAT, site, reason)
             continue
         site.gemms = [_rewrite(graph, gemm, made, compilation) for gemm in site.gemms]
@@ -51,7 +54,7 @@ def _asks(gemm: Gemm, compilation: Compilation) -> bool:
     return recipe is not None and recipe.smooths
 
 
-def _obstacle(site: Site) -> str | None:
+def _obstacle(site: Site, compilation: Compilation) -> str | None:
     """Why the input of this site is quantized as it is."""
     if any(gemm.node.target in GROUPED for gemm in site.gemms):
         return "experts share one matmul, and each has tokens of its own"
@@ -59,17 +62,21 @@ def _obstacle(site: Site) -> str | None:
     views = {view.operand: view for view in (first.a, first.b)}
     if first.gemm != "fprop" or site.op != "linear" or any(value(view.tensor).ndim != 2 for view in views.values()):
         return "only the product of an activation and a parameter can be smoothed"
+    if not _asks(first, compilation):
+        return "fprop has another recipe, which does not ask for it"
+    if value(first.node).dtype == torch.float16:
+        return "fp16 has no room for scaled channels and gradients"
     if stored_weight(site) is not None:
         return "its weight arrives quantized: it cannot be scaled"
     return None
 
 
-def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[tuple[fx.Node, bool], Scales], compilation: Compilation) -> Gemm:
+def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[Any, Scales], compilation: Compilation) -> Gemm:
     """The GEMM with views of scaled operands; the result of wgrad is scaled back."""
     if gemm.gemm == "dgrad" or not _asks(gemm, compilation):
         return gemm
     source = next(view for view in (gemm.a, gemm.b) if view.operand == "input")
-    key = source.tensor, source.flipped
+    key = value_key(source.tensor), source.flipped
     emit = functools.partial(insert, graph, like=gemm.node, made_by=_NAME)
     if key not in made:
         with graph.inserting_before(gemm.node):

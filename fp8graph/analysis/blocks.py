@@ -25,11 +25,16 @@ class Blocks:
 
         ``share`` is rounded to the nearest number of blocks: 15 % are none of 3, 1 of 4 to 9, and 5 of 32.
         """
-        if (place := _place(name)) is None or place[0] not in self._stacks:
+        if (place := _place(name)) is None:
             return 0
         prefix, index = place
-        count = int(share * len(self._stacks[prefix]) + 0.5)
+        count = int(share * self._size(name) + 0.5)
         return count if count and index in sorted(self._stacks[prefix])[-count:] else 0
+
+    def _size(self, name: str) -> int:
+        """How many blocks the stack of layer ``name`` has."""
+        place = _place(name)
+        return 0 if place is None else len(self._stacks.get(place[0], ()))
 
     def without_the_last(self, name: str, resolution: Resolution) -> Resolution:
         """The default policy's ``resolution`` for layer ``name``, in high precision where its recipe wants that.
@@ -44,8 +49,9 @@ class Blocks:
         if not kept:
             return resolution
         count = counts[kept[0]]
-        which = "the last block" if count == 1 else f"one of the last {count} blocks"
-        source = f"{which}: {recipes[kept[0]].name} needs more precision there"
+        blocks = self._size(name)
+        which = f"the last of {blocks} blocks" if count == 1 else f"one of the last {count} of {blocks} blocks"
+        source = f"{which} in this graph: {recipes[kept[0]].name} needs more precision there"
         return dataclasses.replace(resolution, recipes={**resolution.recipes, **dict.fromkeys(kept)}, source=source)
 
 

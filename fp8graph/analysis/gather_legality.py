@@ -27,10 +27,10 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
     if others:
         again = any(other.target is ops.quantize for other in others)
         return f"{'quantized in another way' if again else 'read in high precision'} too, by {others[0].name}"
-    if unknown := set(quantized.node.kwargs) - _SETTINGS:
-        return f"quantized with {', '.join(sorted(unknown))}"
     if kind.not_sent is not None:
         return kind.not_sent
+    if unknown := set(quantized.node.kwargs) - _SETTINGS:
+        return f"quantized with {', '.join(sorted(unknown))}"
     *leading, columns = value(path.shard).shape
     rows = math.prod(leading)  # not Size.numel(), which makes a dynamic size a number
     tile_rows, tile_columns = asked.block or (1, 1)

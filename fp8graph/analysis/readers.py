@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import GEMM_KEY
+from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
+from fp8graph.ir.nodes import aten
 from fp8graph.recipes import GemmName
 
 
@@ -26,6 +29,16 @@ def gemms_behind(quantized: fx.Node) -> list[tuple[int, GemmName]]:
         else:
             pending.extend(node.users)
     return list(found)
+
+
+def is_smoothed(node: fx.Node) -> bool:
+    """Whether ``passes/smooth.py`` made this product of a tensor and powers of two."""
+    return node.meta.get(PASS_KEY) == "smooth" and node.target is aten.mul.Tensor
+
+
+def before_smoothing(node: fx.Node) -> fx.Node:
+    """The tensor whose channels were scaled to make ``node``; ``node`` if they were not."""
+    return cast(fx.Node, node.args[0]) if is_smoothed(node) else node
 
 
 def sites_of_gemm(position: int, gemm: str, compilation: Compilation) -> list[int]:

@@ -38,10 +38,14 @@ _BETWEEN: Final = (
 def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
     """Each attention of a graph that consists of two of its ``sites``."""
     products = {site.gemms[0].node: site for site in sites if site.op == "matmul" and site.gemms[0].gemm == "fprop"}
+    used: set[fx.Node] = set()
     for node, site in products.items():
         for position, probabilities in enumerate(matmul_arguments(node)):
             scores = _scores(probabilities)
-            if scores is not None and scores in products and value(scores).ndim == value(node).ndim:
+            if scores is None or scores in used:  # a second product with the same probabilities is a matmul
+                continue
+            if scores in products and value(scores).ndim == value(node).ndim:
+                used.add(scores)
                 yield _attention(products[scores], site, 1 - position)
                 break
 

@@ -96,7 +96,8 @@ class Program:
         if self._strict or self._calls < 2:
             self._calls += 1
             if self._calls > 1:
-                empty = not any(view.gemms or view.attention for view in self.views)
+                asked = [row.recipe is not None or row.required for view in self.views for row in view.attention]
+                empty = not any(asked) and not any(view.gemms for view in self.views)
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._shared.schedule.due:
             self._shared.schedule.advance()

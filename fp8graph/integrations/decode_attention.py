@@ -12,11 +12,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from fp8graph.errors import ConfigError
+from fp8graph.integrations.kv_cache import AS_THEY_ARE, QUANTIZED
 from fp8graph.numerics.hints import stored
 
 __all__ = ["NAME", "decode_attention", "use_decode_attention"]
@@ -28,7 +29,8 @@ def use_decode_attention(model: nn.Module) -> None:
     """Let ``model`` decode with :func:`decode_attention`. All else of it, prefill too, stays with SDPA.
 
     Raises:
-        ConfigError: it is no model of transformers, or has attention that SDPA does not compute.
+        ConfigError: it is no model of transformers, has attention that SDPA does not compute or that chooses its keys,
+            or does not take its attention from transformers' AttentionInterface.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"use_decode_attention takes a model of transformers, not {type(model).__name__}")
@@ -37,9 +39,25 @@ def use_decode_attention(model: nn.Module) -> None:
             f"{type(model).__name__} has attention that SDPA does not compute (sinks, caps, biases of its own), and "
             "neither does use_decode_attention: leave its attention as it is. An FP8 cache works without."
         )
+    if (layer := _other_than_keys(model)) is not None:
+        raise ConfigError(
+            f"{type(model).__name__} has attention that chooses its keys (its cache keeps a {layer}) if SDPA is asked "
+            "for by name: use_decode_attention would attend to all of them. Leave its attention as it is."
+        )
     AttentionInterface.register(NAME, decode_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     model.set_attn_implementation(NAME)
+    if model.config.get_text_config()._attn_implementation != NAME:
+        raise ConfigError(
+            f"{type(model).__name__} does not take its attention from transformers' AttentionInterface: "
+            "use_decode_attention cannot change it. An FP8 cache works without."
+        )
+
+
+def _other_than_keys(model: PreTrainedModel) -> str | None:
+    """The first layer of the model's cache that keeps more than keys and values, by name."""
+    layers = DynamicCache(config=model.config.get_text_config()).layers
+    return next((type(layer).__name__ for layer in layers if type(layer) not in (*QUANTIZED, *AS_THEY_ARE)), None)
 
 
 def decode_attention(
@@ -75,7 +93,8 @@ def decode_attention(
     q = stored(query.reshape(batch, key_heads, groups, 1, size).to(torch.float32))  # or each key would rotate it again
     scores = (q * key.unsqueeze(2).to(torch.float32)).sum(-1) * (size**-0.5 if scaling is None else scaling)
     if attention_mask is not None:  # to [batch, key heads, groups, cached tokens]
-        mask = attention_mask if attention_mask.shape[1] == 1 else attention_mask.reshape(scores.shape)
+        own = attention_mask.shape[1] != 1  # of each head
+        mask = attention_mask.reshape(-1, key_heads, groups, scores.shape[-1]) if own else attention_mask
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     shares = torch.softmax(scores, -1).unsqueeze(-1)
     out = (shares * value.unsqueeze(2).to(torch.float32)).sum(-2)  # [batch, key heads, groups, head_dim]

@@ -21,27 +21,34 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
+from transformers import PreTrainedConfig, __version__
 
 from fp8graph.errors import ConfigError
+
+try:
+    from transformers.cache_utils import (
+        Cache,
+        DummyLayer,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionLayer,
+        StaticCache,
+        StaticLayer,
+        StaticSlidingWindowLayer,
+    )
+except ImportError as error:
+    raise ConfigError(
+        f"FP8 caches need a newer transformers than {__version__}: {error}. They are tested with 5.23."
+    ) from error
+
 from fp8graph.integrations.kv_layer import Fp8Layer
 from fp8graph.numerics import sqnr_db
 
 __all__ = ["CacheComparison", "Fp8DynamicCache", "Fp8StaticCache", "compare_logits"]
 
-_QUANTIZED: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-_AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: layers that read another's, recurrent ones
+QUANTIZED: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: layers that read another's, recurrent ones
 
 
 class _Fp8Cache(Cache):
@@ -57,9 +64,9 @@ class _Fp8Cache(Cache):
         self._config = config
         for index, scales in enumerate(self.without_fp8().layers):
             layer = self.layers[index]
-            if type(layer) in _QUANTIZED:
+            if type(layer) in QUANTIZED:
                 self.layers[index] = Fp8Layer(layer, scales, **settings)  # pyright: ignore[reportArgumentType]
-            elif type(layer) not in _AS_THEY_ARE:
+            elif type(layer) not in AS_THEY_ARE:
                 raise ConfigError(
                     f"layer {index} of {config.model_type} keeps a {type(layer).__name__}, which holds more than keys "
                     f"and values: {type(self).__name__} cannot quantize it. Use transformers' own cache."

@@ -46,7 +46,7 @@ class QuantizedTensor:
 
     def decoded(self, emit: Emit, *, backward: bool) -> fx.Node:
         """The numbers in the dtype and with the strides of the tensor."""
-        settings = quantization.quantizer_kwargs(self.quantizer)
+        settings = quantization.decoding_kwargs(self.quantizer)
         if backward:
             settings["block"] = []  # the default, by name: torch would merge equal nodes, and save decoded numbers
         numbers = emit(ops.dequantize, self.data, self.scale_inv, value(self.tensor).dtype, **settings)
@@ -93,7 +93,7 @@ def _order_in_memory(x: torch.Tensor) -> list[int]:
 
 def _heads(sizes: Sizes, x: torch.Tensor) -> list[int]:
     """[heads, elements per head] of q, k or v, with one head for each head of k and v; -1 where dynamic."""
-    groups = [sizes.batch, sizes.kv_heads] if x.ndim == 4 else list(x.shape[:-2])  # [batch * heads, tokens, size]
+    groups = [x.shape[0], sizes.kv_heads] if x.ndim == 4 else list(x.shape[:-2])  # [batch * heads, tokens, size]
     known = [size for size in map(static_size, groups) if size is not None]
     if len(known) == len(groups):
         return [math.prod(known), -1]

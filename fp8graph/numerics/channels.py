@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8graph.numerics.formats import amax_of
 
-_MOST: Final = 14  # powers of two: fp16 holds them and their inverses
+_MOST: Final = 14  # powers of two
 _BIAS: Final = 127  # of FP32's exponents
 
 

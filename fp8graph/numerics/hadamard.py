@@ -36,8 +36,10 @@ def transform_rows(x: Tensor, matrix: Tensor) -> Tensor:
     """[..., rows, columns] -> [..., rows', columns]: each column, 16 rows at a time, times ``matrix`` [16, 16].
 
     ``rows'`` is ``rows`` rounded up to a multiple of 16; rows that are missing are zeros. The sums are FP32, rounded
-    once to the dtype of ``x``.
+    once to the dtype of ``x``; those of fp16 stay FP32, since they are up to four times as large.
     """
+    if x.dtype == torch.float16:
+        x, matrix = x.to(torch.float32), matrix.to(torch.float32)
     padded = pad_to_multiple(x, SIZE, 1)
     *batch, rows, columns = padded.shape
     groups = padded.reshape(-1, SIZE, columns)

@@ -24,14 +24,17 @@ BITS: Final = 16  # per number that is rounded
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four random 32-bit words for each counter of four words. All tensors are int64 and hold 32-bit words."""
-    a, b, c, d = counter
-    first, second = key
-    for _ in range(_ROUNDS):
+    words = counter
+    for turn in range(_ROUNDS):
+        first, second = ((k + turn * step) & _WORD for k, step in zip(key, _KEY_STEPS, strict=True))
+        a, b, c, d = words
         high_a, low_a = _product(a, _MULTIPLIERS[0])
         high_c, low_c = _product(c, _MULTIPLIERS[1])
-        a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
-        first, second = ((k + step) & _WORD for k, step in zip((first, second), _KEY_STEPS, strict=True))
-    return a, b, c, d
+        # Inductor follows each use of a number to its start, and each word is used twice in each round: 2^10 times. It
+        # need not beyond what is stored, and stores none of these after all, since one kernel makes and reads them.
+        words = (high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a)
+        words = tuple(map(stored, words)) if turn + 1 < _ROUNDS else words
+    return words
 
 
 def random_halves(seed: Tensor | None, draw: int, part: int, groups: int, device: torch.device) -> Tensor:
@@ -44,16 +47,17 @@ def random_halves(seed: Tensor | None, draw: int, part: int, groups: int, device
     group = torch.arange(groups, device=device).unsqueeze(1)
     half = torch.arange(2, device=device)  # two counters, 4 words of 2 halves each
     counter = (group & _WORD, half, torch.full_like(half, draw), torch.full_like(half, part))
-    words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), -1)  # [groups, 2, 4]
-    words = words - ((words >> 31) << 32)  # two's complement: the same bits in int32
-    words = stored(words.to(torch.int32))  # two bytes per number, or each number would compute all of its group's
-    return ((words.unsqueeze(-1) >> (BITS * half).to(torch.int32)) & _HALF).reshape(groups, 16)
+    # two's complement in int32, two bytes per number: else each number would compute all of its group's
+    words = [stored((word - ((word >> 31) << 32)).to(torch.int32)) for word in philox(counter, key)]
+    four = torch.stack(torch.broadcast_tensors(*words), -1)  # [groups, 2, 4]
+    return ((four.unsqueeze(-1) >> (BITS * half).to(torch.int32)) & _HALF).reshape(groups, 16)
 
 
 def random_seed(device: torch.device) -> Tensor:
     """int64 [1]: a seed from torch's generator of ``device``, another one on each rank."""
     seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
-    return seed ^ (rank() * _RANKS_APART)
+    apart = rank() * _RANKS_APART & (2**64 - 1)
+    return seed ^ (apart - (apart >> 63 << 64))  # as a signed number
 
 
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:

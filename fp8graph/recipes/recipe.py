@@ -36,7 +36,8 @@ class Float8CurrentScaling(Recipe):
         use_fast_accum: see :class:`Recipe`.
         smooth_input: scale the channels of a linear's input to one size before it is quantized, by powers of two, and
             the weight by the inverse (Smooth-SwiGLU, arXiv 2409.12517): for ``down_proj`` where SwiGLU's product has
-            outliers. The weight is then quantized in each step.
+            outliers. The weight is then quantized in each step; wgrad is not accumulated in place
+            (``accumulate_wgrad``), and FSDP2 does not gather that weight in FP8. Not for fp16.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for E5M2, a negative or non-finite epsilon, or a

@@ -50,7 +50,9 @@ def recipes(**settings: Any) -> dict[str, tuple[str | None, str]]:
 def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     found = recipes(recipe="nvfp4")
     assert [recipe for recipe, _ in found.values()] == ["nvfp4", "nvfp4", "nvfp4", None]
-    assert found["model.layers.3.mlp.up_proj"][1] == "the last block: nvfp4 needs more precision there"
+    assert (
+        found["model.layers.3.mlp.up_proj"][1] == "the last of 4 blocks in this graph: nvfp4 needs more precision there"
+    )
 
 
 @pytest.mark.parametrize(

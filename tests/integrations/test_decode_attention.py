@@ -68,6 +68,7 @@ MASKS: dict[str, Callable[[int], Tensor | None]] = {
     "of all heads": lambda _: seen(2, 1, 1, 10),
     "of all rows": lambda _: seen(1, 1, 1, 10),
     "per head": lambda count: seen(2, count, 1, 10),
+    "per head of all rows": lambda count: seen(1, count, 1, 10),
     "added": lambda _: torch.where(seen(2, 1, 1, 10), 0.0, torch.finfo(torch.float32).min),
     "added per head": lambda count: torch.randn(2, count, 1, 10, generator=torch.Generator().manual_seed(2)),
 }
@@ -199,11 +200,21 @@ def test_the_gpu_code_computes_it() -> None:
     assert found["sqnr_db"] > found["best"] - 0.5
 
 
+def sparse() -> Any:
+    """A model whose attention chooses the keys that it attends to."""
+    from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**sizes))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: nn.Linear(1, 1), "takes a model of transformers, not Linear"),
         (lambda: FAMILIES["gpt_oss"].tiny(1), r"GptOssForCausalLM has attention that SDPA does not compute \(sinks,"),
+        (lambda: FAMILIES["falcon"].tiny(1), "FalconForCausalLM does not take its attention from transformers'"),
+        (sparse, r"DeepseekV32ForCausalLM has attention that chooses its keys \(its cache keeps a \w+\)"),
     ],
 )
 def test_other_models_are_refused(make: Any, message: str) -> None:

@@ -51,8 +51,11 @@ def transformed(x: Tensor) -> Tensor:
 def test_bytes_and_scales_are_those_of_transformer_engine(option: str) -> None:
     fields, operand, _ = te_nvfp4.OPTIONS[option]
     quantizer = NVFP4BlockScaling(**fields).quantizer(operand)  # pyright: ignore[reportArgumentType]
-    found = {name: te_nvfp4.digest(both_layouts(x, quantizer)[:4]) for name, x in te_nvfp4.tensors()}
-    assert found == TRANSFORMER_ENGINE[option]
+    wanted = TRANSFORMER_ENGINE[option]
+    if quantizer.rotation is not None:  # Transformer Engine transforms bf16 only; its reference would overflow in fp16
+        wanted = {name: one for name, one in wanted.items() if not name.startswith("float16")}
+    found = {name: te_nvfp4.digest(both_layouts(x, quantizer)[:4]) for name, x in te_nvfp4.tensors() if name in wanted}
+    assert found == wanted
 
 
 def test_each_digest_tells_its_option_apart() -> None:
@@ -120,6 +123,23 @@ def decode(made: list[Tensor], layout: Layout) -> Tensor:
     data, scale_inv, whole = made[layout == "columnwise" :: 2]
     tiles = formats.unpack_e2m1(data).double().unflatten(-1, (-1, 16)) * scale_inv.double().unsqueeze(-1)
     return tiles.flatten(-2) * whole.double()
+
+
+def test_large_numbers_of_fp16_do_not_overflow() -> None:
+    """A channel along a column of the matrix becomes four times as large, which fp16 has no room for."""
+    x = torch.randn(16, 32).half()
+    x[:, 3] = 30000.0 * hadamard.hadamard(torch.ones(1), SIGNS)[:, 0].sign().half()
+    q = numerics.quantize(x, NVFP4BlockScaling(), "input", "columnwise")
+    assert numerics.sqnr_db(x.float(), numerics.dequantize(q).float()) > 18
+
+
+def test_ranks_draw_different_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    for rank in (0, 1, 8, 9, 63, 4095, 2**20):
+        monkeypatch.setattr(random_bits, "rank", lambda rank=rank: rank)
+        torch.manual_seed(0)
+        found.append(int(random_bits.random_seed(torch.device("cpu"))))
+    assert len(set(found)) == len(found)
 
 
 def test_dequantize_takes_the_transform_back() -> None:
@@ -237,7 +257,6 @@ def test_four_over_six_loses_less() -> None:
     x = torch.randn(64, 256).bfloat16()
 
     def lost(mode: Any, scope: Any) -> Tensor:
-        recipe = NVFP4BlockScaling(disable_rht=True, nvfp4_4over6=scope, nvfp4_4over6_err_mode=mode)
         recipe = NVFP4BlockScaling(
             disable_rht=True, nvfp4_4over6=scope, nvfp4_4over6_err_mode=mode, nvfp4_4over6_e4m3_use_256="none"
         )

@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
@@ -353,3 +353,33 @@ def test_the_number_of_heads_may_not() -> None:
     backend = eager_backend(asking("rowwise"))
     torch.compile(sdpa(), backend=backend, dynamic=True)(*given)
     assert "one scale per head needs to know how many there are" in backend.report.attention[0].reason
+
+
+def test_flex_attention_that_broadcasts_keys_has_a_scale_for_each_of_their_heads() -> None:
+    class Broadcast(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return flex_attention(q, k, v, block_mask=mask)
+
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 3, None, 128, 128, device="cpu")
+    q, k, v = torch.randn(3, 4, 128, 64), torch.randn(1, 4, 128, 64), torch.randn(1, 4, 128, 64)
+    report = fp8graph.explain(Broadcast(), q, k, v, policy=asking("rowwise"), training=False)
+    assert [row.recipe for row in report.attention] == ["rowwise"], report.attention[0].reason
+    assert "[4, 8192]" in report.graphs[0].after  # keys and values: one row per head
+    assert "[12, 8192]" in report.graphs[0].after  # queries
+
+
+def test_a_second_product_of_the_same_probabilities_is_a_matmul() -> None:
+    class Twice(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, w: Tensor) -> Any:
+            shares = torch.softmax(q @ k.transpose(-1, -2), -1)
+            return shares @ v, shares @ w
+
+    x = [torch.randn(2, 2, 16, 32) for _ in range(4)]
+    report = fp8graph.explain(Twice(), *x, policy=TENSORWISE, training=True)
+    assert len({row.name for row in report.attention}) == 1
+    assert report.graphs[0].after.count("= fp8graph.quantize(") == 3
+
+
+def test_smoothing_is_for_linears() -> None:
+    why = reason(sdpa(), *qkv(), policy=asking(Float8CurrentScaling(smooth_input=True)))
+    assert "smooth_input is for linears" in why

@@ -33,6 +33,7 @@ def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
     for cache_weights in (True, False):
         torch._dynamo.reset()
         run, backend = compiled(model, Policy(default=recipe), cache_weights=cache_weights)
+        torch.manual_seed(1)  # of what nvfp4 draws
         results.append(step(run, x, parameters=model.parameters()))
         assert bool(backend.weights.bytes) == cache_weights
     assert same_bits(*results)

@@ -43,8 +43,8 @@ RECIPES: Final[dict[str, Recipe | None]] = {
     "blockwise_small": Float8BlockScaling(x_block=(1, 8), w_block=(4, 16), grad_block=(2, 8), power_2_scale=False),
     "blockwise_e8m0": Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4),
     "mxfp8": MXFP8BlockScaling(),
-    "nvfp4": NVFP4BlockScaling(),
-    "nvfp4_rows": NVFP4BlockScaling(disable_2d_quantization=True),
+    "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True),
+    "nvfp4_rows": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
     "high_precision": None,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import io
 import re
@@ -24,6 +25,7 @@ from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.models import FAMILIES
+from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.report import GraphView
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
@@ -36,6 +38,15 @@ def needs_library(family: str) -> list[pytest.MarkDecorator]:
     library = FAMILIES[family].library if family in FAMILIES else "transformers"
     absent = importlib.util.find_spec(library) is None
     return [pytest.mark.skipif(absent, reason=f"{library} is not installed: it is no dependency")] if absent else []
+
+
+def rounding_to_nearest(recipe: str) -> Recipe:
+    """The recipe by name, without random numbers: where a seed is not known."""
+    found = resolve_recipe(recipe)
+    assert found is not None
+    if isinstance(found, fp8graph.NVFP4BlockScaling):
+        return dataclasses.replace(found, disable_stochastic_rounding=True)
+    return found
 
 
 def mixtral(**changed: Any) -> Any:

@@ -19,6 +19,7 @@ from fp8graph.numerics.formats import (
     saturating_cast,
     unpack_e2m1,
 )
+from fp8graph.numerics.hints import stored
 from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Asked, Shared
 from fp8graph.numerics.scalings.scales import with_overflow
@@ -115,7 +116,7 @@ def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared
     decoded = unpack_e2m1(pack_e2m1(cast_to_e2m1(numbers * scale.unsqueeze(-2).unsqueeze(-1))))
     decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * cast(Tensor, shared.amax)
     lost = decoded / torch.full_like(decoded, 6.0 * asked.largest_scale) - numbers
-    lost = lost.square() if asked.four_over_six == "MSE" else lost.abs()
+    lost = stored(lost.square() if asked.four_over_six == "MSE" else lost.abs())  # 16 sums read it
     of_rows = functools.reduce(torch.add, lost.unbind(-1))  # [..., R, rows, C], one column after the other
     while (rows := of_rows.shape[-2]) > 1:  # then halves of the rows
         of_rows = of_rows[..., : rows // 2, :] + of_rows[..., rows // 2 :, :]
