@@ -1,0 +1,45 @@
+"""What NVFP4's ingredients cost on a GPU: kernels and bytes of sm_100 code, counted without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fp8graph import NVFP4BlockScaling
+from fp8graph.ir import ops
+from fp8graph.numerics import quantization
+from fp8graph.recipes import OperandName
+from generated import generate
+
+X = torch.empty(2048, 1024, dtype=torch.bfloat16)
+MATRIX, SEED = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
+NEAREST: dict[str, Any] = {"disable_stochastic_rounding": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "operand", "kernels", "reads"),
+    [
+        ({**NEAREST, "disable_rht": True}, "input", 6, 5.7),
+        (NEAREST, "input", 9, 6.7),  # a GEMM transforms, whose bytes are not counted; the copy has an amax of its own
+        ({"disable_rht": True}, "grad_output", 10, 11.7),  # random bits: two bytes per number, written and read
+        ({}, "grad_output", 13, 12.7),
+        ({}, "weight", 5, 4.6),
+    ],
+    ids=["plain", "transform", "stochastic", "both", "weight"],
+)
+def test_both_layouts(fields: dict[str, Any], operand: OperandName, kernels: int, reads: float) -> None:
+    """Of one tensor. It also ends: Inductor once followed random numbers to their start for each of their uses."""
+    quantizer = NVFP4BlockScaling(**fields).quantizer(operand)
+    args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
+
+    def quantize(x: torch.Tensor, matrix: torch.Tensor, seed: torch.Tensor) -> list[torch.Tensor]:
+        made = {"matrix": matrix} if quantizer.rotation is not None else {}
+        drawn = {"seed": seed} if quantizer.stochastic else {}
+        return ops.quantize(x, *args, [1, 32], [16, 32], **kwargs, **made, **drawn)
+
+    found = generate(quantize, [X, MATRIX, SEED], "sm_100").kernels
+    assert len(found) <= kernels
+    assert sum(kernel.bytes for kernel in found) <= reads * X.nbytes
