@@ -96,10 +96,9 @@ class Measuring:
         like: fx.Node,
     ) -> None:
         """What quantizing changes in the result of a GEMM. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
-        settings = (
-            [getattr(q, of) for q in quantizers] for of in ("dtype", "power_2_scale", "amax_epsilon", "scaling")
-        )
-        args = (*nodes, *settings, *(list(q.block) for q in quantizers))
+        settings = ([getattr(q, of) for q in quantizers] for of in ("power_2_scale", "amax_epsilon", "scaling"))
+        # not a list of dtypes: torch 2.11 hands an op their numbers
+        args = (*nodes, *(q.dtype for q in quantizers), *settings, *(list(q.block) for q in quantizers))
         turned = [layout == "columnwise" for layout in GEMM_LAYOUTS[gemm]]
         rotations = [
             NO_ROTATION if q.rotation is None or not columnwise else q.rotation

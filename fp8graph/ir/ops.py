@@ -14,7 +14,7 @@
     tensor_statistics(x, block_size, *, ...) -> [numbers]
     quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
     what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
-    gemm_error(a, b, reference, dtypes, power_2_scales, amax_epsilons, scalings, block_a, block_b) -> [numbers]
+    gemm_error(a, b, reference, dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings, ...) -> [numbers]
     read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
@@ -202,7 +202,7 @@ what_if_statistics = _define(
 )
 error_of_gemm = _define(
     "gemm_error",
-    "(Tensor a, Tensor b, Tensor reference, ScalarType[] dtypes, bool[] power_2_scales, float[] amax_epsilons,"
+    "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales, float[] amax_epsilons,"
     " str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
     " str[] four_over_six, float[] largest_scales) -> Tensor",
     reference=gemm_error,

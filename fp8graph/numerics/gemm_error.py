@@ -27,7 +27,8 @@ def gemm_error(
     a: Tensor,
     b: Tensor,
     reference: Tensor,
-    dtypes: Sequence[torch.dtype],
+    dtype_a: torch.dtype,
+    dtype_b: torch.dtype,
     power_2_scales: Sequence[bool],
     amax_epsilons: Sequence[float],
     scalings: Sequence[str],
@@ -44,14 +45,14 @@ def gemm_error(
     Args:
         a: [..., m, k].  b: [..., k, n]: the operands in high precision.
         reference: [..., m, n]: the gradient of the result (fprop), or the result (dgrad and wgrad).
-        dtypes, power_2_scales, amax_epsilons, scalings: of the quantizers of a and b.
+        dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings: of the quantizers of a and b.
         block_a, block_b: their tiles, see :class:`fp8graph.recipes.Quantizer`.
         rotations: the signs of the transform of each in this GEMM, -1 for none.
         stochastic, four_over_six, largest_scales: of the quantizers. Random numbers are those of seed 0.
     """
     quantizers = [
         Quantizer(
-            dtype=dtypes[i],
+            dtype=(dtype_a, dtype_b)[i],
             power_2_scale=power_2_scales[i],
             amax_epsilon=amax_epsilons[i],
             scaling=cast(Any, scalings[i]),

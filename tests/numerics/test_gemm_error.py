@@ -15,10 +15,10 @@ from fp8graph.recipes import Recipe, resolve_recipe
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
 
-def quantizers(recipe: Recipe) -> list[list[object]]:
+def quantizers(recipe: Recipe) -> list[object]:
     found = [recipe.quantizer("input"), recipe.quantizer("weight")]
-    names = ("dtype", "power_2_scale", "amax_epsilon", "scaling")
-    return [[getattr(q, name) for q in found] for name in names] + [list(q.block) for q in found]
+    lists = [[getattr(q, name) for q in found] for name in ("power_2_scale", "amax_epsilon", "scaling")]
+    return [*(q.dtype for q in found), *lists, *(list(q.block) for q in found)]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -279,7 +279,17 @@ def test_the_error_of_a_gemm_takes_the_transform_back() -> None:
     a, b = recipe.quantizer("grad_output"), recipe.quantizer("input")
     exact = dy.t() @ x
     parts = gemm_error(
-        dy.t(), x, exact, [a.dtype] * 2, [False] * 2, [0.0] * 2, ["nvfp4"] * 2, [1, 16], [1, 16], rotations=[SIGNS] * 2
+        dy.t(),
+        x,
+        exact,
+        a.dtype,
+        a.dtype,
+        [False] * 2,
+        [0.0] * 2,
+        ["nvfp4"] * 2,
+        [1, 16],
+        [1, 16],
+        rotations=[SIGNS] * 2,
     )
     quantized = [decode(both_layouts(t, q), "columnwise") for t, q in ((dy, a), (x, b))]
     wanted = (quantized[0] @ quantized[1].t() - exact.double()).square().sum().item()
