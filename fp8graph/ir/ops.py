@@ -202,8 +202,8 @@ what_if_statistics = _define(
 )
 error_of_gemm = _define(
     "gemm_error",
-    "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales, float[] amax_epsilons,"
-    " str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
+    "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales,"
+    " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
     " str[] four_over_six, float[] largest_scales) -> Tensor",
     reference=gemm_error,
     fake=op_shapes.parts(ERROR_PARTS),
