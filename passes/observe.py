@@ -65,7 +65,10 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
     for node in graph.nodes:
         if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
             found[node.meta[GEMM_KEY]] = node
-    return {gemm: next(filter(is_smoothed, node.users), node) for gemm, node in found.items()}
+    return {
+        (position, gemm): next(filter(is_smoothed, node.users), node) if gemm == "wgrad" else node
+        for (position, gemm), node in found.items()
+    }
 
 
 def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) -> None:

@@ -16,7 +16,6 @@ Refuses (leaves alone) nodes that neither transform a columnwise copy nor round 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Final
 
 from torch import fx
@@ -44,14 +43,12 @@ def prepare_fp4(graph: fx.Graph, compilation: Compilation) -> None:
         return made[key]
 
     for node in list(nodes(graph, (ops.quantize,))):
-        asked = QuantizeNode(node).asked
-        x = value(asked.x)
+        quantized, changes = QuantizeNode(node), dict[str, Any]()
+        asked, x = quantized.asked, value(quantized.asked.x)
         if asked.rotation is not None and asked.columnwise:
             kind = asked.rotation, x.dtype, x.device
-            matrix = once(node, ops.hadamard_matrix, asked.x, asked.rotation, key=kind)
-            asked = dataclasses.replace(asked, matrix=matrix)
+            changes["matrix"] = once(node, ops.hadamard_matrix, asked.x, asked.rotation, key=kind)
         if asked.stochastic:
-            seed = once(node, ops.random_seed, x.device, key=x.device)
-            draws[seed] = draw = draws.get(seed, -1) + 1
-            asked = dataclasses.replace(asked, seed=seed, draw=draw)
-        QuantizeNode(node).ask(matrix=asked.matrix, seed=asked.seed, draw=asked.draw)
+            seed = changes["seed"] = once(node, ops.random_seed, x.device, key=x.device)
+            changes["draw"] = draws[seed] = draws.get(seed, -1) + 1
+        quantized.ask(**changes)

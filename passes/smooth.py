@@ -5,10 +5,9 @@
     dw = mm(dy.t, x)                    ->      dw = mm(dy.t, x * s) * r
 
 Where a recipe asks for it (``smooth_input=True``). In high precision the products would be those of x and w, exactly:
-powers of two cancel.
-But an outlier that appears in one channel no longer decides the scale of the tensor, nor is it clipped by a scale
-from earlier steps. It is in the weight instead, which is quantized in each step with its own amax. dgrad reads the
-weight as it is.
+powers of two cancel. But an outlier that appears in one channel no longer decides the scale of the tensor, nor is it
+clipped by a scale from earlier steps. It is in the weight instead, which is quantized in each step with its own amax.
+dgrad reads the weight as it is.
 
 Refuses, with the reason in the report, what is no linear, experts, weights that arrive quantized, fp16, and sites whose
 fprop does not ask for it; wgrad is left alone if its own recipe does not.
@@ -35,7 +34,7 @@ from fp8graph.ir.sites import Gemm, OperandView, Site
 
 _NAME: Final = "smooth"
 _WHAT: Final = "smooth input"
-Scales = tuple[fx.Node, fx.Node, fx.Node]  # x * s, s, r
+Scales = tuple[fx.Node, fx.Node]  # x * s, r
 
 
 def smooth(graph: fx.Graph, compilation: Compilation) -> None:
@@ -81,7 +80,7 @@ def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[Any, Scales], compilation: 
     if key not in made:
         with graph.inserting_before(gemm.node):
             made[key] = _scales(source, emit)
-    scaled, _, inverse = made[key]
+    scaled, inverse = made[key]
     changed = {"input": dataclasses.replace(source, tensor=scaled, flipped=False)}
     if gemm.gemm == "fprop":
         weight = next(view for view in (gemm.a, gemm.b) if view.operand == "weight")
@@ -99,7 +98,7 @@ def _scales(source: OperandView, emit: Callable[..., fx.Node]) -> Scales:
     scale, inverse = (
         emit(getitem, (both, i), name=name) for i, name in enumerate(("smooth_scale", "smooth_scale_inv"))
     )
-    return emit(aten.mul.Tensor, (x, scale), name="smoothed_input"), scale, inverse
+    return emit(aten.mul.Tensor, (x, scale), name="smoothed_input"), inverse
 
 
 def _rowwise(view: OperandView, emit: Callable[..., fx.Node]) -> fx.Node:

@@ -99,13 +99,13 @@ def dequantize(q: QuantizedTensor) -> Tensor:
 
     A Hadamard transform of the columnwise copy is taken back, in FP32.
     """
-    extra, signs = decoding_kwargs(q.quantizer), q.quantizer.rotation
-    rotated = q.layout == "columnwise" and signs is not None
-    decoded_dtype = torch.float32 if rotated else q.dtype
+    extra = decoding_kwargs(q.quantizer)
+    signs = q.quantizer.rotation if q.layout == "columnwise" else None
+    decoded_dtype = q.dtype if signs is None else torch.float32
     x = dequantize_data(q.data, q.scale_inv, decoded_dtype, **extra, global_scale_inv=q.global_scale_inv)
     if q.layout == "columnwise":
         x = x.transpose(-2, -1)
-    if rotated and signs is not None:
+    if signs is not None:
         x = transform_rows(x, hadamard(x, signs).t()).to(q.dtype)
     return x[..., : q.shape[-2], : q.shape[-1]]  # nvfp4 pads
 

@@ -156,7 +156,7 @@ def test_each_group_is_multiplied_by_its_own_matrix(name: str, sizes: list[int])
     dw = gemm(columns[0], columns[1], ("columnwise", "columnwise"), ("grad_output", "input"), multiple=multiple)
     assert y.shape == (tokens, n)
     assert dw.shape == (experts, n, k)
-    bound = 10 if name == "nvfp4" else 23.5  # dB, of what rounding to the format costs a random GEMM
+    bound = 15 if name == "nvfp4" else 23.5  # dB, of what rounding to the format costs a random GEMM
     exact = torch.cat([x[start:end] @ w[expert].t() for expert, (start, end) in enumerate(spans(sizes))])
     assert fp8graph.numerics.sqnr_db(exact, y) > bound
     exact = torch.stack([dy[start:end].t() @ x[start:end] for start, end in spans(sizes)])

@@ -183,6 +183,16 @@ def test_in_high_precision_the_rewrite_is_exact() -> None:
     assert torch.equal((dy.t() @ (x * scale)) * inverse, dy.t() @ x)
 
 
+def test_an_output_that_the_next_linear_smooths_is_observed_as_it_is() -> None:
+    first, x = nn.Linear(64, 48), torch.randn(16, 64) * 300.0
+    module = nn.Sequential(first, nn.Linear(48, 32))
+    backend = eager_backend(Policy([Rule("1", SMOOTH)], default=None))
+    statistics = backend.observe(every=1)
+    torch.compile(module, backend=backend)(x).square().mean().backward()
+    found = {r.operand: r.value for r in statistics if r.site == "0" and r.stat == "cur_amax" and not r.layout}
+    assert found["output"] == pytest.approx(first(x).abs().max().item(), rel=0.01)
+
+
 @pytest.mark.slow
 def test_generated_code_is_the_interpreted_graph() -> None:
     import fp8graph
