@@ -34,10 +34,10 @@ def counted(self, graph):
 inductor_passes.JointPass.__call__ = counted
 torch.set_num_threads(1)
 reports = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fp8graph"
-artifacts = Path(sys.argv[2])
+artifacts = Path(sys.argv[1])
 if artifacts.is_file():
     assert torch.compiler.load_cache_artifacts(artifacts.read_bytes()) is not None
-for settings in json.loads(sys.argv[1]):
+for settings in json.load(sys.stdin):
     for name, text in settings.pop("stored", {}).items():  # before the step: reports that are changed, or removed
         (reports / name).unlink() if text is None else (reports / name).write_text(text)
     before = {file.name for file in reports.glob("*.json")}
@@ -87,7 +87,8 @@ def run(cache: Path, steps: dict[str, dict[str, Any]], artifacts: str = os.devnu
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(list(steps.values())), artifacts],
+        [sys.executable, "-c", SCRIPT, artifacts],
+        input=json.dumps(list(steps.values())),  # a stored report is longer than an argument may be
         env=environment,
         capture_output=True,
         text=True,
