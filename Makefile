@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-all lint clean test-torch record-kernels train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all lint clean test-torch test-python record-kernels train-recipes tune-order bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -43,6 +43,15 @@ lint: .venv/ready
 
 test-torch: .venv-torch-$(TORCH)/ready
 	.venv-torch-$(TORCH)/bin/python -m pytest $(PYTEST_ARGS)
+
+# all tests on another Python, in a venv of its own: make test-python PYTHON=python3.12
+.venv-$(notdir $(PYTHON))/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$(notdir $(PYTHON))
+	.venv-$(notdir $(PYTHON))/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	touch $@
+
+test-python: .venv-$(notdir $(PYTHON))/ready
+	.venv-$(notdir $(PYTHON))/bin/python -m pytest $(PYTEST_ARGS)
 
 # what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
 record-kernels: .venv-torch-$(TORCH)/ready

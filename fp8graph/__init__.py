@@ -6,8 +6,8 @@ See the README for a tour and ``fp8graph.passes`` for how it works.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
+import pathlib
 import sys
 import typing
 
@@ -37,9 +37,12 @@ def _load() -> None:
 
 
 def _is_installed() -> bool:
+    if any(pathlib.Path(__file__).parents[1].glob(f"{__name__}-*.dist-info")):  # from a wheel
+        return True
+    metadata = importlib.import_module("importlib.metadata")  # takes a fifth of a second
     try:
-        return bool(importlib.metadata.distribution(__name__))
-    except importlib.metadata.PackageNotFoundError:
+        return bool(metadata.distribution(__name__))
+    except metadata.PackageNotFoundError:
         return False
 
 

@@ -169,7 +169,7 @@ def test_tests_have_rooms_too() -> None:
 # Files whose tests lie in files of other names: those of the passes and scenarios that they serve. It gets no longer.
 TESTED_ELSEWHERE = set(
     """
-    __main__ cli face records version
+    __main__ face records version
     backend.compiling backend.dynamo_graph backend.program
     compat.lowerings
     ir.keys ir.places
@@ -177,8 +177,9 @@ TESTED_ELSEWHERE = set(
     runtime.sent_weight
     """.split()
 )
-# Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute.
-ARRANGED_OTHERWISE = {"models", "numerics"}
+# Rooms whose tests are not arranged by file: all families run the same tests, numerics are tested by what they compute,
+# commands beside what they run.
+ARRANGED_OTHERWISE = {"cli", "models", "numerics"}
 
 
 def has_tests(name: str) -> bool:

@@ -1,11 +1,10 @@
-"""``fp8graph doctor``: shows this machine's hardware and software, and the native GEMMs of each architecture."""
+"""This machine's hardware and software, and the native GEMMs of each architecture, for ``fp8graph doctor``."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
 import shutil
-from typing import Final
 
 import torch
 
@@ -14,8 +13,6 @@ from fp8graph.hardware import Hardware
 from fp8graph.hardware.support import support_of
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.version import __version__
-
-EXTRAS: Final = ("rich", "matplotlib", "plotext", "transformers", "triton")
 
 
 def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
@@ -50,7 +47,7 @@ def trainer() -> list[str]:
 
 
 def machine() -> list[tuple[str, str]]:
-    """The relevant hardware and software of this machine, and what is missing."""
+    """This machine's hardware and software. Optional packages: see ``fp8graph/cli/doctor.py``."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     supported = (2, 11) <= (major, minor) <= (2, 15)
     rows = [
@@ -67,8 +64,6 @@ def machine() -> list[tuple[str, str]]:
         rows.append(("cuda", "no GPU: torch's reference GEMM gives the right numbers, but is not fast"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
-    missing = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
-    rows.append(("optional packages", f"missing: {', '.join(missing)}" if missing else "all installed"))
     rows += [("Trainer", line) for line in trainer()]
     here = hardware.of_machine()
     rows.append(("default recipe", f"{here.default_recipe}, for {here.name}"))

@@ -31,7 +31,7 @@ from fp8graph.planning.mesh import Network
     ],
 )
 def test_a_wrong_mesh(mesh: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "llama", "--mesh", mesh]) == 2
+    assert main(["plan", "llama", "--mesh", mesh]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1

@@ -374,7 +374,7 @@ def test_hardware_and_recipes() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config(1).save_pretrained(tmp_path)
     meshes = ["dp=2,fsdp=2,tp=2,sp", "dp=8"]
-    assert main(["explain", str(tmp_path), "--seq", "128", "--mesh", *meshes]) == 0
+    assert main(["plan", str(tmp_path), "--seq", "128", "--mesh", *meshes]) == 0
     out = capsys.readouterr().out
     assert "dp=2,fsdp=2,tp=2,sp: 8 GPUs, 512 tokens per step, 128 per replica" in out
     assert "dp=8,fsdp=1,tp=1: 8 GPUs, 1,024 tokens per step" in out
@@ -382,7 +382,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = [line.split("  ")[0] for line in out.splitlines()]
     assert rows.count("blockwise") == 2
     assert "weights: all_gather over fsdp, bfloat16" in rows
-    assert main(["explain", str(tmp_path), "--seq", "128", "--mesh", "dp=8", "--json", "--recipe", "rowwise"]) == 0
+    assert main(["plan", str(tmp_path), "--seq", "128", "--mesh", "dp=8", "--json", "--recipe", "rowwise"]) == 0
     (values,) = json.loads(capsys.readouterr().out)
     assert [step["recipe"] for step in values["steps"]] == ["bf16", "rowwise"]
     (gradients,) = values["steps"][0]["collectives"]
@@ -395,17 +395,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
-@pytest.mark.parametrize("more", [["--inference"], ["--graph", "after"], ["--html", "page.html"]])
-def test_options_that_do_not_go_together(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "llama", "--mesh", "dp=8", *more]) == 2
-    assert "it cannot be combined with --inference, --html or --graph" in capsys.readouterr().err
-
-
 def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fp8graph.models.mixtral import FAMILY
 
     FAMILY.tiny(1).config.save_pretrained(tmp_path)
-    assert main(["explain", str(tmp_path), "--seq", "32", "--mesh", "dp=8"]) == 2
+    assert main(["plan", str(tmp_path), "--seq", "32", "--mesh", "dp=8"]) == 2
     assert "the cost model does not support experts" in capsys.readouterr().err
 
 

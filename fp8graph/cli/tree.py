@@ -1,0 +1,129 @@
+"""A report as the tree of a model's layers: native FP8 is green, emulated yellow, high precision dim.
+
+    LlamaForCausalLM
+    ├── model.layers.* (2)
+    │   ├── self_attn
+    │   │   ├── q_proj  32 x 64 x 64  tensorwise
+    ...
+    └── lm_head  32 x 256 x 64  high precision [1]
+    [1] output head: the loss reads its output
+
+The shape is fprop's m x n x k. ``--table`` has a row per GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from fp8graph.records import AttentionRecord
+from fp8graph.report import Report
+from fp8graph.report.tables import GemmGroup, any_layer, gemm_groups
+
+_STYLES: Final = {"native": "green", "emulated": "yellow", "high precision": "dim"}
+
+
+@dataclass(kw_only=True)
+class Node:
+    """One part of the names of modules, with the sites that are there."""
+
+    parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
+    sites: list[Text] = field(default_factory=list[Text])  # what is said of each site of this module
+    count: int = 0  # layers of one parent that go by this name: one for each number in place of its *
+
+
+class Notes:
+    """Reasons, each said once, below the tree."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def mark(self, reason: str) -> str:
+        """What stands in the tree for ``reason``."""
+        return f" [{self.numbers.setdefault(reason, len(self.numbers) + 1)}]"
+
+    def lines(self) -> list[str]:
+        """The reasons, by their marks."""
+        return [f"[{number}] {reason}" for reason, number in self.numbers.items()]
+
+
+def print_tree(report: Report, title: str) -> None:
+    """Print ``report``: the summary, the tree, its reasons, and the notes."""
+    console = Console(highlight=False)
+    if not console.is_terminal:  # a file, or another program: lines as long as they are
+        console.width = 1000
+    notes = Notes()
+    console.print(Text(report.summary(), style="bold"))
+    console.print(tree(report, title, notes))
+    for line in (*notes.lines(), *report.notes()):
+        console.print(Text(line))
+
+
+def tree(report: Report, title: str, notes: Notes) -> Tree:
+    """Layers that differ only in their numbers are one branch, with how many they are."""
+    root = Node()
+    gemms: dict[str, list[GemmGroup]] = {}
+    for group in gemm_groups(report.gemms):
+        gemms.setdefault(group.site, []).append(group)
+    for site, groups in gemms.items():
+        said = [(one.gemm, one.recipe, one.execution, one.reason) for one in groups]
+        names = [gemm.fqn for gemm in groups[0].gemms]
+        _node(root, site, names).sites.append(_phrases(groups[0].size, said, notes))
+    attention: dict[str, list[AttentionRecord]] = {}
+    for record in report.attention:
+        attention.setdefault(any_layer(record.name), []).append(record)
+    for site, records in attention.items():
+        said = [(one.direction, one.recipe or "-", one.execution, one.reason) for one in records]
+        names = [record.fqn for record in records]
+        _node(root, site, names).sites.append(_phrases(f"{records[0].form} attention", said, notes))
+    found = Tree(Text(title, style="bold"))
+    _grow(found, root)
+    return found
+
+
+def _node(root: Node, site: str, names: Iterable[str]) -> Node:
+    """The node of ``site``; ``names`` are those of all modules that it stands for."""
+    found = root
+    split = [name.split(".") for name in names]
+    for depth, part in enumerate(site.split(".")):
+        found = found.parts.setdefault(part, Node())
+        found.count = max(found.count, len({"".join(name[depth : depth + 1]) for name in split}))
+    return found
+
+
+def _grow(branch: Tree, node: Node) -> None:
+    width = max(map(len, node.parts), default=0)
+    for name, part in node.parts.items():
+        label, below = name, part
+        while len(below.parts) == 1 and not below.sites and "*" not in label:  # model.layers.* is one branch
+            ((step, below),) = below.parts.items()
+            label = f"{label}.{step}"
+        text = Text(label)
+        if "*" in label and below.count > 1:
+            text.append(f" ({below.count})", style="bold")
+        if len(below.sites) == 1:
+            text = Text.assemble(text, " " * max(2, width + 2 - len(text)), below.sites[0])
+        grown = branch.add(text)
+        for site in below.sites if len(below.sites) > 1 else ():
+            grown.add(site)
+        _grow(grown, below)
+
+
+def _phrases(what: str, said: Iterable[tuple[str, str, str, str]], notes: Notes) -> Text:
+    """``what``, and what becomes of it: in one phrase if all GEMMs (or directions) are alike, else one by one."""
+    phrases: dict[tuple[str, str], list[str]] = {}  # what is said and its style -> of which
+    for which, recipe, execution, reason in said:
+        words = {"native": recipe, "emulated": f"{recipe}, emulated"}.get(execution, execution)
+        words += notes.mark(reason) if execution != "native" else ""
+        own = phrases.setdefault((words, _STYLES[execution]), [])
+        own += [which] if which not in own else []
+    text = Text.assemble((what, "dim"))
+    for (words, style), these in phrases.items():
+        text.append(f"  {', '.join(these)} " if len(phrases) > 1 else "  ")
+        text.append(words, style=style)
+    return text

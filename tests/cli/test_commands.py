@@ -1,0 +1,158 @@
+"""The command line, as a stranger meets it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fp8graph
+from fp8graph.cli import COMMANDS, completion, demo, doctor, main
+from fp8graph.cli.doctor import missing
+from fp8graph.cli.extras import EXTRAS, install
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["explain", "nosuch"], "no file or folder 'nosuch', and transformers"),
+        (["explain", "lama"], "no model type 'lama'. Did you mean 'llama'?"),
+        (["explain", "nosuch.json"], "nosuch.json: no such file or folder."),
+        (["explain", "folder/nosuch"], "folder/nosuch: no such file or folder."),
+        (["explain", "llama", "--class", "NoSuch"], "has no class 'NoSuch'"),
+        (["explain", "llama", "--class", "AutoModelForImageClassification"], "cannot build AutoModelForImageClass"),
+        (["plan", "t5", "--mesh", "dp=2"], "plan predicts causal language models, and T5ForConditionalGeneration"),
+        (["explain", "llama", "--target", "sm_999"], "target: there is no 'sm_999'. Known: sm_70, "),
+        (["explain", "llama", "--policy", "nosuch.toml"], "policy file nosuch.toml: cannot be read"),
+        (["explain", "llama", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
+        (
+            ["explain", "llama", "--target", "h100"],
+            "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
+        ),
+        (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
+        (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
+    ],
+)
+def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert message in error[-1]
+    assert len(error[-1]) < 400
+    assert all("cut to 2 layers" in line for line in error[:-1])
+
+
+@pytest.mark.parametrize(("package", "extra"), [("rich", "cli"), ("transformers", "hf")])
+def test_a_missing_extra(
+    package: str, extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def absent(*_: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(demo, "run", absent)
+    assert main(["demo"]) == 2
+    assert f'{package} is missing. Run: pip install "fp8graph[{extra}]"' in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fp8graph {fp8graph.__version__}\n"
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "\nfp8graph: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nosuch"],
+        ["demo", "--steps", "0"],
+        ["demo", "--compiler", "x"],
+        ["plan", "llama"],
+        ["explain", "llama", "--graph", "x", "--table"],
+    ],
+)
+def test_wrong_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: fp8graph" in capsys.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    """Of an installed package: neither torch nor rich is imported, nor what looks for installed packages."""
+    script = """
+import sys
+before = set(sys.modules)
+from fp8graph.cli import parser
+parser().format_help()
+slow = {"torch", "rich", "transformers", "numpy", "shtab", "importlib.metadata"} & set(sys.modules) - before
+print(sorted(slow))
+"""
+    done = subprocess.run([sys.executable, "-I", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout in ("[]\n", "['importlib.metadata']\n")  # an editable install is asked for
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    for name in names:
+        with pytest.raises(SystemExit, match="0"):
+            main([name, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: fp8graph {name} ")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "fp8graph" in script
+    assert "--min-speedup" in script
+    assert completion.__doc__
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a shell does it: the words of a line are given, and what could follow is asked for."""
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    ask = """
+source completion
+COMP_WORDS=(fp8graph explain llama --ta) COMP_CWORD=3
+_shtab_fp8graph
+echo "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["--target", "--table"] or set(done.stdout.split()) == {"--target", "--table"}
+
+
+def test_the_doctor_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "shtab" else object())
+    assert missing() == [("shtab", 'not installed. Run: pip install "fp8graph[cli]"')]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert missing() == [("optional packages", "all installed")]
+    assert install("nosuch") is None
+
+
+def test_extras_bring_what_is_said_of_them() -> None:
+    with (Path(fp8graph.__file__).parents[1] / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    for package, extra in EXTRAS.items():
+        assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), package
+
+
+def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``fp8graph explain llama | head``: no traceback."""
+    script = "import sys; from fp8graph.cli import doctor, main\ndef run(_):\n  raise BrokenPipeError\n"
+    script += "doctor.run = run\nsys.exit(main(['doctor']))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
