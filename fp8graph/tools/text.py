@@ -23,7 +23,8 @@ def language_model(folder: Path) -> tuple[Any, Any]:
         raise ConfigError(f"{folder}: no such folder, or no config.json in it. tune() needs a model with its weights.")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
+        made: Any = transformers.AutoModelForCausalLM
+        model = made.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         raise ConfigError(f"{folder}: transformers cannot load a causal language model from it: {reason}") from None
