@@ -13,17 +13,20 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ON_RANKS = {"ddp", "fsdp2", "pipeline", "tensor_parallel"}  # started by torchrun
-# by python; the others run in this process, which has imported torch and transformers. Trainer keeps state of its own.
-IN_A_PROCESS = ON_RANKS | {"trainer"}
+# by python; the others run in this process, which has imported torch and transformers. Trainers keep their own state.
+IN_A_PROCESS = ON_RANKS | {"lightning_module", "trainer"}
 SAYS = {  # the end of what each prints, as a regular expression
     "ddp": r"21 scales, the same on every rank: True\n21 of 24 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "encoder": r"100% right\n\d+ of \d+ GEMMs in FP8, \d+ % of their FLOPs, in 3 graphs",
     "fsdp2": r"step 7: .*\nloaded scales that nothing used: \[\]\n"
     r"42 of 42 GEMMs in FP8, \d+ % of their FLOPs, in 2 graphs",
+    "flux_lora": r"\n20 weights quantized in 8 steps\n31 of 73 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "layer_policy": r"model\.layers\.1\.mlp\.down_proj .* wgrad .* high precision",
+    "lightning_module": r"step 7: .*\n8 of 8 GEMMs in FP8, 100 % of their FLOPs, in 1 graph",
     "lora": r"\n7 weights quantized in 8 steps",
     "lora_fp8": r"\n655,360 bytes of base weights, 458,752 bytes of transposed copies",
     "moe": r"mlp\.gate fprop: high precision \(rule",
+    "nano_gpt": r"\n24 of 27 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "pipeline": r"step 7: .*\n42 of 45 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "serve": r"compiled: 16 tokens in .*\ntokens: \[.*\]\n\nprefill: 7 of 8 GEMMs in FP8, .*\n(.*\n)+decode: 7 of 8",
     "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
@@ -34,7 +37,7 @@ SAYS = {  # the end of what each prints, as a regular expression
 def test_every_example_is_run_and_named() -> None:
     files = sorted((ROOT / "examples").glob("*.py"))
     assert [file.stem for file in files] == sorted(SAYS)
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     for file in files:
         assert file.name in readme
         assert len(file.read_text(encoding="utf-8").splitlines()) <= (80 if file.stem in ON_RANKS else 50), file
