@@ -59,7 +59,13 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
     emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     return Decision(
         recipe=recipe,
-        reason=f"{resolution.source} -> {recipe.name}" + (f"; emulated: {emulated}" if emulated else ""),
+        reason="; ".join(
+            [
+                f"{resolution.source} -> {recipe.name}",
+                *(["q and k are transformed"] if recipe.rotates_qk else []),
+                *([f"emulated: {emulated}"] if emulated else []),
+            ]
+        ),
         execution="emulated" if emulated else "native",
         resolution=resolution,
         required=resolution.by_user,

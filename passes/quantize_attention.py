@@ -14,13 +14,18 @@ native, for inference.
 With a recipe of one scale per tensor q, k and v have one each. With one scale per row it is one per head: per (batch,
 head of k and v), as FlashAttention-3 takes them. Strides stay as they are. `find_attention` decides; nothing is refused
 here.
+
+Where a recipe asks for it (``hadamard_qk=True``), q and k are transformed before, and their gradients after:
+
+    qq = quantize(q)                            ->      qq = quantize(rotate(q, h))
+    dq = flash_backward(...)[0]                 ->      dq = rotate(flash_backward(...)[0], permute(h))
 """
 
 from __future__ import annotations
 
 import functools
 from operator import getitem
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import fx
 
@@ -28,13 +33,14 @@ from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.attention import Attention
-from fp8graph.ir.attention_operands import QuantizedTensor, quantized_tensor
+from fp8graph.ir.attention_operands import QuantizedTensor, quantized_tensor, rotated
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
 from fp8graph.ir.nodes import aten, known_equal, static_size, value
-from fp8graph.recipes import Quantizer
+from fp8graph.recipes import HADAMARD_SIGNS, Quantizer
 
-_NAME = "quantize_attention"
+_NAME: Final = "quantize_attention"
+_ROTATED: Final = ("query", "key")
 
 
 def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
@@ -43,24 +49,30 @@ def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
         if decision is not None and decision.recipe is not None:
             quantizer = compilation.hardware_of(attention.reads[0].argument).quantizer(decision.recipe, "input")
             rewrite = _multiply if decision.execution == "native" else _emulate
-            rewrite(attention, quantizer)
+            rewrite(attention, quantizer, decision.recipe.rotates_qk)
+            if decision.recipe.rotates_qk:
+                _rotate_gradients(attention)
     graph.eliminate_dead_code()
 
 
-def _emit(target: Any, *args: Any, like: fx.Node, name: str | None = None, **kwargs: Any) -> fx.Node:
-    with like.graph.inserting_before(like):
+def _emit(
+    target: Any, *args: Any, like: fx.Node, before: fx.Node | None = None, name: str | None = None, **kwargs: Any
+) -> fx.Node:
+    with like.graph.inserting_before(before or like):
         return insert(like.graph, target, args, like=like, made_by=_NAME, name=name, kwargs=kwargs)
 
 
-def _multiply(attention: Attention, quantizer: Quantizer) -> None:
+def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
     """Replace the op by one that reads FP8."""
     (node,) = attention.forward
     emit, sizes = functools.partial(_emit, like=node), attention.sizes
-    made: dict[fx.Node, QuantizedTensor] = {}
+    matrix = emit(ops.hadamard_matrix, attention.reads[0].argument, HADAMARD_SIGNS) if rotates else None
+    made, own = dict[Any, QuantizedTensor](), list[QuantizedTensor]()
     for read in attention.reads:
-        if read.argument not in made:
-            made[read.argument] = quantized_tensor(read.argument, read.operand, sizes, quantizer, emit)
-    own = [made[read.argument] for read in attention.reads]
+        rotation = (matrix, 3) if matrix is not None and read.operand in _ROTATED else None
+        if (key := (read.argument, rotation)) not in made:
+            made[key] = quantized_tensor(read.argument, read.operand, sizes, quantizer, emit, rotation)
+        own.append(made[key])
     batch = static_size(sizes.batch)
     batch = emit(aten.sym_size.int, attention.reads[0].argument, 0) if batch is None else batch
     scales = [quantized.scale_per_head(sizes, batch, emit) for quantized in own]
@@ -71,21 +83,47 @@ def _multiply(attention: Attention, quantizer: Quantizer) -> None:
         take_place(result, output, _NAME)
 
 
-def _emulate(attention: Attention, quantizer: Quantizer) -> None:
+def _emulate(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
     """Let the ops read decoded numbers."""
-    made: dict[Any, QuantizedTensor] = {}
+    made, matrix = dict[Any, QuantizedTensor](), None
     for read in attention.reads:  # those of forward come first
-        tensor, _ = look_through_transposes(argument := read.argument)
-        key = value_key(tensor)
+        tensor, flipped = look_through_transposes(argument := read.argument)
+        key = value_key(tensor), rotates and read.operand in _ROTATED
         emit = functools.partial(_emit, like=read.node)
         if key not in made:
-            made[key] = quantized_tensor(tensor, read.operand, attention.sizes, quantizer, emit)
+            rotation = None
+            if key[1]:
+                matrix = emit(ops.hadamard_matrix, tensor, HADAMARD_SIGNS) if matrix is None else matrix
+                transposed = attention.written_out and read.position == len(read.node.args) - 1  # q @ k.T
+                rotation = matrix, value(tensor).ndim - 1 - (transposed != flipped)
+            made[key] = quantized_tensor(tensor, read.operand, attention.sizes, quantizer, emit, rotation)
         quantized, backward = made[key], read.node in attention.backward
         if backward not in quantized.numbers:
             quantized.numbers[backward] = quantized.decoded(emit, backward=backward)
         read.node.update_arg(read.position, _transposed(argument, tensor, quantized.numbers[backward], emit))
         if not all(map(known_equal, value(argument).stride(), value(read.argument).stride())):
             _update(read.node)
+
+
+def _rotate_gradients(attention: Attention) -> None:
+    """Transform the gradients of the transformed q and k back, for all who read them."""
+    found: dict[fx.Node, int] = {}  # the dim along which the elements of a head lie
+    for read in attention.reads:
+        if read.node not in attention.backward or read.operand not in _ROTATED:
+            continue
+        if attention.written_out:  # that of q is ds @ k, that of k is ds.T @ q, or it is their transpose
+            found[read.node] = -1 if read.position == len(read.node.args) - 1 else -2
+        else:
+            index = _ROTATED.index(read.operand)
+            found |= {user: -1 for user in read.node.users if user.target is getitem and user.args[1] == index}
+    matrix: fx.Node | None = None
+    for node in filter(found.__contains__, list(attention.result.graph.nodes)):
+        readers, emit = list(node.users), functools.partial(_emit, like=node, before=node.next)
+        if matrix is None:
+            matrix = emit(aten.permute.default, emit(ops.hadamard_matrix, node, HADAMARD_SIGNS), [1, 0])
+        result = rotated(node, matrix, value(node).ndim + found[node], emit)
+        for reader in readers:
+            reader.replace_input_with(node, result)
 
 
 def _transposed(argument: fx.Node, tensor: fx.Node, numbers: fx.Node, emit: Any) -> fx.Node:

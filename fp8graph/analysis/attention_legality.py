@@ -13,6 +13,7 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir.attention import Attention
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import known_equal, static_size, value
+from fp8graph.numerics import hadamard
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Recipe
 
@@ -28,6 +29,11 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
         return f"{recipe.name} has no scales for attention: the amaxes that it keeps are those of GEMMs"
     if kind.tiled:
         return "attention takes one scale per tensor or per head, not one per tile"
+    if recipe.rotates_qk:
+        if (static_size(size := attention.sizes.head_size) or 1) % hadamard.SIZE:
+            return f"hadamard_qk transforms {hadamard.SIZE} elements of a head at a time, these heads have {size}"
+        if value(attention.reads[0].argument).dtype == torch.float16:
+            return "hadamard_qk: fp16 has no room for sums of 16 elements"
     for read in attention.reads:
         tensor = value(read.argument)
         if tensor.dtype not in _HIGH_PRECISION_DTYPES:

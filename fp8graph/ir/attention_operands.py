@@ -1,4 +1,4 @@
-"""Write the quantization of q, k and v, and their decoding, as dialect nodes."""
+"""Write the quantization of q, k and v, their transform and their decoding, as dialect nodes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ class QuantizedTensor:
 
     def in_place(self, node: fx.Node, emit: Emit) -> fx.Node:
         """``node``, of the shape of ``data``, in the shape and with the strides of the tensor."""
-        in_order = self.order == sorted(self.order)
         if self.per_head:
             shape = value(self.tensor).shape
             node = emit(aten.view.default, node, [-1 if static_size(size) is None else size for size in shape])
-            if not in_order:
+            if self.order != sorted(self.order):
                 node = _contiguous(emit(aten.permute.default, node, self.order), emit)
-        return node if in_order else emit(aten.permute.default, node, list(map(self.order.index, sorted(self.order))))
+        return _permuted(node, list(map(self.order.index, sorted(self.order))), emit)
 
     def decoded(self, emit: Emit, *, backward: bool) -> fx.Node:
         """The numbers in the dtype and with the strides of the tensor."""
@@ -63,16 +62,26 @@ class QuantizedTensor:
 
 
 def quantized_tensor(
-    tensor: fx.Node, operand: Operand, sizes: Sizes, quantizer: Quantizer, emit: Emit
+    tensor: fx.Node,
+    operand: Operand,
+    sizes: Sizes,
+    quantizer: Quantizer,
+    emit: Emit,
+    rotation: tuple[fx.Node, int] | None = None,
 ) -> QuantizedTensor:
-    """``tensor`` as ``quantizer`` quantizes it. ``emit``: inserts a node."""
+    """``tensor`` as ``quantizer`` quantizes it. ``emit``: inserts a node.
+
+    ``rotation``: the matrix that transforms it before, and the dim along which it does.
+    """
     x = value(tensor)
     order = _order_in_memory(x)
     per_head = not SCALINGS[quantizer.scaling].one_scale
+    source = _contiguous(tensor, emit) if per_head else _permuted(tensor, order, emit)
+    if rotation is not None:
+        matrix, dim = rotation
+        source = emit(ops.rotate, source, matrix, dim if per_head else order.index(dim))
     if per_head:
-        source = emit(aten.view.default, _contiguous(tensor, emit), _heads(sizes, x))
-    else:
-        source = tensor if order == sorted(order) else emit(aten.permute.default, tensor, order)
+        source = emit(aten.view.default, source, _heads(sizes, x))
     args = (source, *quantization.quantizer_args(quantizer), [1, 1], [])
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **quantization.quantizer_kwargs(quantizer))
     outputs.meta[OPERAND_KEY] = operand
@@ -82,6 +91,17 @@ def quantized_tensor(
     return QuantizedTensor(
         tensor=tensor, quantizer=quantizer, order=order, per_head=per_head, data=data, scale_inv=scale_inv
     )
+
+
+def rotated(tensor: fx.Node, matrix: fx.Node, dim: int, emit: Emit) -> fx.Node:
+    """``tensor``, transformed along ``dim``, with its strides."""
+    order = _order_in_memory(value(tensor))
+    result = emit(ops.rotate, _permuted(tensor, order, emit), matrix, order.index(dim))
+    return _permuted(result, [order.index(dim) for dim in range(len(order))], emit)
+
+
+def _permuted(node: fx.Node, dims: list[int], emit: Emit) -> fx.Node:
+    return node if dims == sorted(dims) else emit(aten.permute.default, node, dims)
 
 
 def _order_in_memory(x: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@
     scaled_attention(q, k, v, scale_inv_q, scale_inv_k, scale_inv_v, is_causal, scale) -> softmax(q @ k.T) @ v
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
-    hadamard(like, signs) -> [16, 16];  random_seed(device) -> [1]
+    hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x;  random_seed(device) -> [1]
     smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
@@ -145,6 +145,12 @@ hadamard_matrix = _define(
     "(Tensor like, int signs) -> Tensor",
     reference=hadamard.hadamard,
     fake=op_shapes.hadamard,
+)
+rotate = _define(
+    "rotate",
+    "(Tensor x, Tensor matrix, int dim) -> Tensor",
+    reference=hadamard.rotate,
+    fake=op_shapes.rotate,
 )
 random_seed = _define(
     "random_seed",

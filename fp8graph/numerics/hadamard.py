@@ -44,3 +44,15 @@ def transform_rows(x: Tensor, matrix: Tensor) -> Tensor:
     *batch, rows, columns = padded.shape
     groups = padded.reshape(-1, SIZE, columns)
     return torch.bmm(matrix.t().expand(groups.shape[0], SIZE, SIZE), groups).reshape(*batch, rows, columns)
+
+
+def rotate(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
+    """``x``, bf16 or fp32, with 16 elements along ``dim``, which has a multiple of 16, at a time times ``matrix``.
+
+    The transpose of ``matrix`` undoes it. The sums are FP32, rounded once to the dtype of ``x``. Contiguous.
+    """
+    last = x.movedim(dim, -1)
+    result = (last.reshape(-1, SIZE) @ matrix).reshape(last.shape)
+    if dim in (-1, x.ndim - 1):
+        return result
+    return result.movedim(-1, dim).clone(memory_format=torch.contiguous_format)

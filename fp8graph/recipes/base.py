@@ -69,6 +69,16 @@ class Recipe:
         """Whether the channels of an input are scaled to one size before it is quantized (``passes/smooth.py``)."""
         return False
 
+    @property
+    def rotates_qk(self) -> bool:
+        """Whether q and k of an attention are transformed before they are quantized."""
+        return False
+
+    @property
+    def only_for_attention(self) -> str:
+        """The name of a field that is set, and that only attention knows; "": there is none."""
+        return ""
+
     def quantizer(self, operand: OperandName) -> Quantizer:
         """How ``operand`` is quantized under this recipe."""
         raise NotImplementedError
@@ -95,3 +105,31 @@ class Recipe:
                 value = value.name
             values[field.name] = list(value) if isinstance(value, tuple) else value
         return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFields(Recipe):
+    """The fields of recipes that also quantize attention, for rules with ``op="attention"`` alone.
+
+    Args:
+        hadamard_qk: multiply 16 elements of each head of q and k at a time with one orthogonal Hadamard matrix before
+            they are quantized. It cancels in ``q @ k.T``, and spreads outliers over 16 elements.
+
+    Raises:
+        UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
+    """
+
+    hadamard_qk: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if type(self.hadamard_qk) is not bool:
+            raise self._bad("hadamard_qk", "True or False")
+
+    @property
+    def rotates_qk(self) -> bool:
+        return self.hadamard_qk
+
+    @property
+    def only_for_attention(self) -> str:
+        return "hadamard_qk" if self.hadamard_qk else ""

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, Literal
 
 from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.quantizer import E2M1X2, ErrorMode, Format, OperandName, Quantizer
+from fp8graph.recipes.quantizer import E2M1X2, HADAMARD_SIGNS, ErrorMode, Format, OperandName, Quantizer
 
 Scope = Literal["none", "weights", "activations", "all"]
 _SCOPES: Final = ("none", "weights", "activations", "all")
-# the rows of the Hadamard matrix that are negated, as bits: Transformer Engine's vector, 3, 5 to 10, 12, 14 and 15
-_SIGNS: Final = 0b1101_0111_1110_1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class NVFP4BlockScaling(Recipe):
     nvfp4_4over6: Scope = "none"
     nvfp4_4over6_e4m3_use_256: Scope = "all"
     nvfp4_4over6_err_mode: ErrorMode = "MAE"
-    hadamard_signs: int = _SIGNS
+    hadamard_signs: int = HADAMARD_SIGNS
 
     name: ClassVar[str] = "nvfp4"
     last_blocks: ClassVar[float] = 0.15  # the paper above leaves about 15 % of the linears in bf16

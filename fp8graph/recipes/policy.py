@@ -29,6 +29,7 @@ from fp8graph.recipes.rules import (
     Resolution,
     Rule,
     check_keys,
+    check_op,
     normalized,
     pattern_flags,
     recipe_text,
@@ -83,7 +84,7 @@ class Policy:
         if self.default is INHERIT and self.extends is None:
             object.__setattr__(self, "default", "tensorwise")
         object.__setattr__(self, "default", normalized(self.default))
-        self._default_recipe()
+        check_op("*", self._default_recipe())
         speedup: object = self.min_speedup
         if type(speedup) not in (int, float) or not (0 <= self.min_speedup < math.inf):
             raise PolicyError(f"Policy(min_speedup={speedup!r}): min_speedup must be a finite number >= 0.")

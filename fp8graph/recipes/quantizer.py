@@ -29,6 +29,8 @@ GEMM_LAYOUTS: Final[dict[GemmName, tuple[Layout, Layout]]] = {
 OPERANDS: Final[tuple[OperandName, ...]] = ("input", "weight", "grad_output")
 LAYOUTS: Final[tuple[Layout, ...]] = ("rowwise", "columnwise")
 E2M1X2: Final[torch.dtype] = torch.uint8  # two 4-bit codes per byte, the first one in the low half
+# the rows of the Hadamard matrix that are negated, as bits: Transformer Engine's vector, 3, 5 to 10, 12, 14 and 15
+HADAMARD_SIGNS: Final = 0b1101_0111_1110_1000
 FLT_MAX: Final[float] = torch.finfo(torch.float32).max
 FNUZ: Final[frozenset[torch.dtype]] = frozenset({torch.float8_e4m3fnuz, torch.float8_e5m2fnuz})
 # The largest finite value of each type. Recipes name the standard types (OCP 8-bit floating point, table 2). Some

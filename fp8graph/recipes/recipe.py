@@ -16,12 +16,12 @@ from typing import Any, ClassVar, Literal, cast
 
 import torch
 
-from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.base import AttentionFields, Recipe
 from fp8graph.recipes.quantizer import Format, GemmName, OperandName, Quantizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(AttentionFields):
     """One scale per tensor, from the tensor's own amax ("tensorwise", "current scaling").
 
     ``amax = max(max|x|, amax_epsilon)``; ``scale = fp8_max / amax`` in FP32, one IEEE division;
@@ -38,6 +38,7 @@ class Float8CurrentScaling(Recipe):
             the weight by the inverse (Smooth-SwiGLU, arXiv 2409.12517): for ``down_proj`` where SwiGLU's product has
             outliers. The weight is then quantized in each step; wgrad is not accumulated in place
             (``accumulate_wgrad``), and FSDP2 does not gather that weight in FP8. Not for fp16.
+        hadamard_qk: see :class:`~fp8graph.recipes.base.AttentionFields`: for attention alone.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for E5M2, a negative or non-finite epsilon, or a
@@ -69,7 +70,7 @@ class Float8CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8RowwiseScaling(Recipe):
+class Float8RowwiseScaling(AttentionFields):
     """One scale per row of each operand as its GEMM contracts it ("rowwise", per token and per output channel).
 
     fprop: rows of x and w; dgrad: rows of dy, columns of w; wgrad: columns of dy and x. Each scale as in
@@ -80,6 +81,7 @@ class Float8RowwiseScaling(Recipe):
         power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
         high_precision_wgrad: leave wgrad, the GEMM for which rowwise scaling costs most, in high precision (the
             recipe "rowwise_with_gw_hp").
+        hadamard_qk: see :class:`~fp8graph.recipes.base.AttentionFields`: for attention alone.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.

@@ -88,7 +88,7 @@ class Rule:
             object.__setattr__(self, name, normalized(getattr(self, name)))
         for gemm in GEMMS:
             try:
-                self.recipe_for(gemm)
+                check_op(self.op, self.recipe_for(gemm))
             except Fp8GraphError as error:
                 raise type(error)(f"{self._call}: {error}") from None
 
@@ -172,6 +172,14 @@ class Resolution:
     source: str  # 'rule "*.mlp.down_proj"', "default", ...
     rule: int | None = None  # index into Policy.rules; None: the default
     by_user: bool = False  # a rule (not the default) asked for it
+
+
+def check_op(op: str, recipe: Recipe | None) -> None:
+    """Raise PolicyError for a recipe with fields that ``op`` does not know."""
+    if op != "attention" and recipe is not None and (field := recipe.only_for_attention):
+        raise PolicyError(
+            f'{field}=True is for attention alone: write Rule(pattern, {recipe_text(recipe)}, op="attention").'
+        )
 
 
 def normalized(recipe: Any) -> Any:

@@ -202,3 +202,12 @@ def test_fakes_around_a_gather(rows: int, columns: int, source: Any, dtype: Any)
     ends = torch.tensor([0, rows // 2, rows], dtype=torch.int32)
     assert_fake_agrees(ops.columnwise, x.to(dtype), [16, 16], offs=ends)
     assert_fake_agrees(ops.stage_amaxes, torch.ones(2, 6), [torch.ones(rows), torch.ones(())])
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4), dim=st.integers(0, 3), view=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_rotate_fake(sizes: list[int], dim: int, view: bool) -> None:
+    dim %= len(sizes)
+    sizes[dim] *= 16
+    x = torch.randn(sizes[::-1]).permute(*reversed(range(len(sizes)))) if view else torch.randn(sizes)
+    assert_fake_agrees(ops.rotate, x, torch.randn(16, 16), dim)

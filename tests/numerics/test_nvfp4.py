@@ -85,6 +85,17 @@ def test_the_transform_of_integers_is_exact(shape: tuple[int, int]) -> None:
     assert torch.equal(batch, torch.stack([got, -got]))
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_transform_along_any_dim(dim: int) -> None:
+    """Exact: whole numbers, whose sums of 16 are multiples of a quarter."""
+    x, matrix = torch.randint(-9, 9, (32, 48, 16)).float(), hadamard.hadamard(torch.ones(1), SIGNS)
+    got = hadamard.rotate(x, matrix, dim)
+    first, of_x = (y.movedim(dim, 0).reshape(x.shape[dim], -1) for y in (got, x))
+    assert torch.equal(first.double(), transformed(of_x))
+    assert torch.equal(hadamard.rotate(got, matrix.t(), dim), x)
+    assert got.is_contiguous()
+
+
 @pytest.mark.parametrize("operand", ["input", "grad_output"])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
 def test_a_transformed_copy_has_scales_of_its_own(operand: OperandName, source: torch.dtype) -> None:

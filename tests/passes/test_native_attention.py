@@ -15,7 +15,16 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
 from attentions import Attention, qkv, sdpa, written_out
-from fp8graph import Backend, Fp8GraphError, Policy, Rule, hardware, offline
+from fp8graph import (
+    Backend,
+    Float8CurrentScaling,
+    Float8RowwiseScaling,
+    Fp8GraphError,
+    Policy,
+    Rule,
+    hardware,
+    offline,
+)
 from fp8graph.backend import inductor_passes
 from fp8graph.compat import attention
 from fp8graph.compat.attention import HAS_QUANTIZED_ATTENTION
@@ -67,9 +76,13 @@ def test_the_graph_before_and_after() -> None:
 
 
 @pytest.mark.usefixtures("flash_attention_3")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_module_of_the_report_computes_attention(recipe: str) -> None:
-    """On a CPU, by the reference."""
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", "rowwise", Float8CurrentScaling(hadamard_qk=True), Float8RowwiseScaling(hadamard_qk=True)],
+    ids=["tensorwise", "rowwise", "tensorwise, transformed", "rowwise, transformed"],
+)
+def test_the_module_of_the_report_computes_attention(recipe: Any) -> None:
+    """On a CPU, by the reference. A transform of q and k changes nothing but what is rounded."""
 
     def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.view(2, 16, -1, 64).transpose(1, 2) for x in (q, k, v))
@@ -78,6 +91,7 @@ def test_the_module_of_the_report_computes_attention(recipe: str) -> None:
     given = [torch.randn(2, 16, size).bfloat16() for size in (256, 128, 128)]
     view = report_of(Attention(body), *given, recipe=recipe).graphs[0]
     assert "fp8graph.scaled_attention(" in view.after
+    assert view.after.count("fp8graph.rotate(") == (0 if isinstance(recipe, str) else 2)
     (got,) = view.module(*given)
     assert 20 < sqnr_db(body(*given), got) < 40
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp8graph import Format, UnsupportedRecipeError
 from fp8graph.recipes import GEMMS
-from fp8graph.recipes.base import Recipe
+from fp8graph.recipes.base import AttentionFields, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +50,12 @@ def test_code_cannot_be_written_to_a_file() -> None:
 def test_how_operands_are_quantized_a_recipe_says_itself() -> None:
     with pytest.raises(NotImplementedError):
         Own().quantizer("input")
+
+
+def test_fields_for_attention() -> None:
+    assert (Own().rotates_qk, Own().only_for_attention) == (False, "")
+    fields = AttentionFields(hadamard_qk=True)
+    assert (fields.rotates_qk, fields.only_for_attention) == (True, "hadamard_qk")
+    assert (AttentionFields().rotates_qk, AttentionFields().only_for_attention) == (False, "")
+    with pytest.raises(UnsupportedRecipeError, match="hadamard_qk must be True or False"):
+        AttentionFields(hadamard_qk="yes")  # pyright: ignore[reportArgumentType]

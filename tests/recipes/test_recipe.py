@@ -34,6 +34,7 @@ def test_defaults_are_transformer_engines() -> None:
         "power_2_scale": False,
         "amax_epsilon": 0.0,
         "smooth_input": False,
+        "hadamard_qk": False,
     }
     assert [recipe.fast_accum(gemm) for gemm in ("fprop", "dgrad", "wgrad")] == [True, False, False]
     assert recipe.quantizer("input").dtype == recipe.quantizer("weight").dtype == torch.float8_e4m3fn

@@ -1,13 +1,18 @@
-"""Modules with attention, in each form in which torch traces it."""
+"""Modules with attention, in each form in which torch traces it, and what they compute on rounded tensors."""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+import oracle
+from fp8graph import Policy, Rule
+from helpers import eager_backend
 
 aten = torch.ops.aten
 
@@ -84,3 +89,45 @@ def qkv(
     shapes = (batch, heads, queries, size), (batch, kv_heads, keys, size), (batch, kv_heads, keys, size)
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_(gradients) for shape in shapes)
     return q, k, v
+
+
+def asking(recipe: Any) -> Policy:
+    return Policy([Rule("*", recipe, op="attention")], default=None)
+
+
+def rounded(x: Tensor, heads: int | None = None, *, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
+    """What is left of ``x`` [batch, heads, tokens, size] in E4M3, with one scale, or one per (batch, ``heads``)."""
+    parts = [x.detach()] if heads is None else list(x.detach().reshape(x.shape[0] * heads, -1))
+    made: list[Tensor] = []
+    for part in parts:
+        codes, scale_inv = oracle.quantize(part, torch.float8_e4m3fn, power_2_scale=power_2, epsilon=epsilon)
+        values = oracle.dequantize(codes, scale_inv, torch.float8_e4m3fn, x.dtype)
+        made.append(torch.from_numpy(np.asarray(values, dtype=np.float64)).reshape(part.shape))
+    return torch.stack(made).reshape(x.shape).to(x.dtype)
+
+
+def results(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, policy: Policy) -> list[Tensor]:
+    """The output and the three gradients; with dropout, of one seed."""
+    torch._dynamo.reset()
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(module, backend=eager_backend(policy), fullgraph=True)
+    torch.manual_seed(0)
+    out = compiled(*inputs)
+    (out.float() * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
+    """Attention and its gradients in float64, row by row and head by head."""
+    inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64)
+    for b in range(q.shape[0]):
+        for h in range(q.shape[1]):
+            kv = h * k.shape[1] // q.shape[1]
+            for i in range(q.shape[2]):
+                until = i + 1 if causal else k.shape[2]
+                keys, values = inputs[1][b, kv, :until], inputs[2][b, kv, :until]
+                weights = ((keys * inputs[0][b, h, i]).sum(-1) / math.sqrt(q.shape[3])).exp()
+                out[b, h, i] = (weights[:, None] * values).sum(0) / weights.sum()
+    (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
