@@ -85,7 +85,7 @@ class AttentionRecord:
     flops: int  # multiplications and additions; half if causal
     recipe: str | None  # None: left in high precision
     reason: str
-    dtypes: tuple[str, str]  # of q, k and v; of the result
+    dtypes: tuple[str, str]  # of q, k and v, or of the gradients that a backward in FP8 reads; of the result
     execution: str  # "native", "emulated", "high precision"
     required: bool  # a user's rule asks for FP8
     rule: int | None  # index of the policy rule that matched

@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch import fx
 
 from fp8graph.analysis.attention import attention_ops
-from fp8graph.analysis.attention_legality import why_emulated, why_not_quantized
+from fp8graph.analysis.attention_legality import why_backward_not_quantized, why_emulated, why_not_quantized
 from fp8graph.analysis.naming import names_of
 from fp8graph.analysis.written_attention import written_attentions
 from fp8graph.ir.attention import Attention
@@ -53,16 +53,20 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
         asked_for = by_rule or resolution.source == DISABLED
         reason = f"{resolution.source} -> high precision" if by_rule else resolution.source
         return left_alone(reason if asked_for else LEFT_ALONE)
-    if (obstacle := why_not_quantized(attention, recipe, compilation)) is not None:
+    obstacle = why_not_quantized(attention, recipe, compilation)
+    emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
+    if obstacle is None and emulated and recipe.quantizes_attention_backward:
+        obstacle = why_backward_not_quantized(attention)
+    if obstacle is not None:
         asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
         return left_alone(asked, required=resolution.by_user)
-    emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     return Decision(
         recipe=recipe,
         reason="; ".join(
             [
                 f"{resolution.source} -> {recipe.name}",
                 *(["q and k are transformed"] if recipe.rotates_qk else []),
+                *(["the probabilities are quantized, too"] if emulated and recipe.quantizes_attention_backward else []),
                 *([f"emulated: {emulated}"] if emulated else []),
             ]
         ),

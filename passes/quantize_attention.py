@@ -19,11 +19,18 @@ Where a recipe asks for it (``hadamard_qk=True``), q and k are transformed befor
 
     qq = quantize(q)                            ->      qq = quantize(rotate(q, h))
     dq = flash_backward(...)[0]                 ->      dq = rotate(flash_backward(...)[0], permute(h))
+
+With ``attention_backward=True`` the probabilities and the gradients are quantized like q, k and v where matmuls read
+them, and an emulated op is replaced by one that does the same inside:
+
+    o, logsumexp = flash(dequantize(qq), ...)   ->      o = rounded_attention(dequantize(qq), ...)
+    dq, dk, dv = flash_backward(do, ...)        ->      dq, dk, dv = rounded_attention_backward(do, ...)
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from operator import getitem
 from typing import Any, Final, cast
 
@@ -32,7 +39,7 @@ from torch import fx
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops
-from fp8graph.ir.attention import Attention
+from fp8graph.ir.attention import Attention, Read
 from fp8graph.ir.attention_operands import QuantizedTensor, quantized_tensor, rotated
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
@@ -44,14 +51,23 @@ _ROTATED: Final = ("query", "key")
 
 
 def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
+    order = {node: position for position, node in enumerate(graph.nodes)}
     for attention in compilation.attention:
         decision = attention.decision
         if decision is not None and decision.recipe is not None:
-            quantizer = compilation.hardware_of(attention.reads[0].argument).quantizer(decision.recipe, "input")
-            rewrite = _multiply if decision.execution == "native" else _emulate
-            rewrite(attention, quantizer, decision.recipe.rotates_qk)
-            if decision.recipe.rotates_qk:
+            device, recipe = compilation.hardware_of(attention.reads[0].argument), decision.recipe
+            quantizer, of_gradients = (device.quantizer(recipe, operand) for operand in ("input", "grad_output"))
+            if decision.execution == "native":
+                _multiply(attention, quantizer, recipe.rotates_qk)
+                continue
+            reads = list(attention.reads)  # those of forward come first
+            if recipe.quantizes_attention_backward:
+                reads += sorted(attention.inner, key=lambda read: order[read.node])
+            _emulate(attention, reads, quantizer, of_gradients, recipe.rotates_qk)
+            if recipe.rotates_qk:
                 _rotate_gradients(attention)
+            if recipe.quantizes_attention_backward and not attention.written_out:
+                _round_all(attention, quantizer, of_gradients)
     graph.eliminate_dead_code()
 
 
@@ -83,10 +99,12 @@ def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None
         take_place(result, output, _NAME)
 
 
-def _emulate(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
+def _emulate(
+    attention: Attention, reads: Iterable[Read], quantizer: Quantizer, of_gradients: Quantizer, rotates: bool
+) -> None:
     """Let the ops read decoded numbers."""
     made, matrix = dict[Any, QuantizedTensor](), None
-    for read in attention.reads:  # those of forward come first
+    for read in reads:
         tensor, flipped = look_through_transposes(argument := read.argument)
         key = value_key(tensor), rotates and read.operand in _ROTATED
         emit = functools.partial(_emit, like=read.node)
@@ -96,7 +114,8 @@ def _emulate(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
                 matrix = emit(ops.hadamard_matrix, tensor, HADAMARD_SIGNS) if matrix is None else matrix
                 transposed = attention.written_out and read.position == len(read.node.args) - 1  # q @ k.T
                 rotation = matrix, value(tensor).ndim - 1 - (transposed != flipped)
-            made[key] = quantized_tensor(tensor, read.operand, attention.sizes, quantizer, emit, rotation)
+            own = of_gradients if read.operand.startswith("grad") else quantizer
+            made[key] = quantized_tensor(tensor, read.operand, attention.sizes, own, emit, rotation)
         quantized, backward = made[key], read.node in attention.backward
         if backward not in quantized.numbers:
             quantized.numbers[backward] = quantized.decoded(emit, backward=backward)
@@ -124,6 +143,32 @@ def _rotate_gradients(attention: Attention) -> None:
         result = rotated(node, matrix, value(node).ndim + found[node], emit)
         for reader in readers:
             reader.replace_input_with(node, result)
+
+
+def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantizer) -> None:
+    """Replace the ops, which read decoded numbers, by those that also round what is between their products."""
+    (node,) = attention.forward
+    given = named_arguments(node)
+    mask = next((given[name] for name in ("attn_mask", "attn_bias") if given.get(name) is not None), None)
+    shared = mask, attention.causal, given.get("scale"), quantizer.dtype
+    how = quantizer.power_2_scale, quantizer.amax_epsilon, quantizer.scaling
+    for backward in attention.backward:
+        args = *backward.args[:4], *shared, of_gradients.dtype, *how  # the gradient, q, k and v
+        results = _emit(ops.rounded_attention_backward, *args, like=backward)
+        for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
+            if user.users:
+                take_place(_emit(getitem, results, user.args[1], like=user), user, _NAME)
+        _erase(backward)
+    result = _emit(ops.rounded_attention, *node.args[:3], *shared, *how, like=node, name="attention")
+    for output in [user for user in node.users if user.args[1] == 0]:
+        take_place(result, output, _NAME)
+    _erase(node)
+
+
+def _erase(node: fx.Node) -> None:
+    for user in list(node.users):
+        _erase(user)
+    node.graph.erase_node(node)
 
 
 def _transposed(argument: fx.Node, tensor: fx.Node, numbers: fx.Node, emit: Any) -> fx.Node:

@@ -21,6 +21,7 @@ from fp8graph.ir.sites import Site
 from fp8graph.recipes.autocast import REGION_KEY
 
 OPERANDS: Final[tuple[Operand, ...]] = ("query", "key", "value")
+_SAME: Final = (aten.alias.default, aten.detach.default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,24 @@ def extra_results(attention: Attention) -> list[fx.Node]:
     return [user for user in node.users if user.target is getitem and user.args[1] != 0 and user.users]
 
 
+def read_elsewhere(attention: Attention) -> bool:
+    """Whether something else than its backward reads a result of the op beside the first one."""
+    pending = extra_results(attention)
+    for node in pending:
+        for user in node.users:
+            if user.target in _SAME:
+                pending.append(user)
+            elif user not in attention.backward:
+                return True
+    return False
+
+
+def has_gradient_of_mask(attention: Attention) -> bool:
+    """Whether a backward op also computes the gradient of a mask that something reads."""
+    results = [user for node in attention.backward for user in node.users]
+    return any(user.target is getitem and cast(int, user.args[1]) > 2 and user.users for user in results)
+
+
 def _sizes(node: fx.Node) -> Sizes:
     q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
     return Sizes(
@@ -107,7 +126,7 @@ def _backward_ops(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes(graph, by_target):
         source = node.args[by_target[node.target].logsumexp]
-        while isinstance(source, fx.Node) and source.target in (aten.alias.default, aten.detach.default):
+        while isinstance(source, fx.Node) and source.target in _SAME:
             source = source.args[0]
         if isinstance(source, fx.Node) and source.target is getitem:
             found.setdefault(cast("Sequence[fx.Node]", source.args)[0], []).append(node)

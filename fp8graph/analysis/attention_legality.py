@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from fp8graph.analysis.attention import extra_results
+from fp8graph.analysis.attention import extra_results, has_gradient_of_mask, read_elsewhere
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
@@ -65,6 +65,26 @@ def why_emulated(attention: Attention, device: Hardware) -> str | None:
         return f"heads of {sizes.head_size} and {sizes.value_size}, {sizes.kv_heads} of them"
     if attention.causal and not known_equal(sizes.queries, sizes.keys):
         return f"{sizes.queries} queries and {sizes.keys} keys: a causal mask starts at another corner there"
+    return None
+
+
+def why_backward_not_quantized(attention: Attention) -> str | None:
+    """Why not all products of this emulated attention can read FP8 numbers, or None if they can."""
+    what, sizes = "attention_backward", attention.sizes
+    if attention.written_out:
+        return None
+    if not isinstance(attention.result.target, OpOverload):
+        return f"{what}: the functions that change the scores are inside of flex_attention"
+    if attention.dropout:
+        return f"{what}: the dropped elements are not known outside of the op"
+    if read_elsewhere(attention):
+        return f"{what}: its logsumexp or its random state is read"
+    if has_gradient_of_mask(attention):
+        return f"{what}: its mask has a gradient"
+    if static_size(sizes.heads) is None or static_size(sizes.kv_heads) is None:
+        return f"{what} needs to know how many heads there are: {sizes.heads} and {sizes.kv_heads}"
+    if attention.causal and not known_equal(sizes.queries, sizes.keys):
+        return f"{what}: {sizes.queries} queries and {sizes.keys} keys: a causal mask starts at another corner there"
     return None
 
 

@@ -97,6 +97,7 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
         (value_key(look_through_transposes(tensor)[0]), operand) for operand, tensor in tensors.items()
     ]
     reads: list[Read] = []
+    inner: list[Read] = []
     for site in (first, second):
         for gemm in site.gemms:
             arguments = matmul_arguments(gemm.node)
@@ -106,8 +107,11 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
                 operand: Operand | None = next(
                     (o for known, o in keys if known == key and (o == "value") == (site is second)), None
                 )
-                if view.operand != "grad_output" and operand is not None:
-                    reads.append(Read(node=gemm.node, position=start + i, operand=operand))
+                found = reads
+                if view.operand == "grad_output" or operand is None:
+                    found, gradient = inner, view.operand == "grad_output"
+                    operand = "probabilities" if not gradient else "grad_output" if site is second else "grad_scores"
+                found.append(Read(node=gemm.node, position=start + i, operand=operand))
     backward = itertools.chain(first.gemms[1:], second.gemms[1:])
     return Attention(
         site=new_site(result),
@@ -115,6 +119,7 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
         forward=(scores, result),
         backward=tuple(gemm.node for gemm in backward),
         reads=tuple(reads),
+        inner=tuple(inner),
         sizes=_sizes(scores, result, values),
         masked=_adds(scores) or scores.target in (aten.baddbmm.default, aten.addmm.default),
         dropout=False,

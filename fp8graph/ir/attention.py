@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8graph.ir.sites import Decision, Site
 
-Operand = Literal["query", "key", "value"]
+Operand = Literal["query", "key", "value", "probabilities", "grad_output", "grad_scores"]
 Size = int | torch.SymInt
 
 
@@ -29,7 +29,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Read:
-    """One argument of an op that is q, k or v, maybe transposed."""
+    """One argument of an op that is q, k or v, maybe transposed; or another operand of a matmul."""
 
     node: fx.Node
     position: int  # among the arguments of the node
@@ -52,6 +52,7 @@ class Attention:
     forward: tuple[fx.Node, ...]  # one op, or the matmuls q @ k.T and p @ v
     backward: tuple[fx.Node, ...]  # the ops that compute the gradients; () in inference
     reads: tuple[Read, ...]  # of q, k and v, by all of these
+    inner: tuple[Read, ...] = ()  # of probabilities and gradients, by matmuls
     sizes: Sizes
     causal: bool = False  # the op is told so; a mask that is a tensor may be causal, too
     masked: bool = False  # a tensor is added to the scores, or a function changes them

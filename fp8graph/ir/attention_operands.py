@@ -24,7 +24,7 @@ Emit = Callable[..., fx.Node]
 
 @dataclass(kw_only=True)
 class QuantizedTensor:
-    """q, k or v in E4M3, with one scale, or one per head of k and v."""
+    """q, k or v in FP8, with one scale, or one per head of k and v; or another operand of attention."""
 
     tensor: fx.Node
     quantizer: Quantizer
@@ -83,7 +83,10 @@ def quantized_tensor(
     if per_head:
         source = emit(aten.view.default, source, _heads(sizes, x))
     args = (source, *quantization.quantizer_args(quantizer), [1, 1], [])
-    outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **quantization.quantizer_kwargs(quantizer))
+    settings = quantization.quantizer_kwargs(quantizer)
+    if operand.startswith("grad"):
+        settings["carry_overflow"] = True
+    outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
     outputs.meta[OPERAND_KEY] = operand
     data, scale_inv = (
         emit(getitem, outputs, i, name=f"{operand}_{output}") for i, output in enumerate(("data", "scale_inv"))

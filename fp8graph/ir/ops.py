@@ -5,6 +5,8 @@
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, native, *, ...) -> one GEMM per group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
     scaled_attention(q, k, v, scale_inv_q, scale_inv_k, scale_inv_v, is_causal, scale) -> softmax(q @ k.T) @ v
+    rounded_attention(q, k, v, mask, is_causal, scale, dtype, ...) -> round(softmax(q @ k.T)) @ v
+    rounded_attention_backward(grad, q, k, v, ...) -> [dq, dk, dv]
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x;  random_seed(device) -> [1]
@@ -37,6 +39,7 @@ from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.ir import op_shapes
 from fp8graph.numerics import (
+    attention,
     channels,
     decoding,
     experts,
@@ -123,6 +126,20 @@ scaled_attention = _define(
     reference=hardware.scaled_attention,
     fake=op_shapes.scaled_attention,
     contiguous=False,
+)
+rounded_attention = _define(
+    "rounded_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
+    " bool power_2_scale, float amax_epsilon, str scaling) -> Tensor",
+    reference=attention.rounded_attention,
+    fake=op_shapes.rounded_attention,
+)
+rounded_attention_backward = _define(
+    "rounded_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
+    " ScalarType grad_dtype, bool power_2_scale, float amax_epsilon, str scaling) -> Tensor[]",
+    reference=attention.rounded_attention_backward,
+    fake=op_shapes.rounded_attention_backward,
 )
 dequantize = _define(
     "dequantize",

@@ -75,6 +75,11 @@ class Recipe:
         return False
 
     @property
+    def quantizes_attention_backward(self) -> bool:
+        """Whether all products of an attention read FP8 numbers, those of backward too."""
+        return False
+
+    @property
     def only_for_attention(self) -> str:
         """The name of a field that is set, and that only attention knows; "": there is none."""
         return ""
@@ -114,22 +119,31 @@ class AttentionFields(Recipe):
     Args:
         hadamard_qk: multiply 16 elements of each head of q and k at a time with one orthogonal Hadamard matrix before
             they are quantized. It cancels in ``q @ k.T``, and spreads outliers over 16 elements.
+        attention_backward: quantize all that the products of attention read, in forward and backward, as Transformer
+            Engine's ``fp8_dpa`` does: the probabilities too, the gradient of the result, and that of the scores, in
+            the recipe's type for gradients. It is emulated. Otherwise backward runs in high precision.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
     """
 
     hadamard_qk: bool = False
+    attention_backward: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.hadamard_qk) is not bool:
-            raise self._bad("hadamard_qk", "True or False")
+        for field in ("hadamard_qk", "attention_backward"):
+            if type(getattr(self, field)) is not bool:
+                raise self._bad(field, "True or False")
 
     @property
     def rotates_qk(self) -> bool:
         return self.hadamard_qk
 
     @property
+    def quantizes_attention_backward(self) -> bool:
+        return self.attention_backward
+
+    @property
     def only_for_attention(self) -> str:
-        return "hadamard_qk" if self.hadamard_qk else ""
+        return next((name for name in ("hadamard_qk", "attention_backward") if getattr(self, name)), "")

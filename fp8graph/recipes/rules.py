@@ -44,7 +44,7 @@ class Rule:
             expression that must match the whole FQN.
         recipe: a recipe object or name; ``None`` or "high_precision" leaves the GEMMs alone.
         op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
-            "grouped_mm", "attention" (forward alone: its backward stays in high precision), or "*". The latter means
+            "grouped_mm", "attention" (its backward if the recipe has ``attention_backward``), or "*". The latter means
             every GEMM, and attention if the recipe is high precision: attention in FP8 is asked for by its name.
         fprop, dgrad, wgrad: another recipe for one of the three GEMMs, which attention does not have.
         optional: the rule may match nothing (as in the general policy's list of usual head names).
@@ -81,7 +81,7 @@ class Rule:
         if self.op == "attention" and (given := [gemm for gemm in GEMMS if getattr(self, gemm) is not INHERIT]):
             raise PolicyError(
                 f'{self._call}: op="attention" takes no {", ".join(given)}: attention has no such GEMMs. '
-                "Its forward runs as recipe says, its backward in high precision."
+                "Its forward runs as recipe says, its backward if the recipe has attention_backward=True."
             )
         self._check_steps()
         for name in ("recipe", *GEMMS):

@@ -54,7 +54,19 @@ def _records(attention: Attention, compilation: Compilation) -> Iterator[Attenti
         execution=decision.execution,
         required=decision.required,
     )
-    if attention.backward:
+    if attention.backward and decision.recipe is not None and decision.recipe.quantizes_attention_backward:
+        of_gradients = short(device.quantizer(decision.recipe, "grad_output").dtype)
+        yield AttentionRecord(
+            **common,
+            direction="backward",
+            flops=int(_BACKWARD[attention.written_out] * flops),
+            recipe=decision.recipe.name,
+            reason="its products read quantized probabilities and gradients, too; emulated: torch has no FP8 backward",
+            dtypes=(of_gradients, own),
+            execution="emulated",
+            required=decision.required,
+        )
+    elif attention.backward:
         read = "; it reads the quantized q, k and v" if decision.recipe is not None else ""
         yield AttentionRecord(
             **common,
@@ -75,12 +87,14 @@ def attention_share(attention: Sequence[AttentionRecord], gemms: Sequence[GemmRe
     inside = sum(record.flops for record in gemms)
     apart = sum(record.flops for record in attention if not record.written_out)
     own = sum(record.flops for record in attention)
-    fp8 = [record for record in attention if record.recipe is not None]
+    fp8 = [record for record in attention if record.recipe is not None and record.direction == "forward"]
+    back = sum(record.recipe is not None and record.direction == "backward" for record in attention)
     forward = [record for record in attention if record.direction == "forward"]
     line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(attention) > len(forward))}: "
     line += f"{percent(own / (inside + apart))} of the FLOPs of GEMMs and attention" if inside + apart else "no FLOPs"
     emulated = sum(record.execution == "emulated" for record in fp8)
     line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
+    line += f", {back} of them in backward, too" if back else ""
     written = sum(record.written_out for record in forward)
     line += f"; {written} written out as matmuls, which are GEMMs above" if written else ""
     return [line]

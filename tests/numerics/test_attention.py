@@ -51,3 +51,50 @@ def test_the_result_has_the_strides_of_q_and_the_fake_says_so(order: tuple[int, 
     args = q, k, v, scale, scale, scale, True, None
     assert ops.scaled_attention(*args).stride() == q.stride()
     torch.library.opcheck(ops.scaled_attention, args, test_utils=("test_faketensor", "test_aot_dispatch_static"))
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HOW = True, 0.0, "tensor"
+
+
+def test_all_operands_are_rounded() -> None:
+    """Numbers that FP8 holds pass through: two keys of equal weight, and gradients of a few bits."""
+    q, k = torch.zeros(1, 2, 1, 16), torch.zeros(1, 1, 2, 16)
+    v = torch.tensor([1.0, 3.0]).reshape(1, 1, 2, 1).expand(1, 1, 2, 16)
+    grad = torch.ones(1, 2, 1, 16) * 1.25
+    out = ops.rounded_attention(q, k, v, None, False, None, E4M3, *HOW)
+    assert out.unique().tolist() == [2.0]
+    k[..., 0] = 1.0
+    dq, dk, dv = ops.rounded_attention_backward(grad, q, k, v, None, False, 1.0, E4M3, E5M2, *HOW)
+    assert dv.unique().tolist() == [1.25]  # half of two heads
+    assert not dk.any()  # q is zero
+    # the gradient of the scores is (-10, 10), as the mean of 20 and 60 is 40; k is the same for both keys
+    assert not dq.any()
+    k[0, 0, 1, 0] = 3.0
+    dq, _, _ = ops.rounded_attention_backward(grad, q, k, v, None, False, 1.0, E4M3, E5M2, *HOW)
+    assert dq[..., 0].unique().tolist() == [10.0 * (3.0 - 1.0)]
+    (rounded, *_) = ops.rounded_attention_backward(grad * 1.04, q, k, v, None, False, 1.0, E4M3, E5M2, *HOW)
+    assert rounded[..., 0].unique().tolist() == [20.0]  # 1.3 becomes 1.25
+
+
+def test_a_query_that_sees_nothing_gets_nothing() -> None:
+    q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
+    mask = torch.zeros(4, 4).index_fill(0, torch.tensor([2]), -math.inf)
+    out = ops.rounded_attention(q, k, v, mask, False, None, E4M3, *HOW)
+    assert not out[:, :, 2].any()
+    assert out[:, :, 1].isfinite().all()
+    gradients = ops.rounded_attention_backward(torch.ones_like(q), q, k, v, mask, False, None, E4M3, E5M2, *HOW)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not gradients[0][:, :, 2].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_the_fakes_of_rounded_attention(dtype: torch.dtype, scaling: str) -> None:
+    """Also of v with heads of another size, and of transposed tensors."""
+    q, k, v = (torch.randn(2, 6, heads, size).to(dtype).transpose(1, 2) for heads, size in ((4, 16), (2, 16), (2, 8)))
+    how = E4M3, True, 0.0, scaling
+    backward = torch.ones(2, 4, 6, 8).to(dtype), q, k, v, None, True, 0.5, E4M3, E5M2, *how[1:]
+    tests = ("test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(ops.rounded_attention, (q, k, v, None, True, 0.5, *how), test_utils=tests)
+    torch.library.opcheck(ops.rounded_attention_backward, backward, test_utils=tests)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
-from attentions import OPS, Attention, asking, exact, qkv, results, rounded, sdpa, written_out
+from attentions import OPS, Attention, asking, exact, exact_rounding_all, qkv, results, rounded, sdpa, written_out
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
 from helpers import NONE, view_of
@@ -132,6 +132,160 @@ def test_each_op(form: str) -> None:
     assert "q and k are transformed" in view.attention[0].reason
 
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+HYBRID = Float8CurrentScaling(attention_backward=True)
+OF_HEADS = Float8RowwiseScaling(attention_backward=True)
+ALL = torch.ones(2, 4, 16, 16, dtype=torch.bool)
+MASK = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+MASK[:, :, 3] = False  # a query that sees nothing
+
+
+@pytest.mark.parametrize(
+    ("module", "sizes", "seen", "bound"),
+    [
+        pytest.param(sdpa(), {}, ALL, 55, id="op"),
+        pytest.param(sdpa(is_causal=True), {"size": 96}, ALL.tril(), 55, id="causal"),
+        pytest.param(sdpa(attn_mask=MASK), {}, MASK.expand(ALL.shape), 55, id="mask"),
+        pytest.param(sdpa(enable_gqa=True), {"kv_heads": 2}, ALL, 55, id="grouped queries"),
+        pytest.param(written_out(), {}, ALL, 55, id="written out"),
+        pytest.param(sdpa(is_causal=True), {"dtype": torch.bfloat16}, ALL.tril(), 40, id="bf16"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [HYBRID, OF_HEADS])
+def test_backward_in_fp8(module: nn.Module, sizes: dict[str, Any], seen: Tensor, bound: float, recipe: Any) -> None:
+    """q, k, v and probabilities in E4M3, gradients in the recipe's type: each product reads rounded numbers.
+
+    A probability near the middle of two numbers may be rounded to either: one is 63 dB; all of them, below 50.
+    """
+    torch.manual_seed(4)
+    q, k, v = (x.detach() for x in qkv(**sizes))
+    how: dict[str, Any] = {} if recipe is HYBRID else {"heads": k.shape[1], "power_2": True, "epsilon": 1e-12}
+    dtypes = (E4M3, E5M2 if recipe is HYBRID else E4M3)
+    expected = exact_rounding_all([rounded(x, **how) for x in (q, k, v)], seen, dtypes, **how)
+    got = results(module, q, k, v, policy=asking(recipe))
+    for one, other in zip(expected, got, strict=True):
+        assert sqnr_db(one, other.double()) > bound
+    less = results(module, q, k, v, policy=asking("tensorwise" if recipe is HYBRID else "rowwise"))
+    assert all(sqnr_db(one, other.double()) < 50 for one, other in zip(expected, less, strict=True))
+
+
+def test_both_options_at_once() -> None:
+    torch.manual_seed(5)
+    q, k, v = few_bits(*qkv())
+    tensors = [rounded(turned(q)), rounded(turned(k)), rounded(v)]
+    out, dq, dk, dv = exact_rounding_all(tensors, ALL, (E4M3, E5M2))
+    expected = [out, turned(dq, MATRIX.T), turned(dk, MATRIX.T), dv]
+    both = Float8CurrentScaling(hadamard_qk=True, attention_backward=True)
+    for module in (sdpa(), written_out()):
+        for one, other in zip(expected, results(module, q, k, v, policy=asking(both)), strict=True):
+            assert sqnr_db(one, other.double()) > 55
+
+
+def test_an_overflow_of_the_gradient_is_seen() -> None:
+    """Saturated, it would look like any gradient to a GradScaler."""
+    for module in (sdpa(), written_out()):
+        torch._dynamo.reset()
+        inputs = [x.detach().requires_grad_() for x in qkv()]
+        out = torch.compile(module, backend=fp8graph.Backend(asking(HYBRID), compiler="eager"))(*inputs)
+        (out * torch.ones(64).index_fill(0, torch.tensor([7]), torch.inf)).sum().backward()
+        assert not any(x.grad is None or x.grad.isfinite().all() for x in inputs)
+
+
+@pytest.mark.parametrize("form", [form for form in OPS if form != "device's own" or torch.__version__ >= "2.13"])
+def test_each_op_and_its_backward_are_replaced(form: str) -> None:
+    if OPS[form][3]:  # dropout
+        return
+    view = fp8graph.explain(Attention(OPS[form][0]), *qkv(), policy=asking(HYBRID), training=True).graphs[0]
+    assert view.after.count("fp8graph.rounded_attention(") == view.after.count("rounded_attention_backward(") == 1
+    assert "_scaled_dot_product" not in view.after
+    assert "logsumexp" not in view.saved
+    assert {"query_data", "key_data", "value_data"} <= set(view.saved)
+
+
+def test_backward_keeps_probabilities_in_fp8() -> None:
+    view = view_of(written_out(), *qkv(), policy=asking(HYBRID))
+    assert {"probabilities_data", "probabilities_scale_inv", "query_data"} <= set(view.saved)
+    line = next(line for line in view.after.splitlines() if "quantize_grad_scores" in line)
+    assert "dtype=e5m2" in line
+    assert "carry_overflow=True" in line
+
+
+def test_what_the_report_says_of_backward() -> None:
+    report = fp8graph.explain(sdpa(), *qkv(), policy=asking(HYBRID), training=True)
+    forward, backward = report.attention
+    assert "; the probabilities are quantized, too; emulated: " in forward.reason
+    assert (backward.recipe, backward.execution, backward.dtypes) == ("tensorwise", "emulated", ("e5m2", "fp32"))
+    assert "emulated: torch has no FP8 backward" in backward.reason
+    assert "; 1 in FP8 (1 emulated), 1 of them in backward, too" in str(report)
+    report.check()
+
+
+def logsumexp(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out, extra = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    return out + extra.detach().unsqueeze(-1)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return flex_attention(q, k, v, score_mod=lambda s, b, h, i, j: s / 2)  # pyright: ignore[reportDeprecated]
+
+
+def gradient_of_mask(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    mask = q.mean((0, 1)) @ k.mean((0, 1)).T
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask.expand(2, 4, 16, 16), True, 0.0, False
+    )[0]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("body", "sizes", "why"),
+    [
+        pytest.param(OPS["flash"][0], {}, "the dropped elements are not known outside of the op", id="dropout"),
+        pytest.param(logsumexp, {}, "its logsumexp or its random state is read", id="logsumexp"),
+        pytest.param(flex, {"queries": 128, "gradients": False}, "are inside of flex_attention", id="flex"),
+        pytest.param(gradient_of_mask, {}, "its mask has a gradient", id="mask"),
+        pytest.param(sdpa(is_causal=True), {"keys": 32}, "16 queries and 32 keys", id="corner"),
+    ],
+)
+def test_refusals_of_backward(body: Any, sizes: dict[str, Any], why: str) -> None:
+    given = qkv(**sizes)
+    training = given[0].requires_grad
+    report = fp8graph.explain(Attention(body), *given, policy=asking(HYBRID), training=training)
+    assert {row.recipe for row in report.attention} == {None}
+    assert why in report.attention[0].reason
+    assert "fp8graph.dequantize(query" not in report.graphs[0].after
+    with pytest.raises(fp8graph.Fp8CoverageError, match="attention: not in FP8"):
+        report.check()
+
+
+def test_the_number_of_heads_must_be_known_and_that_of_tokens_not() -> None:
+    backend = fp8graph.Backend(asking(HYBRID), compiler="eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(sdpa(), backend=backend)
+    for queries in (16, 24):
+        given = [x.detach() for x in qkv(queries=queries)]
+        for x in given:
+            torch._dynamo.mark_dynamic(x, 2)
+        assert 20 < sqnr_db(sdpa()(*given), compiled(*given)) < 40
+    assert len(backend.report.graphs) == 1
+    backend = fp8graph.Backend(asking(HYBRID), compiler="eager")
+    torch.compile(sdpa(), backend=backend, dynamic=True)(*(x.detach() for x in qkv(heads=6)))
+    assert "attention_backward needs to know how many heads there are" in backend.report.attention[0].reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", [sdpa(is_causal=True), written_out()])
+def test_generated_code(module: nn.Module) -> None:
+    torch.manual_seed(6)
+    given = qkv()
+    expected = results(module, *given, policy=asking(HYBRID))
+    inputs = [x.detach().clone().requires_grad_() for x in given]
+    out = torch.compile(module, backend=fp8graph.Backend(asking(HYBRID)))(*inputs)
+    (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum().backward()
+    got = [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+    assert all(sqnr_db(one, other) > 50 for one, other in zip(expected, got, strict=True))
+
+
 @pytest.mark.parametrize(
     ("sizes", "why"),
     [
@@ -168,5 +322,7 @@ def test_policies_say_it_in_files_and_refuse_it_elsewhere() -> None:
             Rule("*", PER_TENSOR, op=op)
     with pytest.raises(fp8graph.PolicyError, match="hadamard_qk=True is for attention alone"):
         Policy(default=PER_HEAD)
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match="hadamard_qk must be True or False"):
-        Float8RowwiseScaling(hadamard_qk=1)  # pyright: ignore[reportArgumentType]
+    for field in ("hadamard_qk", "attention_backward"):
+        wrong: dict[str, Any] = {field: 1}
+        with pytest.raises(fp8graph.UnsupportedRecipeError, match=f"{field} must be True or False"):
+            Float8RowwiseScaling(**wrong)

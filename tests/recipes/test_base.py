@@ -57,5 +57,8 @@ def test_fields_for_attention() -> None:
     fields = AttentionFields(hadamard_qk=True)
     assert (fields.rotates_qk, fields.only_for_attention) == (True, "hadamard_qk")
     assert (AttentionFields().rotates_qk, AttentionFields().only_for_attention) == (False, "")
+    backward = AttentionFields(attention_backward=True)
+    assert (Own().quantizes_attention_backward, backward.quantizes_attention_backward) == (False, True)
+    assert backward.only_for_attention == "attention_backward"
     with pytest.raises(UnsupportedRecipeError, match="hadamard_qk must be True or False"):
         AttentionFields(hadamard_qk="yes")  # pyright: ignore[reportArgumentType]

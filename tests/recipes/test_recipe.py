@@ -35,6 +35,7 @@ def test_defaults_are_transformer_engines() -> None:
         "amax_epsilon": 0.0,
         "smooth_input": False,
         "hadamard_qk": False,
+        "attention_backward": False,
     }
     assert [recipe.fast_accum(gemm) for gemm in ("fprop", "dgrad", "wgrad")] == [True, False, False]
     assert recipe.quantizer("input").dtype == recipe.quantizer("weight").dtype == torch.float8_e4m3fn
@@ -141,6 +142,8 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "power_2_scale": True,
         "amax_epsilon": 1e-12,
         "high_precision_wgrad": False,
+        "hadamard_qk": False,
+        "attention_backward": False,
     }
     assert dataclasses.asdict(Float8BlockScaling()) == split | {
         "fp8_format": Format.E4M3,

@@ -95,13 +95,20 @@ def asking(recipe: Any) -> Policy:
     return Policy([Rule("*", recipe, op="attention")], default=None)
 
 
-def rounded(x: Tensor, heads: int | None = None, *, power_2: bool = False, epsilon: float = 0.0) -> Tensor:
-    """What is left of ``x`` [batch, heads, tokens, size] in E4M3, with one scale, or one per (batch, ``heads``)."""
+def rounded(
+    x: Tensor,
+    heads: int | None = None,
+    *,
+    power_2: bool = False,
+    epsilon: float = 0.0,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Tensor:
+    """What is left of ``x`` [batch, heads, tokens, size] in FP8, with one scale, or one per (batch, ``heads``)."""
     parts = [x.detach()] if heads is None else list(x.detach().reshape(x.shape[0] * heads, -1))
     made: list[Tensor] = []
     for part in parts:
-        codes, scale_inv = oracle.quantize(part, torch.float8_e4m3fn, power_2_scale=power_2, epsilon=epsilon)
-        values = oracle.dequantize(codes, scale_inv, torch.float8_e4m3fn, x.dtype)
+        codes, scale_inv = oracle.quantize(part, dtype, power_2_scale=power_2, epsilon=epsilon)
+        values = oracle.dequantize(codes, scale_inv, dtype, x.dtype)
         made.append(torch.from_numpy(np.asarray(values, dtype=np.float64)).reshape(part.shape))
     return torch.stack(made).reshape(x.shape).to(x.dtype)
 
@@ -131,3 +138,38 @@ def exact(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[Tensor]:
                 out[b, h, i] = (weights[:, None] * values).sum(0) / weights.sum()
     (out * torch.linspace(-1, 1, out.numel(), dtype=torch.float64).reshape(out.shape)).sum().backward()
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def exact_rounding_all(
+    tensors: list[Tensor], seen: Tensor, dtypes: tuple[torch.dtype, torch.dtype], **how: Any
+) -> list[Tensor]:
+    """Attention of rounded q, k and v and its gradients, head by head in float64, with all other operands rounded.
+
+    ``tensors``: q, k and v. ``seen`` [batch, heads, queries, keys]: which keys a query sees. ``dtypes``: of
+    probabilities and of gradients.
+    ``how``: of :func:`rounded`.
+    """
+    q, k, v = tensors
+    groups, rows = q.shape[1] // k.shape[1], range(q.shape[0])
+    pairs = [(b, h, h // groups) for b in rows for h in range(q.shape[1])]
+    shape = *q.shape[:3], k.shape[2]
+    shares, slopes = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for b, h, kv in pairs:
+        weights = torch.einsum("id,jd->ij", q[b, h].double(), k[b, kv].double()) / math.sqrt(q.shape[3])
+        weights = torch.where(seen[b, h], weights.exp(), 0.0)
+        shares[b, h] = weights / weights.sum(1, keepdim=True).clamp_min(1e-300)
+    kept = rounded(shares.float(), dtype=dtypes[0], **how).double()
+    out, dq, dk, dv = (torch.zeros(*x.shape[:3], v.shape[3], dtype=torch.float64) for x in (q, q, k, v))
+    slope = torch.linspace(-1, 1, out.numel()).reshape(out.shape).to(q.dtype).float()
+    given = rounded(slope, dtype=dtypes[1], **how).double()
+    for b, h, kv in pairs:
+        out[b, h] = kept[b, h] @ v[b, kv].double()
+        dv[b, kv] += torch.einsum("ij,id->jd", kept[b, h], given[b, h])
+        of_shares = torch.einsum("id,jd->ij", given[b, h], v[b, kv].double())
+        mean = (shares[b, h] * of_shares).sum(1, keepdim=True)
+        slopes[b, h] = shares[b, h] * (of_shares - mean)
+    slopes = rounded(slopes.float(), dtype=dtypes[1], **how).double() / math.sqrt(q.shape[3])
+    for b, h, kv in pairs:
+        dq[b, h] = slopes[b, h] @ k[b, kv].double()
+        dk[b, kv] += slopes[b, h].T @ q[b, h].double()
+    return [out, dq, dk, dv]
