@@ -2,12 +2,13 @@
 
     o, logsumexp = _scaled_dot_product_flash_attention(q, k, v, ...)        ->      attention "layers.0.self_attn"
     o, logsumexp, _ = flex_attention(q, k, v, score_mod, ...)               ->      the same
+    o, logsumexp, _ = _varlen_attn(q, k, v, cu_seq_q, cu_seq_k, ...)        ->      the same, of packed sequences
     o = bmm(softmax(bmm(q, permute(k)) + mask), v)                          ->      the same; the two matmuls stay sites
 
 The graph is not changed. Attentions are not counted as GEMMs: the report has rows of their own for them
 (``Report.attention``). They stay in high precision unless a rule with ``op="attention"`` asks for a recipe. Refuses
-recipes that keep amaxes or have a scale per tile, attention whose matmuls are quantized themselves, and attention whose
-backward could not read the same quantized q, k and v (``analysis/attention_legality.py``).
+recipes that keep amaxes or have a scale per tile, packed sequences, attention whose matmuls are quantized themselves,
+and attention whose backward could not read the same quantized q, k and v (``analysis/attention_legality.py``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fp8graph.passes.assign import resolve
 from fp8graph.recipes.autocast import DISABLED
 
 LEFT_ALONE: Final = 'attention stays in high precision unless a rule with op="attention" asks for it'
+LENGTHS: Final = "; its FLOPs are an upper bound: as if each sequence had as many keys as the longest"
 
 
 def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
@@ -46,6 +48,7 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
     recipe = resolution.recipes["fprop"]
 
     def left_alone(reason: str, **more: Any) -> Decision:
+        reason += LENGTHS if attention.packed else ""
         return Decision(recipe=None, reason=reason, execution="high precision", resolution=resolution, **more)
 
     if recipe is None:

@@ -1,4 +1,4 @@
-"""Find attention that is one op: torch's scaled_dot_product_attention in each of its kernels, and flex_attention.
+"""Find attention that is one op: torch's scaled_dot_product_attention in each kernel, flex_attention, varlen_attn.
 
 Attention that is written as two matmuls and a softmax: ``written_attention.py``.
 """
@@ -13,9 +13,9 @@ from typing import Any, Final, cast
 from torch import fx
 
 from fp8graph.analysis.naming import place_of
-from fp8graph.compat.attention import FLEX, FLEX_BACKWARD
+from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, VARLEN, VARLEN_BACKWARD
 from fp8graph.compat.ops import OpOverload, named_arguments
-from fp8graph.ir.attention import Attention, Operand, Read, Sizes
+from fp8graph.ir.attention import Attention, Operand, Read, Size, Sizes
 from fp8graph.ir.nodes import aten, nodes, value
 from fp8graph.ir.sites import Site
 from fp8graph.recipes.autocast import REGION_KEY
@@ -26,7 +26,7 @@ _SAME: Final = (aten.alias.default, aten.detach.default)
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """One op for attention. q, k and v are its first arguments, [batch, heads, tokens, head size]."""
+    """One op for attention. q, k and v are its first arguments, [batch, heads, tokens, head size] unless packed."""
 
     name: str
     backward: Any
@@ -53,7 +53,9 @@ FORMS: Final[Mapping[Any, Form]] = {
         name="CPU flash", backward=aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     ),
     FLEX: Form(name="flex", backward=FLEX_BACKWARD, first=0, logsumexp=4),
+    **({VARLEN: Form(name="packed", backward=VARLEN_BACKWARD)} if VARLEN is not None else {}),
 }
+_WHOLE_SEQUENCES: Final = (None, [-1, -1], [-1, 0])  # windows: none, or causal
 
 
 def new_site(node: fx.Node) -> Site:
@@ -82,9 +84,12 @@ def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[At
                 for op, first in firsts
                 for i, operand in enumerate(OPERANDS)
             ),
-            sizes=_sizes(node),
+            sizes=_packed_sizes(node) if node.target is VARLEN else _sizes(node),
+            packed=node.target is VARLEN,
             causal=bool(asked.get("is_causal", False)),
-            masked=not asked or any(asked.get(name) is not None for name in ("attn_mask", "attn_bias")),
+            masked=not asked
+            or any(asked.get(name) is not None for name in ("attn_mask", "attn_bias"))
+            or asked.get("window_size") not in _WHOLE_SEQUENCES,
             dropout=bool(asked.get("dropout_p", 0.0)),
         )
 
@@ -117,6 +122,16 @@ def _sizes(node: fx.Node) -> Sizes:
     q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
     return Sizes(
         batch=q[0], heads=q[1], kv_heads=k[1], queries=q[2], keys=k[2], head_size=q[3], value_size=v[3]
+    )  # fmt: skip
+
+
+def _packed_sizes(node: fx.Node) -> Sizes:
+    """Those of packed sequences, [tokens, heads, size]: as if each query saw as many keys as the longest has."""
+    q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
+    longest = node.args[6]
+    keys: Size = longest.meta["val"] if isinstance(longest, fx.Node) else cast(int, longest)
+    return Sizes(
+        batch=1, heads=q[1], kv_heads=k[-2], queries=q[0], keys=keys, head_size=q[2], value_size=v[-1]
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ _HIGH_PRECISION_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compilation) -> str | None:
     """Why q, k and v are not quantized with ``recipe``, or None if they are."""
+    if attention.packed:
+        return "attention of packed sequences is found, not quantized"
     kind = SCALINGS[recipe.quantizer("input").scaling]
     if recipe.smooths:
         return "smooth_input is for linears, whose weight takes the inverse scales"

@@ -57,6 +57,7 @@ class Attention:
     causal: bool = False  # the op is told so; a mask that is a tensor may be causal, too
     masked: bool = False  # a tensor is added to the scores, or a function changes them
     dropout: bool = False
+    packed: bool = False  # sequences of different lengths follow each other: [tokens, heads, size]
     decision: Decision | None = field(default=None)
 
     @property

@@ -7,7 +7,14 @@ import inspect
 import pytest
 import torch
 
-from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, HAS_QUANTIZED_ATTENTION, active_implementation
+from fp8graph.compat.attention import (
+    FLEX,
+    FLEX_BACKWARD,
+    HAS_QUANTIZED_ATTENTION,
+    VARLEN,
+    VARLEN_BACKWARD,
+    active_implementation,
+)
 from fp8graph.compat.ops import schema
 
 aten = torch.ops.aten
@@ -19,6 +26,14 @@ aten = torch.ops.aten
 def test_the_first_arguments_of_flex_attention(op: object, first: str) -> None:
     names = list(inspect.signature(type(op).__call__).parameters)[1:]
     assert names[: len(first.split())] == first.split()
+
+
+@pytest.mark.skipif(VARLEN is None, reason="this torch has no attention of packed sequences")
+def test_the_first_arguments_of_packed_attention() -> None:
+    forward, backward = ([argument.name for argument in schema(op).arguments] for op in (VARLEN, VARLEN_BACKWARD))
+    assert forward[:8] == "query key value cu_seq_q cu_seq_k max_q max_k is_causal".split()
+    assert "window_size" in forward
+    assert backward[:6] == "grad_out query key value out lse".split()
 
 
 @pytest.mark.skipif(not HAS_QUANTIZED_ATTENTION, reason="this torch has no op for FP8 attention")

@@ -11,7 +11,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
 from attentions import OPS, Attention, qkv, sdpa, written_out
+from fp8graph import Policy, Rule
+from fp8graph.compat.attention import VARLEN, varlen
 from fp8graph.models import FAMILIES
+from fp8graph.passes.find_attention import LEFT_ALONE, LENGTHS
 from helpers import NONE, view_of
 
 
@@ -43,6 +46,48 @@ def test_flex_attention() -> None:
 
     (row,) = fp8graph.explain(Attention(body), *qkv(queries=128, gradients=False), training=False).attention
     assert (row.form, row.masked, row.flops) == ("flex", True, 4 * 2 * 4 * 128 * 128 * 64)
+
+
+class Packed(nn.Module):
+    def __init__(self, window: tuple[int, int] = (-1, -1)) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Any:
+        assert varlen is not None
+        return varlen.varlen_attn(q, k, v, ends, ends, 16, 16, window_size=self.window)
+
+
+def packed() -> list[Tensor]:
+    ends = torch.tensor([0, 16, 24, 40], dtype=torch.int32)
+    return [*(torch.randn(40, 4, 64).bfloat16().requires_grad_() for _ in range(3)), ends]
+
+
+@pytest.mark.skipif(VARLEN is None, reason="this torch has no attention of packed sequences")
+@pytest.mark.parametrize(
+    ("window", "causal", "masked"),
+    [((-1, -1), False, False), ((-1, 0), True, False), ((4, 0), False, True)],
+)
+def test_packed_sequences(window: tuple[int, int], causal: bool, masked: bool) -> None:
+    """Traced on any device; torch runs it on GPUs. The lengths are known when it runs, the longest before."""
+    forward, backward = fp8graph.explain(Packed(window), *packed(), training=True).attention
+    flops = 4 * 4 * 40 * 16 * 64 // (2 if causal else 1)
+    assert (forward.form, forward.flops, forward.causal, forward.masked) == ("packed", flops, causal, masked)
+    assert (backward.direction, backward.flops) == ("backward", 2.5 * flops)
+    sizes = (forward.batch, forward.heads, forward.queries, forward.keys, forward.head_size, forward.value_size)
+    assert sizes == (1, 4, 40, 16, 64, 64)
+    assert forward.reason.startswith(LEFT_ALONE)
+    assert forward.reason.endswith(LENGTHS)
+
+
+@pytest.mark.skipif(VARLEN is None, reason="this torch has no attention of packed sequences")
+def test_packed_sequences_are_not_quantized() -> None:
+    policy = Policy([Rule("*", "tensorwise", op="attention")], default=None)
+    report = fp8graph.explain(Packed(), *packed(), training=True, policy=policy)
+    assert "attention of packed sequences is found, not quantized" in report.attention[0].reason
+    assert "fp8graph." not in report.graphs[0].after
+    with pytest.raises(fp8graph.Fp8CoverageError, match="attention: not in FP8: attention of packed"):
+        report.check()
 
 
 def test_the_graph_is_not_changed() -> None:
