@@ -162,7 +162,7 @@ class Hardware:
             scale_inv_a, scale_inv_b: as ``quantize_layouts`` returns them.
             bias: [n] in ``out_dtype`` (bf16 or fp16), or None.
             scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
-            global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars.
+            global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars, or one per row, [m, 1] and [n, 1].
             addend: FP32 [m, n], added to an FP32 result; there is no bias then.
             own_ops: whether fp8graph's own ops may multiply; False: torch's alone, for code that runs without fp8graph.
         """
@@ -192,7 +192,8 @@ class Hardware:
             use_fast_accum=use_fast_accum,
         )
         if two_levels:  # v1 of torch's op has no place for the global scales
-            result = result * (cast(Tensor, global_scale_inv_a) * cast(Tensor, global_scale_inv_b))
+            of_rows, of_columns = cast(Tensor, global_scale_inv_a), cast(Tensor, global_scale_inv_b)
+            result = result * (of_rows * (of_columns.t() if of_columns.ndim == 2 else of_columns))
             result = (result if bias is None else result + bias).to(out_dtype)
         return result if addend is None else addend + result
 

@@ -109,6 +109,7 @@ class Measuring:
             "stochastic": [q.stochastic for q in quantizers],
             "four_over_six": [q.four_over_six for q in quantizers],
             "largest_scales": [q.largest_scale for q in quantizers],
+            "row_scaled": [q.row_scaled for q in quantizers],
         }
         what = ObservedTensor(
             names=(name,),

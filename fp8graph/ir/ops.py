@@ -92,7 +92,7 @@ quantize = _define(
     ' str scaling="tensor", int[] block=[], bool carry_overflow=False, Tensor? scales=None, int row=0,'
     " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False,"
     ' int? rotation=None, bool stochastic=False, str four_over_six="", float largest_scale=448.0,'
-    " Tensor? matrix=None, Tensor? seed=None, int draw=0) -> Tensor[]",
+    " bool row_scaled=False, Tensor? matrix=None, Tensor? seed=None, int draw=0) -> Tensor[]",
     reference=quantization.quantize_layouts,
     fake=op_shapes.quantize,
 )
@@ -219,7 +219,7 @@ what_if_statistics = _define(
     "what_if_statistics",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
     ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
-    " float largest_scale=448.0, Tensor[]? more=None, int dim=-1) -> Tensor",
+    " float largest_scale=448.0, bool row_scaled=False, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=statistic_parts.of_other_copy,
     fake=op_shapes.parts(statistic_parts.QUANTIZED_PARTS),
 )
@@ -227,7 +227,7 @@ error_of_gemm = _define(
     "gemm_error",
     "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales,"
     " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
-    " str[] four_over_six, float[] largest_scales) -> Tensor",
+    " str[] four_over_six, float[] largest_scales, bool[] row_scaled) -> Tensor",
     reference=gemm_error,
     fake=op_shapes.parts(ERROR_PARTS),
     lowered=False,

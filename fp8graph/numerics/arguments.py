@@ -38,7 +38,7 @@ class QuantizeArguments(Generic[T]):
             ``offs`` [experts], int32; or ``x`` is [experts, rows, columns]. Scales of tensors are then one per expert:
             ``scale_inv`` [experts]; columnwise scales of rows in groups are [experts, c], columnwise data of groups
             [c, padded t], each group padded to ``columnwise[1]``.
-        rotation, stochastic, four_over_six, largest_scale: see :class:`fp8graph.recipes.Quantizer`.
+        rotation, stochastic, four_over_six, largest_scale, row_scaled: see :class:`fp8graph.recipes.Quantizer`.
         matrix: of the transform, [16, 16] in x's dtype; None: it is made from ``rotation``.
         seed, draw: for stochastic rounding, int64 [1] and the number of this tensor among those that share the seed;
             None: a seed of 0.
@@ -65,6 +65,7 @@ class QuantizeArguments(Generic[T]):
     stochastic: bool = False
     four_over_six: str = ""
     largest_scale: float = 448.0
+    row_scaled: bool = False
     matrix: T | None = None
     seed: T | None = None
     draw: int = 0

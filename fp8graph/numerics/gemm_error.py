@@ -39,6 +39,7 @@ def gemm_error(
     stochastic: Sequence[bool] = (False, False),
     four_over_six: Sequence[str] = ("", ""),
     largest_scales: Sequence[float] = (448.0, 448.0),
+    row_scaled: Sequence[bool] = (False, False),
 ) -> Tensor:
     """[3]: ``ERROR_PARTS`` in FP32.
 
@@ -48,7 +49,7 @@ def gemm_error(
         dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings: of the quantizers of a and b.
         block_a, block_b: their tiles, see :class:`fp8graph.recipes.Quantizer`.
         rotations: the signs of the transform of each in this GEMM, -1 for none.
-        stochastic, four_over_six, largest_scales: of the quantizers. Random numbers are those of seed 0.
+        stochastic, four_over_six, largest_scales, row_scaled: of the quantizers. Random numbers are those of seed 0.
     """
     quantizers = [
         Quantizer(
@@ -61,6 +62,7 @@ def gemm_error(
             stochastic=stochastic[i],
             four_over_six=cast(Any, four_over_six[i]),
             largest_scale=largest_scales[i],
+            row_scaled=row_scaled[i],
         )
         for i in range(2)
     ]

@@ -14,7 +14,7 @@ from fp8graph.numerics.experts import Span, spans
 from fp8graph.numerics.scalings import SCALINGS, Scaling
 
 Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
-Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b
+Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], or [rows, 1]
 
 
 def scaled_mm(
@@ -61,11 +61,18 @@ def scaled_grouped_mm(
     out = a.new_zeros(shape, dtype=out_dtype)
     for span in spans(offs, multiple):
         values = [
-            kind.decode(*_of_group(span, data, scale_inv, kind, block, ragged_k), block, scalar)
+            kind.decode(
+                *_of_group(span, data, scale_inv, kind, block, ragged_k), block, _of_rows(span, data, scalar, ragged_k)
+            )
             for data, scale_inv, block, scalar in sides
         ]
         out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
     return out
+
+
+def _of_rows(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:
+    """The global scales of one group: its rows' where each row of [t, k] has one."""
+    return scalar[span.rows] if scalar is not None and scalar.ndim and data.ndim == 2 and not ragged_k else scalar
 
 
 def _of_group(

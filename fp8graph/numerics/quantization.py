@@ -39,7 +39,7 @@ from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
-_QUANTIZING: Final = (*_DECODING, "rotation", "stochastic", "four_over_six", "largest_scale")
+_QUANTIZING: Final = (*_DECODING, "rotation", "stochastic", "four_over_six", "largest_scale", "row_scaled")
 
 
 def reducible_amax(x: Tensor) -> Tensor:
@@ -83,7 +83,8 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
         shape = kind.scale_shape(r, c, block, groups_of_columns)
         if shape is not None:
             scales.append(([*batch, *shape], kind.scale_dtype))
-        whole += [[]] * kind.scale_of_layout
+        if kind.scale_of_layout:
+            whole.append([*batch, r, 1] if asked.row_scaled else [])
     units = asked.x.shape[0] if asked.per_matrix else groups or None
     of_both = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
     return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *of_both))]
@@ -99,7 +100,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     if asked.offs is not None:
         return _quantize_groups(asked, asked.offs, kind)
     parts = asked.parts
-    if any(part.shape != asked.x.shape for part in parts):
+    if any(part.shape != asked.x.shape for part in parts) or (asked.row_scaled and len(parts) > 1):
         parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
     shared = kind.shared(parts, asked)
     made: list[tuple[Tensor, Tensor | None]] = []
@@ -111,6 +112,8 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
             sources = [_transformed(part, asked.rotation, asked) for part in parts]
             own = kind.shared(sources, asked)
         sources = [source.transpose(-2, -1) if transposed else source for source in sources]
+        if transposed and asked.row_scaled:
+            own = kind.shared(sources, asked)
         drawn = _drawn(asked, transposed)
         made.append(kind.layout(sources, -3 - dim if transposed else dim, multiples, drawn, own))
         whole.append(own)
@@ -152,6 +155,8 @@ def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scali
         if transposed and asked.rotation is not None:
             rows = _transformed(rows, asked.rotation, asked)  # groups are whole tiles: none mixes with another
             own = kind.shared([rows], asked)
+        elif transposed and asked.row_scaled:
+            own = kind.shared([rows.t()], asked)
         drawn = _drawn(asked, transposed)
         made.append(kind.layout_of_groups(rows, which, groups, transposed, multiples, drawn, own))
         whole.append(own)

@@ -38,6 +38,9 @@ class NVFP4BlockScaling(Recipe):
         nvfp4_4over6_e4m3_use_256: which of those use 256 as the largest scale of a tile instead of 448, so that the
             scale for 4, which is 1.5 times as large, still fits.
         nvfp4_4over6_err_mode: "MAE" or "MSE": what is lost, as a sum of absolute values or of squares.
+        row_scaled_activation: inputs have one FP32 scale per row of what the GEMM contracts, in place of one for the
+            tensor: per token in fprop, per channel in wgrad. A token then does not depend on the others of its batch.
+            It needs ``disable_rht=True``, as in Transformer Engine.
         hadamard_signs: the rows of the Hadamard matrix that are negated, as 16 bits: Transformer Engine's, which are
             the same for all layers and steps. ``random.Random(seed).getrandbits(16)`` draws others.
 
@@ -50,6 +53,7 @@ class NVFP4BlockScaling(Recipe):
     disable_rht: bool = False
     disable_stochastic_rounding: bool = False
     disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
     nvfp4_4over6: Scope = "none"
     nvfp4_4over6_e4m3_use_256: Scope = "all"
     nvfp4_4over6_err_mode: ErrorMode = "MAE"
@@ -62,9 +66,12 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         if self.fp8_format is not Format.E4M3:
             raise self._bad("fp8_format", "Format.E4M3: the type of the block scales; the data is E2M1")
-        for field in ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"):
+        switches = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation")
+        for field in switches:
             if type(getattr(self, field)) is not bool:
                 raise self._bad(field, "True or False")
+        if self.row_scaled_activation and not self.disable_rht:
+            raise self._bad("disable_rht", "True with row_scaled_activation=True: rows have scales, and no transform")
         for field in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if getattr(self, field) not in _SCOPES:
                 raise self._bad(field, f"one of {', '.join(_SCOPES)}")
@@ -83,6 +90,7 @@ class NVFP4BlockScaling(Recipe):
             rotation=None if self.disable_rht or operand == "weight" else self.hadamard_signs,
             stochastic=operand == "grad_output" and not self.disable_stochastic_rounding,
             four_over_six=self.nvfp4_4over6_err_mode if four_over_six else "",
+            row_scaled=operand == "input" and self.row_scaled_activation,
             largest_scale=256.0 if four_over_six and _covers(self.nvfp4_4over6_e4m3_use_256, operand) else 448.0,
         )
 

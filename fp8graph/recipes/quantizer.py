@@ -78,9 +78,10 @@ class Quantizer:
     nvfp4      a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
     ========== ==================================================================================
 
-    The last four fields are for nvfp4: a Hadamard transform of the columnwise copy before its amax is taken
+    The last five fields are for nvfp4: a Hadamard transform of the columnwise copy before its amax is taken
     (``rotation``: the rows of its matrix that are negated, as bits; None: no transform), stochastic rounding, for each
-    tile the better of two scales ("four over six", by the error in this mode), and the largest of the tiles' scales.
+    tile the better of two scales ("four over six", by the error in this mode), the largest of the tiles' scales, and
+    whether each row of the operand as the GEMM contracts it has an FP32 number of its own, not the tensor.
     """
 
     dtype: torch.dtype  # one of ``FP8_MAX``
@@ -92,6 +93,7 @@ class Quantizer:
     stochastic: bool = False
     four_over_six: ErrorMode | Literal[""] = ""
     largest_scale: float = 448.0
+    row_scaled: bool = False
 
     @property
     def fp8_max(self) -> float:

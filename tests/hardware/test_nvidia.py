@@ -99,6 +99,23 @@ def test_the_gemm_adds_where_torch_has_such_a_gemm(monkeypatch: pytest.MonkeyPat
     assert (data_a.shape, data_b.shape, data_b.stride()) == ((32, 64), (64, 48), (1, 64))
 
 
+def test_scales_of_rows_multiply_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVFP4's FP32 scales: one for an operand, or one for each of its rows, which are rows or columns of the result."""
+    monkeypatch.setattr("fp8graph.hardware.device.ops.scaled_mm", lambda *_, out_dtype, **__: torch.ones(4, 6))
+    data, scale = torch.zeros(4, 16, dtype=torch.uint8), torch.zeros(4, 2).to(torch.float8_e4m3fn)
+    one, rows, columns = torch.tensor(3.0), torch.arange(4.0).reshape(4, 1), torch.arange(6.0).reshape(6, 1)
+    for a, b, expected in (
+        (one, one, torch.full((4, 6), 9.0)),
+        (rows, one, 3 * rows.expand(4, 6)),
+        (one, columns, 3 * columns.T.expand(4, 6)),
+        (rows, columns, rows * columns.T),
+    ):
+        settings: dict[str, Any] = {"block_a": (1, 16), "block_b": (1, 16), "scaling": "nvfp4"}
+        settings |= {"global_scale_inv_a": a, "global_scale_inv_b": b}
+        got = HOPPER.scaled_mm(data, data, scale, scale, None, torch.bfloat16, False, **settings)
+        assert torch.equal(got, expected.bfloat16())
+
+
 def ceil_div(size: int, tile: int) -> int:
     return -(-size // tile)
 

@@ -58,6 +58,52 @@ def test_bytes_and_scales_are_those_of_transformer_engine(option: str) -> None:
     assert found == wanted
 
 
+ROWS = NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+def test_each_row_has_a_scale(source: torch.dtype) -> None:
+    """Of the layout that a GEMM contracts: per row of x in fprop, per column of x in wgrad. 1 where all is zero."""
+    x = (torch.randn(48, 80) * torch.logspace(-3, 3, 48).unsqueeze(1)).to(source)
+    x[5] = 0
+    made = both_layouts(x, ROWS.quantizer("input"))
+    for layout, scale_inv in zip((x, x.t()), made[4:], strict=True):
+        amax = layout.float().abs().numpy().max(1, keepdims=True)
+        scale = np.divide(np.float32(448 * 6), amax, out=np.ones_like(amax), where=amax > 0)
+        assert torch.equal(scale_inv, torch.from_numpy(np.float32(1) / scale))
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    x = torch.randn(20, 64) * torch.logspace(-4, 4, 20).unsqueeze(1)
+    for four_over_six in ("none", "activations"):
+        recipe = NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True, nvfp4_4over6=four_over_six)
+        whole = numerics.quantize(x, recipe, "input", "rowwise")
+        for i in range(20):
+            alone = numerics.quantize(x[i : i + 1], recipe, "input", "rowwise")
+            assert same_bits([whole.data[i : i + 1], whole.scale_inv[i : i + 1]], [alone.data, alone.scale_inv])
+    plain = NVFP4BlockScaling(disable_rht=True)
+    lost = [
+        (numerics.cast_to_representable(x, recipe, "input") - x)[0].norm() / x[0].norm() for recipe in (plain, ROWS)
+    ]
+    assert lost[0] == 1  # rounded to zero beside the others
+    assert lost[1] < 0.2
+
+
+@pytest.mark.parametrize("shape", [(10, 40), (3, 10, 40)])
+def test_padded_rows_have_scales_too(shape: tuple[int, ...]) -> None:
+    x, quantizer = torch.randn(shape), ROWS.quantizer("input")
+    args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
+    plain = both_layouts(x, quantizer)
+    made = quantization.quantize_layouts(x, *args, [16, 32], [32, 16], **kwargs)
+    batch = shape[:-2]
+    assert [tuple(part.shape) for part in made[4:]] == [(*batch, 16, 1), (*batch, 64, 1)]
+    assert same_bits([part[..., :rows, :] for part, rows in zip(made[4:], (10, 40), strict=True)], plain[4:])
+    assert all((part[..., rows:, :] == 1).all() for part, rows in zip(made[4:], (10, 40), strict=True))
+    assert not any(part[..., rows:, :].any() for part, rows in zip(made[:2], (10, 40), strict=True))
+    joined = quantization.quantize_layouts(x[..., :32], *args, [1, 1], [1, 1], **kwargs, more=[x[..., 8:]])
+    assert same_bits(joined, both_layouts(torch.cat([x[..., :32], x[..., 8:]], -1), quantizer))
+
+
 def test_each_digest_tells_its_option_apart() -> None:
     """But for small tensors that 16x16 tiles and four over six leave as they are."""
     wide = [each["bfloat16 304x304, wide"] for each in TRANSFORMER_ENGINE.values()]

@@ -39,6 +39,16 @@ def test_the_ingredients(fields: dict[str, Any], rotated: list[str], random: lis
     assert [operand for operand, quantizer in made.items() if quantizer.block == (16, 16)] == square
 
 
+def test_inputs_alone_have_scales_of_rows() -> None:
+    recipe = NVFP4BlockScaling(disable_rht=True, row_scaled_activation=True)
+    assert [recipe.quantizer(operand).row_scaled for operand in ("input", "weight", "grad_output")] == [
+        True,
+        False,
+        False,
+    ]
+    assert Policy.from_dict(Policy(default=recipe).to_dict()).default == recipe
+
+
 def test_the_fields_survive_a_file() -> None:
     recipe = NVFP4BlockScaling(disable_rht=True, nvfp4_4over6="weights", hadamard_signs=5)
     assert Policy.from_dict(Policy(default=recipe).to_dict()).default == recipe

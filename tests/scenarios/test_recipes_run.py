@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph import Float8BlockScaling, Format, Policy, Rule, numerics
+from fp8graph import Float8BlockScaling, Format, NVFP4BlockScaling, Policy, Rule, numerics
 from fp8graph.numerics import history
-from fp8graph.recipes import RECIPE_NAMES, resolve_recipe
+from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, RECIPE_NAMES, GemmName, OperandName, resolve_recipe
 from helpers import MLP, compiled_step, eager_backend, inputs_of, rounding_to_nearest, same_bits, step, view_of
 
 # dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
@@ -179,6 +179,43 @@ def test_rowwise_scales_are_those_of_the_contracted_rows() -> None:
     for result, (a, b) in zip(got, pairs, strict=True):
         exact = quantized(a) @ quantized(b).T
         assert (result.double() - exact).abs().max() <= 64 * 2.0**-24 * exact.abs().max()
+
+
+ROW_SCALED = NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True, disable_stochastic_rounding=True)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule("*", ROW_SCALED),
+        Rule("*", ROW_SCALED, dgrad=None, wgrad=None),
+        Rule("*", ROW_SCALED, dgrad="mxfp8", wgrad="mxfp8"),
+    ],
+    ids=["all", "backward in high precision", "backward in MXFP8"],
+)
+def test_nvfp4_with_a_scale_per_token(rule: Rule) -> None:
+    """The products of decoded operands: x with a scale per token in fprop, per channel in wgrad; ragged sizes."""
+    module = nn.Linear(72, 40)
+    x = (torch.randn(50, 72) * torch.logspace(-3, 3, 50).unsqueeze(1)).requires_grad_()
+    y, dx, dw, _ = compiled_step(module, x, eager_backend(Policy([rule])))
+
+    def operand(tensor: Tensor, gemm: GemmName, of: OperandName) -> Tensor:
+        if (recipe := rule.recipe_for(gemm)) is None:
+            return tensor.detach().double()
+        layout = GEMM_LAYOUTS[gemm][GEMM_OPERANDS[gemm].index(of)]
+        return numerics.dequantize(numerics.quantize(tensor.detach(), recipe, of, layout)).double()
+
+    dy = torch.linspace(-1.0, 1.0, y.numel()).reshape(y.shape)
+    w = module.weight
+    assert module.bias is not None
+    products = {
+        "fprop": operand(x, "fprop", "input") @ operand(w, "fprop", "weight").T + module.bias.detach().double(),
+        "dgrad": operand(dy, "dgrad", "grad_output") @ operand(w, "dgrad", "weight"),
+        "wgrad": operand(dy, "wgrad", "grad_output").T @ operand(x, "wgrad", "input"),
+    }
+    for (name, expected), got in zip(products.items(), (y, dx, dw), strict=True):
+        assert numerics.sqnr_db(expected, got.double()) > 100, name
+    assert numerics.sqnr_db(module(x)[:5], y[:5]) > 20  # the smallest tokens
 
 
 @pytest.mark.slow

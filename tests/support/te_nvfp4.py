@@ -32,6 +32,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "transformed": ({}, "input", {"with_rht": True}),
     "no signs": ({"hadamard_signs": 0}, "input", {"with_rht": True, "with_random_sign_mask": False}),
 }
+_rows = {"disable_rht": True, "row_scaled_activation": True}
+OPTIONS["row scaled"] = (_rows, "input", {"row_scaled_nvfp4": True})
 for _mode in ("MAE", "MSE"):
     for _largest, _scope in ((256, "all"), (448, "none")):
         _fields = {
@@ -44,6 +46,8 @@ for _mode in ("MAE", "MSE"):
         OPTIONS[f"4 over 6, {_mode}, {_largest}, input"] = (_fields, "input", _theirs)
         _square = {**_theirs, "quant_tile_shape": (16, 16)}
         OPTIONS[f"4 over 6, {_mode}, {_largest}, weight"] = (_fields, "weight", _square)
+        _both = ({**_fields, **_rows}, "input", {**_theirs, "row_scaled_nvfp4": True})
+        OPTIONS[f"4 over 6, {_mode}, {_largest}, row scaled"] = _both
 
 
 def tensors() -> Iterator[tuple[str, Tensor]]:

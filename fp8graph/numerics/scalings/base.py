@@ -31,7 +31,7 @@ class Shared:
     scale: Tensor | None = None  # [], [groups], or a shape that broadcasts with the tensor
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
-    global_scale: Tensor | None = None  # []
+    global_scale: Tensor | None = None  # [], or [..., rows, 1]
 
 
 class Scaling(ABC):

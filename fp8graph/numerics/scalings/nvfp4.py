@@ -1,4 +1,4 @@
-"""E2M1 numbers, two per byte; one E4M3 scale per tile, and one FP32 scale for the tensor."""
+"""E2M1 numbers, two per byte; one E4M3 scale per tile, and one FP32 scale for the tensor, or per row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Asked, Shared
 from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.numerics.scalings.tiled import Tiled
-from fp8graph.numerics.tiles import join, largest_of, untile
+from fp8graph.numerics.tiles import join, largest_of, pad_to_multiple, untile
 from fp8graph.recipes import FLT_MAX, Layout
 
 
@@ -47,10 +47,24 @@ class NVFP4(Tiled):
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
         if asked.scales is not None:
             return Shared(global_scale=asked.scales[asked.row, 0], scale_inv=asked.scales[asked.row, 1])
+        if asked.row_scaled:
+            (whole,) = parts
+            return _shared(amax_of(whole, -1, keepdim=True), asked)
         return _shared(largest_of([amax_of(part) for part in parts]), asked)
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
-        return _shared(torch.where(group < groups, amax_of(asked.x, -1), 0.0).amax(), asked)
+        amaxes = torch.where(group < groups, amax_of(asked.x, -1), 0.0)
+        return _shared(amaxes.unsqueeze(1) if asked.row_scaled else amaxes.amax(), asked)
+
+    def layout(
+        self,
+        parts: Sequence[Tensor],
+        axis: int,
+        multiples: Sequence[int],
+        asked: Asked,
+        shared: Shared,
+    ) -> tuple[Tensor, Tensor | None]:
+        return super().layout(parts, axis, multiples, asked, _padded(shared, multiples[0], asked))
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
@@ -84,7 +98,8 @@ class NVFP4(Tiled):
 
     def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
         results: list[Tensor] = []
-        for each in shared:
+        for own, multiples in zip(shared, asked.layouts.values(), strict=True):
+            each = _padded(own, multiples[0], asked)
             scale_inv = cast(Tensor, each.scale_inv)
             carried = asked.carry_overflow and each.amax is not None
             # a clone: a result is neither an argument nor another result
@@ -103,6 +118,13 @@ def _shared(amax: Tensor, asked: Asked) -> Shared:
     return Shared(scale_inv=inverse(global_scale), amax=amax, global_scale=global_scale)
 
 
+def _padded(shared: Shared, multiple: int, asked: Asked) -> Shared:
+    """With as many rows as the data have, where each row has a scale."""
+    if not asked.row_scaled or multiple == 1:
+        return shared
+    return _shared(pad_to_multiple(cast(Tensor, shared.amax), multiple, 1), asked)
+
+
 def _of_tiles(scaled_amax: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` of tiles: scale_inv in E4M3 in units of the whole tensor's."""
     scale_inv = saturating_cast(scaled_amax, torch.float8_e4m3fn)
@@ -114,7 +136,9 @@ def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared
     """[..., R, C]: the error of tiles [..., R, rows, C, 16] with these scales, summed in Transformer Engine's order."""
     numbers = tiles.to(torch.float32)
     decoded = unpack_e2m1(pack_e2m1(cast_to_e2m1(numbers * scale.unsqueeze(-2).unsqueeze(-1))))
-    decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * cast(Tensor, shared.amax)
+    amax = cast(Tensor, shared.amax)
+    amax = amax.unsqueeze(-2).unsqueeze(-1) if asked.row_scaled else amax  # [..., R, 1, 1, 1]
+    decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * amax
     lost = decoded / torch.full_like(decoded, 6.0 * asked.largest_scale) - numbers
     lost = stored(lost.square() if asked.four_over_six == "MSE" else lost.abs())  # 16 sums read it
     of_rows = functools.reduce(torch.add, lost.unbind(-1))  # [..., R, rows, C], one column after the other
