@@ -40,7 +40,7 @@ from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.attention import Attention, Read
-from fp8graph.ir.attention_operands import QuantizedTensor, quantized_tensor, rotated
+from fp8graph.ir.attention_operands import QuantizedTensor, in_memory_as, quantized_tensor, rotated
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
 from fp8graph.ir.nodes import aten, known_equal, static_size, value
@@ -157,11 +157,13 @@ def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantiz
         results = _emit(ops.rounded_attention_backward, *args, like=backward)
         for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
             if user.users:
-                take_place(_emit(getitem, results, user.args[1], like=user), user, _NAME)
+                emit = functools.partial(_emit, like=user)
+                take_place(in_memory_as(emit(getitem, results, user.args[1]), user, emit), user, _NAME)
         _erase(backward)
-    result = _emit(ops.rounded_attention, *node.args[:3], *shared, *how, like=node, name="attention")
+    emit = functools.partial(_emit, like=node)
+    result = emit(ops.rounded_attention, *node.args[:3], *shared, *how, name="attention")
     for output in [user for user in node.users if user.args[1] == 0]:
-        take_place(result, output, _NAME)
+        take_place(in_memory_as(result, output, emit), output, _NAME)
     _erase(node)
 
 

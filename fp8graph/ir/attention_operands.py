@@ -103,6 +103,15 @@ def rotated(tensor: fx.Node, matrix: fx.Node, dim: int, emit: Emit) -> fx.Node:
     return _permuted(result, [order.index(dim) for dim in range(len(order))], emit)
 
 
+def in_memory_as(node: fx.Node, like: fx.Node, emit: Emit) -> fx.Node:
+    """``node``, copied if its dims do not lie in memory as those of ``like`` do."""
+    order = _order_in_memory(value(like))
+    if _order_in_memory(value(node)) == order:
+        return node
+    copy = emit(aten.clone.default, _permuted(node, order, emit), memory_format=torch.contiguous_format)
+    return _permuted(copy, [order.index(dim) for dim in range(len(order))], emit)
+
+
 def _permuted(node: fx.Node, dims: list[int], emit: Emit) -> fx.Node:
     return node if dims == sorted(dims) else emit(aten.permute.default, node, dims)
 

@@ -202,6 +202,28 @@ def test_each_op_and_its_backward_are_replaced(form: str) -> None:
     assert {"query_data", "key_data", "value_data"} <= set(view.saved)
 
 
+@pytest.mark.parametrize("recipe", [HYBRID, OF_HEADS, Float8RowwiseScaling(attention_backward=True, hadamard_qk=True)])
+def test_backward_in_fp8_of_heads_as_models_have_them(recipe: Any) -> None:
+    """[batch, tokens, heads, size] in memory: the result and the gradients are viewed as [batch, tokens, ...]."""
+
+    def body(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(2, 16, -1, 64).transpose(1, 2) for x in (q, k, v))
+        return sdpa(is_causal=True, enable_gqa=True)(q, k, v).transpose(1, 2).reshape(2, 16, 256)
+
+    torch.manual_seed(7)
+    given = few_bits(*(torch.randn(2, 16, heads * 64) for heads in (4, 2, 2)))
+    slope = torch.linspace(-1, 1, 2 * 16 * 256).reshape(2, 16, 256)
+    apart = [x.view(2, 16, -1, 64).transpose(1, 2).contiguous().requires_grad_() for x in given]
+    plain = torch.compile(
+        sdpa(is_causal=True, enable_gqa=True), backend=fp8graph.Backend(asking(recipe), compiler="eager")
+    )
+    out = plain(*apart).transpose(1, 2).reshape(2, 16, 256)
+    (out * slope).sum().backward()
+    expected = [out, *(x.grad.transpose(1, 2).reshape(2, 16, -1) for x in apart if x.grad is not None)]
+    got = results(Attention(body), *given, policy=asking(recipe))
+    assert all(sqnr_db(one.detach(), other) > 55 for one, other in zip(expected, got, strict=True))
+
+
 def test_backward_keeps_probabilities_in_fp8() -> None:
     view = view_of(written_out(), *qkv(), policy=asking(HYBRID))
     assert {"probabilities_data", "probabilities_scale_inv", "query_data"} <= set(view.saved)
