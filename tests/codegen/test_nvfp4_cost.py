@@ -27,8 +27,10 @@ NEAREST: dict[str, Any] = {"disable_stochastic_rounding": True}
         ({"disable_rht": True}, "grad_output", 10, 11.7),  # random bits: two bytes per number, written and read
         ({}, "grad_output", 13, 12.7),
         ({}, "weight", 5, 4.6),
+        # the amaxes of rows and of columns are two passes, where that of the tensor is one
+        ({"disable_rht": True, "row_scaled_activation": True}, "input", 7, 6.7),
     ],
-    ids=["plain", "transform", "stochastic", "both", "weight"],
+    ids=["plain", "transform", "stochastic", "both", "weight", "row scaled"],
 )
 def test_both_layouts(fields: dict[str, Any], operand: OperandName, kernels: int, reads: float) -> None:
     """Of one tensor. It also ends: Inductor once followed random numbers to their start for each of their uses."""
