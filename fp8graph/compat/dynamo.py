@@ -49,6 +49,14 @@ def copy_source(node: fx.Node, copy: fx.Node) -> None:
         copy._dynamo_source = node._dynamo_source  # pyright: ignore
 
 
+def mark_static(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, whose address does not change, as a cache of transformers says of its own: CUDA graphs then write it
+    in place."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
+
+
 def describe_own_input(placeholder: fx.Node) -> None:
     """Mark an input that Dynamo does not know: it has no source, and its tensor keeps its address.
 

@@ -43,9 +43,17 @@ except ImportError as error:
     ) from error
 
 from fp8graph.integrations.kv_layer import Fp8Layer
+from fp8graph.integrations.kv_scales import FixedScales, HeadScales, calibrate_head_scales
 from fp8graph.numerics import sqnr_db
 
-__all__ = ["CacheComparison", "Fp8DynamicCache", "Fp8StaticCache", "compare_logits"]
+__all__ = [
+    "CacheComparison",
+    "Fp8DynamicCache",
+    "Fp8StaticCache",
+    "HeadScales",
+    "calibrate_head_scales",
+    "compare_logits",
+]
 
 QUANTIZED: Final = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: layers that read another's, recurrent ones
@@ -57,14 +65,22 @@ class _Fp8Cache(Cache):
     layers: list[Any]
     _config: PreTrainedConfig
 
-    def _quantize_layers(self, config: PreTrainedConfig, **settings: bool) -> None:
+    def _quantize_layers(self, config: PreTrainedConfig, head_scales: HeadScales | None, **settings: bool) -> None:
         for name, value in settings.items():
             if type(value) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}")
+        if head_scales is not None and not isinstance(head_scales, HeadScales):
+            raise ConfigError(f"head_scales must be HeadScales or None, not {type(head_scales).__name__}")
+        if head_scales is not None and settings["power_2_scale"]:
+            raise ConfigError("power_2_scale=True is for scales per token: those of head_scales are used as they are")
         self._config = config
         for index, scales in enumerate(self.without_fp8().layers):
             layer = self.layers[index]
             if type(layer) in QUANTIZED:
+                if head_scales is not None:
+                    if index not in head_scales.layers:
+                        raise ConfigError(f"head_scales has none for layer {index}, which keeps keys and values")
+                    scales = FixedScales(index, *head_scales.layers[index])
                 self.layers[index] = Fp8Layer(layer, scales, **settings)  # pyright: ignore[reportArgumentType]
             elif type(layer) not in AS_THEY_ARE:
                 raise ConfigError(
@@ -81,6 +97,11 @@ class _Fp8Cache(Cache):
         """Bytes of all that is stored: keys, values and their scales, which each step of decoding reads; and the states
         of recurrent layers, in their own dtype."""
         return sum(tensor.nbytes for layer in self.layers for tensor in _tensors(layer))
+
+    @property
+    def clipped(self) -> int:
+        """How many numbers were larger than their head's scale allows, and saturated; 0 without ``head_scales``."""
+        return sum(layer.clipped for layer in self.layers if isinstance(layer, Fp8Layer))
 
     @property
     def nbytes_unquantized(self) -> int:
@@ -109,15 +130,24 @@ class Fp8DynamicCache(_Fp8Cache, DynamicCache):
         power_2_scale: round scales down to powers of two.
         exact_prefill: the first call attends to its keys and values in high precision. False: it attends to what is
             stored, so that a text gives the same numbers however it is split into calls.
+        head_scales: one scale per head for all tokens, in place of one per token; see :mod:`kv_scales`. Larger numbers
+            saturate, and are counted (``clipped``).
 
     Raises:
         ConfigError: a layer keeps more than keys and values, or an argument is wrong.
     """
 
-    def __init__(self, config: PreTrainedConfig, *, power_2_scale: bool = False, exact_prefill: bool = True) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        *,
+        power_2_scale: bool = False,
+        exact_prefill: bool = True,
+        head_scales: HeadScales | None = None,
+    ) -> None:
         _check(config)
         super().__init__(config=config)
-        self._quantize_layers(config, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
+        self._quantize_layers(config, head_scales, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
 
     def without_fp8(self) -> DynamicCache:
         return DynamicCache(config=self._config)
@@ -129,7 +159,7 @@ class Fp8StaticCache(_Fp8Cache, StaticCache):
     Args:
         config: the model's, ``model.config``. It says which layers have a sliding window.
         max_cache_len: the number of tokens for which there is room.
-        power_2_scale, exact_prefill: see :class:`Fp8DynamicCache`.
+        power_2_scale, exact_prefill, head_scales: see :class:`Fp8DynamicCache`.
 
     Raises:
         ConfigError: a layer keeps more than keys and values, or an argument is wrong.
@@ -142,13 +172,14 @@ class Fp8StaticCache(_Fp8Cache, StaticCache):
         *,
         power_2_scale: bool = False,
         exact_prefill: bool = True,
+        head_scales: HeadScales | None = None,
     ) -> None:
         _check(config)
         if type(max_cache_len) is not int or max_cache_len < 1:
             raise ConfigError(f"max_cache_len must be a whole number >= 1, the tokens to keep, not {max_cache_len!r}")
         super().__init__(config=config, max_cache_len=max_cache_len)
         self.max_cache_len = max_cache_len
-        self._quantize_layers(config, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
+        self._quantize_layers(config, head_scales, power_2_scale=power_2_scale, exact_prefill=exact_prefill)
 
     def without_fp8(self) -> StaticCache:
         return StaticCache(config=self._config, max_cache_len=self.max_cache_len)
@@ -166,13 +197,15 @@ class CacheComparison:
     ``sqnr_db``: of the logits, one per forward: of the last token of the prompt (inf if prefill is exact), and of each
     token after it.
     ``same_token``: the share of these, of all sequences, whose largest logit is the same token's. ``nbytes``,
-    ``nbytes_unquantized``: of the cache in the end, which the last step reads.
+    ``nbytes_unquantized``: of the cache in the end, which the last step reads. ``clipped``: how many numbers its
+    ``head_scales`` were too small for.
     """
 
     sqnr_db: tuple[float, ...]
     same_token: float
     nbytes: int
     nbytes_unquantized: int
+    clipped: int = 0
 
 
 @torch.no_grad()
@@ -213,4 +246,5 @@ def compare_logits(
         same_token=torch.stack(same).double().mean().item(),
         nbytes=cache.nbytes,
         nbytes_unquantized=cache.nbytes_unquantized,
+        clipped=cache.clipped,
     )

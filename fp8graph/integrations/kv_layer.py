@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fp8graph.errors import ConfigError
+from fp8graph.integrations.kv_scales import FixedScales
 from fp8graph.numerics.rows import dequantize_rows, quantize_rows
 
 __all__ = ["Fp8Layer"]
@@ -25,14 +26,15 @@ class Fp8Layer(CacheLayerMixin):
     Attributes:
         data: ``keys`` and ``values`` are E4M3 as uint8 (torch moves no FP8 tensors on a CPU) [batch, heads, tokens,
             head_dim].
-        scales: ``keys`` and ``values`` are FP32 [batch, heads, tokens, 1]; they multiply.
+        scales: ``keys`` and ``values`` are FP32 [batch, heads, tokens, 1], or [1, heads, 1, 1] if they are given; they
+            multiply.
         dtype: of the keys and values that attention reads: the model's. None before the first update.
     """
 
     def __init__(
         self,
         data: CacheLayerMixin,
-        scales: CacheLayerMixin,
+        scales: CacheLayerMixin | FixedScales,
         *,
         power_2_scale: bool = False,
         exact_prefill: bool = False,
@@ -78,18 +80,22 @@ class Fp8Layer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (keys, key_scales), (values, value_scales) = self._quantized(key_states), self._quantized(value_states)
+        keys, values, *new = self._quantized(key_states, value_states)
         data = self.data.update(keys, values, *args, **kwargs)
-        scales = self.scales.update(key_scales, value_scales, *args, **kwargs)
+        scales = self.scales.update(*new, *args, **kwargs)
         is_prefill, self._is_new = self._is_new, False
         if is_prefill and self.exact_prefill:
             room = data[0].shape[2] - key_states.shape[2]  # of a static cache, which the mask covers
             return nn.functional.pad(key_states, (0, 0, 0, room)), nn.functional.pad(value_states, (0, 0, 0, room))
         return self._decoded(data[0], scales[0]), self._decoded(data[1], scales[1])
 
-    def _quantized(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        data, scale_inv = quantize_rows(states, _FP8, power_2_scale=self.power_2_scale)
-        return data.view(torch.uint8), scale_inv
+    def _quantized(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """The bytes of both, and the scales of the new tokens, where tokens have scales."""
+        if isinstance(self.scales, FixedScales):
+            made = (self.scales.quantized(keys, self.scales.keys), self.scales.quantized(values, self.scales.values))
+            return [data.view(torch.uint8) for data in made]
+        both = [quantize_rows(states, _FP8, power_2_scale=self.power_2_scale) for states in (keys, values)]
+        return [*(data.view(torch.uint8) for data, _ in both), *(scale_inv for _, scale_inv in both)]
 
     def _decoded(self, data: Tensor, scale_inv: Tensor) -> Tensor:
         assert self.dtype is not None
@@ -104,6 +110,11 @@ class Fp8Layer(CacheLayerMixin):
     def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """See :attr:`keys`."""
         return self._decoded(self.data.values, self.scales.values) if self.is_initialized else None
+
+    @property
+    def clipped(self) -> int:
+        """How many numbers were larger than their head's scale allows; 0 where tokens have scales of their own."""
+        return int(self.scales.clipped) if isinstance(self.scales, FixedScales) else 0
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -1,4 +1,7 @@
-"""Rowwise scaling by itself, for code that Dynamo traces: it does not follow the requests of ``quantize_layouts``."""
+"""Rowwise scaling, and scales that are given, for code that Dynamo traces.
+
+It does not follow the requests of ``quantize_layouts``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.formats import amax_of, inverse, saturating_cast, scale_from_amax
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import divide, stored
 from fp8graph.recipes import FP8_MAX
 
 
@@ -22,6 +25,17 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_2_scale: bool) -> tupl
     scale = stored(scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale))
     data = saturating_cast(x.to(torch.float32) * scale, dtype)
     return data.contiguous(), inverse(scale)
+
+
+def quantize_by(x: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x / scale_inv`` in FP8, contiguous; larger numbers saturate. ``scale_inv``: FP32, broadcast with ``x``."""
+    scaled = divide(x.to(torch.float32), scale_inv.expand(x.shape))
+    return saturating_cast(scaled, dtype).contiguous()
+
+
+def clipped_by(x: Tensor, scale_inv: Tensor) -> Tensor:
+    """[]: how many elements saturate in E4M3: beyond 464, up to which numbers are rounded to 448, the largest one."""
+    return (x.to(torch.float32).abs() > 464.0 * scale_inv).sum()
 
 
 def dequantize_rows(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:

@@ -187,3 +187,9 @@ def test_a_function_that_dynamo_cannot_trace_is_said() -> None:
     assert report.to_dict()["skipped_frames"] == [frame]
     assert {g.fqn for g in report.gemms} == {"gate", "up", "down"}
     report.check()  # not an error by itself: a rule that names the matmul matches nothing
+
+
+def test_a_static_tensor_is_marked_as_transformers_marks_its_caches() -> None:
+    tensor = torch.zeros(())
+    assert dynamo.mark_static(tensor) is tensor
+    assert getattr(tensor, "_dynamo_static_input_type", None) is not None

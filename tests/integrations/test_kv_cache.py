@@ -44,7 +44,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_emulated_cache_bit_for_bit(name: str, static: bool, exact_prefill: bool) -> None:
     model = MODELS[name]()
-    settings = {"exact_prefill": exact_prefill}
+    settings: dict[str, Any] = {"exact_prefill": exact_prefill}
     caches: Any = (
         (Fp8StaticCache(model.config, 24, **settings), EmulatedStatic(model.config, 24))
         if static
@@ -363,7 +363,7 @@ def test_the_samples_of_the_page_run() -> None:
     names["input_ids"] = IDS
     page = (Path(__file__).parents[2] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
     samples = [sample.split("```")[0] for sample in page.split("```python\n")[1:]]
-    assert len(samples) == 3
+    assert len(samples) == 4
     for sample in samples:
         exec(sample.replace("dynamic=False)", "dynamic=False, compiler='eager')"), names)
     assert names["cache"].nbytes == 64 * 2 * 2 * (2 * 16 + 2 * 4)
