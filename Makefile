@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
-.PHONY: demo test test-slow test-all lint clean test-torch test-python record-kernels train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all lint docs clean test-torch test-python record-kernels train-recipes tune-order bench coverage
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
@@ -32,6 +32,10 @@ lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
+
+# the site, build/docs/index.html: a warning is an error, and so is a reference that leads nowhere
+docs: .venv/ready
+	.venv/bin/sphinx-build -W --keep-going -j auto -q -c docs . build/docs
 
 # all tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt

@@ -1,0 +1,40 @@
+"""The documentation site, which ``make docs`` builds; CONTRIBUTING.md says how, and why with Sphinx."""
+
+from fp8graph.version import __version__
+
+project = "fp8graph"
+version = release = __version__
+
+# The sources are the whole repository, and not docs/ alone: a relative link between its Markdown files then means the
+# same here and on a Git forge. Nothing but these pages is read.
+root_doc = "docs/index"
+include_patterns = ["docs/**.md", "CONTRIBUTING.md", "benchmarks/results/README.md", "examples/README.md"]
+exclude_patterns = [".*", "build", "dist", "*.egg-info", "fp8graph", "models", "passes", "tests"]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+
+# --- Markdown -------------------------------------------------------------------------------------------------------
+myst_heading_anchors = 4  # "page.md#a-heading", with the slugs of Git forges
+highlight_language = "none"  # of a fence without a language: it holds output, or a command
+
+# --- the pages of docs/api ------------------------------------------------------------------------------------------
+autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True  # "Format.HYBRID", as in the source
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88  # longer signatures take a line per argument
+napoleon_numpy_docstring = False
+toc_object_entries_show_parents = "hide"
+
+# Every reference must lead somewhere: `-W` makes an error of one that does not. The exceptions are names of other
+# libraries, whose inventories would come from a network.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(torch|nn|transformers|lightning|collections|pathlib|re|typing|os)\..*")]
+
+# --- how it looks ---------------------------------------------------------------------------------------------------
+html_theme = "furo"  # light and dark, wide and narrow; it loads nothing from a network
+html_title = f"fp8graph {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["_root"]  # an index.html that leads to docs/index.html
+html_copy_source = False

@@ -1,0 +1,82 @@
+"""The ``python`` samples of a page, and how they are run: in order, in one namespace, as a reader would."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+# A fence, with the comment before it and, of a sample, what it prints. Readers see no comment.
+FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>(?:not run|slow)[^\n]*) -->\n)?"
+    r"^```python\n(?P<code>.*?)^```$"
+    r"(?:\n+```output\n(?P<output>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+REASON = re.compile(r"(not run|slow): \w.{9,}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One sample of a page."""
+
+    page: Path
+    line: int  # of its first line of code, from 1
+    code: str
+    output: str | None  # what it prints, with "..." for any text; None: the page does not show it
+    mark: str  # "not run: why", "slow: why", or ""
+
+    @property
+    def place(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    def can_run(self) -> bool:
+        """Whether this torch is new enough for what the mark says: "slow: ... (from torch 2.13)"."""
+        needs = re.search(r"from torch (\d+)\.(\d+)", self.mark)
+        return needs is None or torch_version() >= (int(needs[1]), int(needs[2]))
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        """Run it, and compare what it prints. Lines in a traceback are those of the page."""
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
+        if self.output is not None:
+            wanted, found = (
+                "\n".join(map(str.rstrip, text.splitlines())) for text in (self.output, printed.getvalue())
+            )
+            same = doctest.OutputChecker().check_output(wanted + "\n", found.rstrip() + "\n", doctest.ELLIPSIS)
+            assert same, f"{self.place} prints\n{found}\nand the page shows\n{wanted}"
+
+
+def torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def samples(page: Path) -> Iterator[Sample]:
+    """The samples of ``page``, in order."""
+    text = page.read_text(encoding="utf-8")
+    for match in FENCE.finditer(text):
+        yield Sample(
+            page=page,
+            line=text.count("\n", 0, match.start("code")) + 1,
+            code=match["code"],
+            output=match["output"],
+            mark=match["mark"] or "",
+        )
+
+
+def run(page: Path, preamble: str, *, slow: bool = False) -> None:
+    """Run the samples of ``page`` after ``preamble``; with ``slow``, those that are marked so, too."""
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(preamble, f"<preamble of {page.name}>", "exec"), namespace)
+    for sample in samples(page):
+        if not sample.mark or (slow and sample.mark.startswith("slow") and sample.can_run()):
+            sample.run(namespace)
