@@ -1,5 +1,8 @@
 """The documentation site, which ``make docs`` builds; CONTRIBUTING.md says how, and why with Sphinx."""
 
+from sphinx.application import Sphinx
+from sphinx.ext.napoleon import Config, GoogleDocstring
+
 from fp8graph.version import __version__
 
 project = "fp8graph"
@@ -11,25 +14,31 @@ root_doc = "docs/index"
 include_patterns = ["docs/**.md", "CONTRIBUTING.md", "benchmarks/results/README.md", "examples/README.md"]
 exclude_patterns = [".*", "build", "dist", "*.egg-info", "fp8graph", "models", "passes", "tests"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 
 # --- Markdown -------------------------------------------------------------------------------------------------------
 myst_heading_anchors = 4  # "page.md#a-heading", with the slugs of Git forges
 highlight_language = "none"  # of a fence without a language: it holds output, or a command
 
 # --- the pages of docs/api ------------------------------------------------------------------------------------------
-autodoc_default_options = {"members": True, "undoc-members": True, "member-order": "bysource"}
+autodoc_default_options = {"undoc-members": True, "member-order": "bysource"}
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True  # "Format.HYBRID", as in the source
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88  # longer signatures take a line per argument
-napoleon_numpy_docstring = False
 toc_object_entries_show_parents = "hide"
 
 # Every reference must lead somewhere: `-W` makes an error of one that does not. The exceptions are names of other
-# libraries, whose inventories would come from a network.
+# libraries, whose inventories would come from a network, and what signatures name of the inside.
 nitpicky = True
-nitpick_ignore_regex = [("py:.*", r"(torch|nn|transformers|lightning|collections|pathlib|re|typing|os)\..*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|transformers|lightning|collections|contextlib|pathlib|re|typing|os|enum)\..*"),
+    (
+        "py:class",
+        r"fp8graph\.(backend|hardware|libraries|models\.family|recipes\.quantizer|recipes\.rules|runtime)\..*",
+    ),
+    ("py:class", r"(.*\.)?(_Model|_T|PolicyLike|RecipeLike)"),
+]
 
 # --- how it looks ---------------------------------------------------------------------------------------------------
 html_theme = "furo"  # light and dark, wide and narrow; it loads nothing from a network
@@ -38,3 +47,15 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_root"]  # an index.html that leads to docs/index.html
 html_copy_source = False
+
+
+def read_google_style(app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
+    """Read a docstring in Google's style, and a property's as a function's: napoleon itself takes what is before the
+    first colon of a property for its type."""
+    kind = "function" if what in ("property", "attribute") else what
+    lines[:] = str(GoogleDocstring(lines, Config(), app, kind, name, found, options)).splitlines()
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", read_google_style)

@@ -20,7 +20,11 @@ __all__ = [
 
 
 class Fp8GraphError(ShortenTraceback):
-    """Base of every error that fp8graph raises."""
+    """Base of every error that fp8graph raises.
+
+    ``except fp8graph.Fp8GraphError`` catches all of them. The message says where it happened, what was found and what
+    to do. Errors about an argument are a ``ValueError``, too.
+    """
 
     def __init__(self, message: str) -> None:
         # first_useful_frame=None: "show the traceback as it is" to torch.
@@ -31,25 +35,49 @@ class Fp8GraphError(ShortenTraceback):
 
 
 class ConfigError(Fp8GraphError, ValueError):
-    """An argument, option, target, mesh or file that cannot be used as given."""
+    """An argument, option, target, mesh or file that cannot be used as given.
+
+    Raised where the argument is given, before anything is compiled: by ``Backend``, ``compile``, ``explain``, ``tune``,
+    ``planning``, and by ``torch.compile`` for options by name.
+    """
 
 
 class PolicyError(ConfigError):
-    """A policy, rule or policy file that cannot be used as written, or on which ranks do not agree."""
+    """A policy, rule or policy file that cannot be used as written, or on which ranks do not agree.
+
+    Raised by ``Policy``, ``Rule`` and ``Policy.load``; and, on all ranks, when a backend compiles its first graph and
+    the ranks' policies, options or versions differ.
+    """
 
 
 class UnsupportedRecipeError(ConfigError):
-    """A recipe that does not exist, or whose fields ask for something that no hardware supports."""
+    """A recipe that does not exist, or whose fields ask for something that no hardware supports.
+
+    Raised where a recipe is made or named. A recipe that this machine does not multiply is no error: it is emulated,
+    and the report says so.
+    """
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be read or written as asked: a damaged file, tensors that do not fit, a format that
-    is not known."""
+    """A checkpoint that cannot be read or written as asked: a damaged file, tensors that do not fit, an unknown format.
+
+    Raised by ``load_checkpoint``, ``export``, ``quantized_state`` and ``fp8graph inspect``, with file and tensor. The
+    model, or the folder that was to be written, is then as it was before.
+    """
 
 
 class Fp8CoverageError(Fp8GraphError):
-    """A GEMM that the user asked for in FP8 does not run in FP8 (``report.check()``, strict mode)."""
+    """A GEMM that the user asked for in FP8 does not run in FP8.
+
+    Raised by ``report.check()``, and in strict mode while a graph is compiled or at a later call: a GEMM or attention
+    that a rule or region names is in high precision although FP8 would pay, a rule matched nothing, or code ran in
+    eager. The message lists every case.
+    """
 
 
 class StateError(Fp8GraphError):
-    """Scaling state that does not fit: names, shapes, versions or values."""
+    """Scaling state that does not fit: names, shapes, versions or values.
+
+    Raised by ``Backend.state_dict`` and ``load_state_dict``, by the callbacks of ``fp8graph.integrations``, and by
+    ``torch.distributed.checkpoint`` through them. Nothing is loaded then.
+    """

@@ -17,11 +17,11 @@ EMBEDDER: Final = "every block reads its output, and it multiplies next to nothi
 class Counts:
     """The counts that the rewritten training graph must have."""
 
-    sites: int = 0  # matmuls of the program, including those left in high precision
-    fp8_gemms: int = 0  # fprop, dgrad and wgrad of each site in FP8
-    multiplied: int = 0  # GEMMs that are left of these after fusion
-    quantized_tensors: int = 0  # quantize nodes after sharing and fusion, including weights: one amax each
-    casts: int = 0  # FP8 copies that they write: rowwise and columnwise
+    sites: int = 0  #: matmuls of the program, including those left in high precision
+    fp8_gemms: int = 0  #: fprop, dgrad and wgrad of each site in FP8
+    multiplied: int = 0  #: GEMMs that are left of these after fusion
+    quantized_tensors: int = 0  #: quantize nodes after sharing and fusion, including weights: one amax each
+    casts: int = 0  #: FP8 copies that they write: rowwise and columnwise
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)})
@@ -34,15 +34,15 @@ class Counts:
 class Family:
     """One family of models of Hugging Face transformers or another library."""
 
-    name: str  # name of its folder in transformers.models; elsewhere <library>_<architecture>
-    keep: Mapping[str, str]  # pattern -> why it stays in high precision; in addition to the general policy's
-    tiny: Callable[[int], Any]  # number of layers -> a model of its class with random weights, on the CPU
-    inputs: Callable[[Any], dict[str, Any]]  # the tiny model -> arguments of one training step
-    layer: Counts  # counts per further layer
-    rest: Counts  # counts of the rest; negative if the first layers have less than a further one
-    graphs: int = 1  # number of graphs that Dynamo makes
+    name: str  #: name of its folder in transformers.models; elsewhere <library>_<architecture>
+    keep: Mapping[str, str]  #: pattern -> why it stays in high precision; in addition to the general policy's
+    tiny: Callable[[int], Any]  #: number of layers -> a model of its class with random weights, on the CPU
+    inputs: Callable[[Any], dict[str, Any]]  #: the tiny model -> arguments of one training step
+    layer: Counts  #: counts per further layer
+    rest: Counts  #: counts of the rest; negative if the first layers have less than a further one
+    graphs: int = 1  #: number of graphs that Dynamo makes
     generates: bool = True
-    model: str = ""  # elsewhere: full name of the model's class; a block alone has the block's names, and no exceptions
+    model: str = ""  #: elsewhere: full name of the model's class; a block alone has its own names, and no exceptions
 
     @property
     def library(self) -> str:

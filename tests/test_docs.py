@@ -15,7 +15,7 @@ from fp8graph.models import FAMILIES
 from test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 FOLDERS = "benchmarks docs examples fp8graph models passes tests".split()
 PATH = re.compile(
     rf"(?<![\w/.])(?:{'|'.join(FOLDERS)})/[\w.*/-]*"  # below a folder of the repository
@@ -26,8 +26,9 @@ MODULE = re.compile(r"(?<![\w/.-])fp8graph(?:\.[A-Za-z_]\w*)+")
 
 
 def text_of(page: Path) -> str:
-    """The page, with ``*`` for what the reader is to fill in: ``passes/<name>.py``."""
-    return re.sub(r"<[^>\n]+>", "*", page.read_text(encoding="utf-8"))
+    """The page without what samples print, with ``*`` for what the reader is to fill in: ``passes/<name>.py``."""
+    written = re.sub(r"(?ms)^```output$.*?^```$", "", page.read_text(encoding="utf-8"))
+    return re.sub(r"<[^>\n]+>", "*", written)
 
 
 def paths(page: Path) -> Iterator[str]:

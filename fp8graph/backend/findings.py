@@ -64,25 +64,25 @@ class Site:
 
     fqn: str
     op: str
-    by_user: bool  # a user's rule names it
-    recipes: Mapping[GemmName, Any]  # by the policy: names, or dicts
-    runs: dict[GemmName, str | None]  # the recipes' names in the graphs
-    obstacle: str = ""  # why no rule can be written for it
+    by_user: bool  #: a user's rule names it
+    recipes: Mapping[GemmName, Any]  #: by the policy: names, or dicts
+    runs: dict[GemmName, str | None]  #: the recipes' names in the graphs
+    obstacle: str = ""  #: why no rule can be written for it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
     """One tensor that crossed a bound, in one or both of its copies."""
 
-    step: int
-    site: str
-    operand: OperandName
-    layout: str  # rowwise, columnwise, or both; "" for the tensor itself
-    recipe: str  # "" for the tensor itself
-    stat: str  # cur_amax: the tensor has inf or NaN
-    value: float
-    bound: float | None
-    gemms: tuple[GemmName, ...]  # those that read it
+    step: int  #: of the optimizer
+    site: str  #: the full name of the layer
+    operand: OperandName  #: input, weight or grad_output
+    layout: str  #: rowwise, columnwise, or both; "" for the tensor itself
+    recipe: str  #: "" for the tensor itself
+    stat: str  #: cur_amax: the tensor has inf or NaN
+    value: float  #: percent, or dB ("sqnr")
+    bound: float | None  #: what it crossed, in the same unit
+    gemms: tuple[GemmName, ...]  #: those that read it
 
     @property
     def keys(self) -> set[tuple[str, str, str, str]]:
@@ -102,8 +102,8 @@ _ORDER: Final = ("cur_amax", "underflows%", "saturated%", "sqnr")
 class Finding(Crossing):
     """A tensor that crossed a bound, and the rule that would help."""
 
-    rule: Rule | None
-    reason: str  # why there is no rule; "" if there is one
+    rule: Rule | None  #: to put before the others of the policy
+    reason: str  #: why there is no rule; "" if there is one
 
     @property
     def told(self) -> str:
@@ -128,7 +128,7 @@ class Finding(Crossing):
 
 def crossings(records: Iterable[StatisticRecord], bounds: Bounds, sites: Mapping[str, Site]) -> list[Crossing]:
     """The tensors that cross a bound, in an order that does not depend on that of the records."""
-    values: dict[tuple[int, str, str, str], dict[str, dict[str, float]]] = {}  # ... -> layout -> statistics
+    values: dict[tuple[int, str, str, str], dict[str, dict[str, float]]] = {}  #: ... -> layout -> statistics
     for r in records:
         if r.operand in ("input", "weight", "grad_output") and not r.what_if:
             key = r.step, r.site, r.operand, r.recipe

@@ -16,10 +16,10 @@ from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolv
 class Support:
     """Which GEMMs of a bf16 linear run natively. True if all that the recipe quantizes do; ``str()`` gives reasons."""
 
-    recipe: str
-    device: str
-    native: tuple[GemmName, ...]
-    obstacles: Mapping[GemmName, str]  # why the others are emulated
+    recipe: str  #: its name
+    device: str  #: its name
+    native: tuple[GemmName, ...]  #: those that run natively
+    obstacles: Mapping[GemmName, str]  #: why the others are emulated
 
     def __bool__(self) -> bool:
         return not self.obstacles
@@ -38,7 +38,7 @@ def supports(recipe: RecipeLike, target: str | None = None) -> Support:
         target: "cpu", a GPU such as "sm_90" or "gfx942", or a calibration file; None: this machine's GPU or else CPU.
 
     Returns:
-        A truthy or falsy :class:`Support`; ``str()`` of it gives the reason.
+        A truthy or falsy :class:`~fp8graph.hardware.support.Support`; ``str()`` of it gives the reason.
 
     Raises:
         UnsupportedRecipeError, ConfigError: (``ValueError``) for a recipe or a target that does not exist.

@@ -27,7 +27,7 @@ class Settings:
     To add an option, add a field here and read it where it matters.
 
     Args:
-        strict: raise :class:`Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
+        strict: raise :class:`~fp8graph.Fp8CoverageError` when a GEMM that a user's rule names is not in FP8 (while
             compiling), when Dynamo's recompile limit is reached (new shapes would run in eager), and when a rule
             matched nothing or a frame fell back to eager (at the next call).
         compiler: "inductor" generates code; "eager" runs the rewritten graph node by node, for debugging and
@@ -35,13 +35,13 @@ class Settings:
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
         target: the hardware to decide for, such as "cpu", "sm_90" or "gfx942"; default: the device of the tensors.
         cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
-            ``runtime/weight_cache.py``; call :func:`refresh_weights` after writing to ``.data``). They take one byte
-            per element and layout: up to the memory of bf16 weights in training, half of it in inference.
+            ``runtime/weight_cache.py``; call ``backend.refresh_weights()`` after writing to ``.data``). They take one
+            byte per element and layout: up to the memory of bf16 weights in training, half of it in inference.
         save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize them
             again from tensors that are kept anyway.
-            save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
+        save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
             Backward then reads them rounded; forward does not.
-            fuse_linears: fuse linears of one module that share their input into one GEMM (q, k and v; gate and up).
+        fuse_linears: fuse linears of one module that share their input into one GEMM (q, k and v; gate and up).
             With per-tensor recipes, the fused weights (and the fused gradients) share a single scale. Formerly
             ``group``.
         accumulate_wgrad: add wgrad's FP32 result to a buffer, without rounding it to bf16: ``weight.main_grad`` if the

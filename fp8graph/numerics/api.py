@@ -20,21 +20,23 @@ from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, 
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedTensor:
-    """Quantized numbers and their scales.
+    """Quantized numbers and their scales: ``data * scale_inv`` is the source, rounded.
 
-    ``data``: FP8, the shape of the source (rowwise) or its transpose over the last two dims (columnwise),
-    contiguous; nvfp4: two E2M1 codes per byte. ``scale_inv``: FP32 scalar, or one scale per tile (see
-    :func:`quantize_layouts`). ``dtype``, ``shape``: the source's.
+    :func:`fp8graph.numerics.quantize` makes it.
     """
 
+    #: FP8, contiguous: [..., rows, columns] as the source, columnwise [..., columns, rows]. nvfp4: two E2M1 codes per
+    #: byte, the first in the low half
     data: Tensor
+    #: FP32 scalar; or one scale per tile of ``data``: per row [..., rows, 1], else [..., rows / tile, columns / tile],
+    #: rounded up (FP32; E8M0 bytes for mxfp8; E4M3 for nvfp4)
     scale_inv: Tensor
-    layout: Layout
-    dtype: torch.dtype
-    shape: torch.Size
-    quantizer: Quantizer
-    global_scale_inv: Tensor | None = None  # nvfp4: FP32 scalar
-    amax: Tensor | None = None  # delayed: the amax that goes into the history
+    layout: Layout  #: "rowwise" or "columnwise"
+    dtype: torch.dtype  #: the source's
+    shape: torch.Size  #: the source's
+    quantizer: Quantizer  #: how it was quantized
+    global_scale_inv: Tensor | None = None  #: nvfp4: FP32 scalar
+    amax: Tensor | None = None  #: delayed: the amax that goes into the history
 
 
 def quantize(
@@ -135,10 +137,10 @@ def statistics(
         block_size: of the blocks that "max_blockwise_dynamic_range" looks at, along rows and along columns.
 
     Returns:
-        By Transformer Engine's names: min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_range (log2 of the
-        largest over the smallest size that is not zero), max_blockwise_dynamic_range; with a recipe underflows%,
-        overflows%, mse, scale_inv_min and scale_inv_max. In addition zeros%, saturated%, sqnr (dB), quantiles of the
-        scales (scale_inv_q5 to scale_inv_q95), and scale_inv_std (octaves).
+        Numbers, by Transformer Engine's names. Of the tensor min, max, mean, std, l1_norm, l2_norm, cur_amax,
+        dynamic_range (log2 of the largest over the smallest size that is not zero), max_blockwise_dynamic_range; with a
+        recipe underflows%, overflows%, mse, scale_inv_min and scale_inv_max. In addition zeros%, saturated%, sqnr
+        (dB), quantiles of the scales (scale_inv_q5 to scale_inv_q95), and scale_inv_std (octaves).
 
     Raises:
         ValueError: see :func:`quantize`.

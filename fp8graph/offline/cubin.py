@@ -21,17 +21,17 @@ from fp8graph.errors import Fp8GraphError
 class Compiled:
     """One kernel in one configuration of its tile, compiled for one target."""
 
-    configuration: str  # like "XBLOCK=1 R0_BLOCK=2048 num_warps=8 num_stages=1"
-    registers: int  # per thread
-    spills: int  # bytes of stack per thread, which is where ptxas spills registers to
-    shared: int  # bytes per block
-    # Counted in the code of one thread: the body of a loop counts once, padding does not count, and the slow paths
-    # of divisions count, though few threads take them.
+    configuration: str  #: like "XBLOCK=1 R0_BLOCK=2048 num_warps=8 num_stages=1"
+    registers: int  #: per thread
+    spills: int  #: bytes of stack per thread, which is where ptxas spills registers to
+    shared: int  #: bytes per block
+    #: Counted in the code of one thread: the body of a loop counts once, padding does not count, and the slow paths
+    #: of divisions count, though few threads take them.
     instructions: int
-    loads: dict[int, int]  # bytes that one instruction loads from global memory -> how many such instructions
-    stores: dict[int, int]
-    fp8_store: int | None  # bytes of the narrowest store to FP8 data; None if the kernel writes none
-    ptx: str
+    loads: dict[int, int]  #: bytes that one instruction loads from global memory -> how many such instructions
+    stores: dict[int, int]  #: the same of stores
+    fp8_store: int | None  #: bytes of the narrowest store to FP8 data; None if the kernel writes none
+    ptx: str  #: its source in PTX
 
 
 # an instruction, with its predicate if it has one; the hexadecimal encoding follows in a second comment

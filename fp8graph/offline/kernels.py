@@ -19,19 +19,19 @@ Direction = Literal["forward", "backward", "weights"]
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRecord:
-    """One kernel launch of a generated graph."""
+    """One kernel launch of a generated graph, in the order of the launches. Nothing is run, and no GPU is needed."""
 
-    name: str
-    graph: Direction  # "weights": runs once per update of the weights
-    kind: str  # "triton": generated; "extern": a GEMM or another library call
-    ops: tuple[str, ...]  # the ATen ops that it fuses
-    bytes: int  # read and written, as Inductor counts buffers; 0 for library calls
-    number: int | None = None  # of its graph in report.graphs; None: it is in none, as a kernel of weights
-    nodes: tuple[str, ...] = ()  # of that graph after all passes: those that it computes, or a part of them
-    reads: tuple[str, ...] = ()  # inputs of its graph that it reads: in backward, what forward saved
-    writes: tuple[str, ...] = ()  # those of ``nodes`` that it writes to memory
-    source: str = ""  # the generated module of a Triton kernel
-    target: str = ""
+    name: str  #: as generated; of a library call, the op
+    graph: Direction  #: "weights": runs once per update of the weights
+    kind: str  #: "triton": generated; "extern": a GEMM or another library call
+    ops: tuple[str, ...]  #: the ATen ops that it fuses
+    bytes: int  #: read and written, as Inductor counts buffers; 0 for library calls
+    number: int | None = None  #: of its graph in report.graphs; None: it is in none, as a kernel of weights
+    nodes: tuple[str, ...] = ()  #: of that graph after all passes: those that it computes, or a part of them
+    reads: tuple[str, ...] = ()  #: inputs of its graph that it reads: in backward, what forward saved
+    writes: tuple[str, ...] = ()  #: those of ``nodes`` that it writes to memory
+    source: str = ""  #: the generated module of a Triton kernel
+    target: str = ""  #: the GPU, like "sm_90"
 
     @property
     def compiled(self) -> Compiled | None:

@@ -23,12 +23,17 @@ MOST_GPUS: Final = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How many GPUs along each axis; those of ``tp`` are neighbours, then those of ``fsdp``, then those of ``dp``."""
+    """How many GPUs along each axis; those of ``tp`` are neighbours, then those of ``fsdp``, then those of ``dp``.
 
-    dp: int = 1  # DDP: each has all parameters. With fsdp: replicas of the sharded model
-    fsdp: int = 1  # FSDP2 (ZeRO-3): parameters, gradients and optimizer states are sharded
-    tp: int = 1  # tensor parallel: linears are sharded
-    sp: bool = False  # sequence parallel, over the GPUs of tp: rows between the sharded linears are sharded too
+    Raises:
+        ConfigError: (a ``ValueError``) for sizes that are no whole numbers > 0, ``sp`` without ``tp``, or more than
+            16,384 GPUs.
+    """
+
+    dp: int = 1  #: DDP: each has all parameters. With fsdp: replicas of the sharded model
+    fsdp: int = 1  #: FSDP2 (ZeRO-3): parameters, gradients and optimizer states are sharded
+    tp: int = 1  #: tensor parallel: linears are sharded
+    sp: bool = False  #: sequence parallel, over the GPUs of tp: rows between the sharded linears are sharded too
 
     def __post_init__(self) -> None:
         for axis, value in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)):
@@ -71,15 +76,19 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The network between GPUs. Bandwidths are those that collectives reach, in bytes per second and direction."""
+    """The network between GPUs. Bandwidths are those that collectives reach, in bytes per second and direction.
 
-    name: str
-    gpus_per_node: int = 8
-    node_bandwidth: float  # of a GPU within its node
-    network_bandwidth: float  # of a GPU between nodes
-    node_latency: float = 3.4e-6  # seconds of one hop
-    network_latency: float = 14e-6
-    overlap: float = 0.9  # the share of compute behind which data-parallel communication can hide
+    Raises:
+        ConfigError: (a ``ValueError``) for a value that is negative, not finite, or an ``overlap`` above 1.
+    """
+
+    name: str  #: for the assumptions of a plan
+    gpus_per_node: int = 8  #: neighbours, which the faster links connect
+    node_bandwidth: float  #: of a GPU within its node, in bytes per second
+    network_bandwidth: float  #: of a GPU between nodes, in bytes per second
+    node_latency: float = 3.4e-6  #: seconds of one hop
+    network_latency: float = 14e-6  #: seconds of one hop between nodes
+    overlap: float = 0.9  #: the share of compute behind which data-parallel communication can hide
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self)[1:]:

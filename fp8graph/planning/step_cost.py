@@ -40,15 +40,16 @@ _HEADER: Final = ("recipe", "step ms", "speedup", "tokens/s/GPU", "GEMMs ms", "o
 class Step:
     """The step of one recipe: its seconds, and its collectives."""
 
-    recipe: str
-    gemms: float  # with the quantization of their operands
-    others: float  # attention, memory traffic, the optimizer
-    exposed: float  # communication that nothing hides
-    communication: float  # all of it
-    collectives: Mapping[Collective, int]  # how many of each
+    recipe: str  #: its name; the first step of a plan is in high precision: "bf16", "fp16" or "fp32"
+    gemms: float  #: seconds, with the quantization of their operands
+    others: float  #: seconds of attention, memory traffic, the optimizer
+    exposed: float  #: seconds of communication that nothing hides
+    communication: float  #: seconds of all of it
+    collectives: Mapping[Collective, int]  #: how many of each
 
     @property
     def seconds(self) -> float:
+        """The predicted time of the step."""
         return self.gemms + self.others + self.exposed
 
 
@@ -56,13 +57,13 @@ class Step:
 class Plan:
     """The predicted training step on ``mesh``: in high precision first, then under each recipe."""
 
-    mesh: Mesh
-    speed: Speed
-    network: Network
-    tokens: int  # of one replica
-    steps: tuple[Step, ...]
-    state_bytes: int  # parameters, gradients and moments of AdamW on one GPU
-    copy_bytes: int  # FP8 copies of weights on one GPU; FSDP2's gathered weights have none
+    mesh: Mesh  #: as asked for
+    speed: Speed  #: the rates of one GPU
+    network: Network  #: as asked for
+    tokens: int  #: of one replica
+    steps: tuple[Step, ...]  #: high precision first, then one per recipe
+    state_bytes: int  #: parameters, gradients and moments of AdamW on one GPU
+    copy_bytes: int  #: FP8 copies of weights on one GPU; FSDP2's gathered weights have none
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -17,37 +17,37 @@ from fp8graph.recipes.toml_text import policy_toml
 class Score:
     """What one recipe would change in one GEMM of one layer, and how long the GEMM would take."""
 
-    site: str
-    op: str
-    group: str  # the first of the layers that are decided together
-    gemm: str  # fprop, dgrad or wgrad
-    candidate: int  # index among the recipes
-    recipe: str
-    measured: float  # fprop: sum((dL/dY * change of Y)^2); dgrad: sum(change^2); wgrad: relative square error
-    error: float  # as a share of what FP8 everywhere makes
-    seconds: float | None  # predicted; None: the target has no such GEMM
-    high_precision_seconds: float
+    site: str  #: the full name of the layer
+    op: str  #: "linear"
+    group: str  #: the first of the layers that are decided together
+    gemm: str  #: fprop, dgrad or wgrad
+    candidate: int  #: index among the recipes
+    recipe: str  #: its name
+    measured: float  #: fprop: sum((dL/dY * change of Y)^2); dgrad: sum(change^2); wgrad: relative square error
+    error: float  #: as a share of what FP8 everywhere makes
+    seconds: float | None  #: predicted; None: the target has no such GEMM
+    high_precision_seconds: float  #: predicted, in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
     """One policy: its error as a share of that of FP8 everywhere, and the predicted speedup of the GEMMs over bf16."""
 
-    error: float
-    speedup: float
+    error: float  #: 1: that of FP8 everywhere
+    speedup: float  #: of the GEMMs, predicted, over bf16
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Tuned:
     """The result of :func:`fp8graph.tune`. ``print`` it to see the rules with their scores."""
 
-    policy: Policy
-    scores: tuple[Score, ...]
-    curve: tuple[CurvePoint, ...]  # from high precision to the fastest policy
-    chosen: CurvePoint
-    uniform: Mapping[str, CurvePoint]  # each recipe everywhere
-    target: str
-    left_out: tuple[str, ...] = ()  # layers that were not measured, and why
+    policy: Policy  #: what was chosen, ready for ``fp8graph.compile``
+    scores: tuple[Score, ...]  #: of each layer, GEMM and recipe
+    curve: tuple[CurvePoint, ...]  #: from high precision to the fastest policy
+    chosen: CurvePoint  #: of the policy
+    uniform: Mapping[str, CurvePoint]  #: each recipe everywhere
+    target: str  #: the GPU whose speed is predicted
+    left_out: tuple[str, ...] = ()  #: layers that were not measured, and why
 
     def __repr__(self) -> str:
         return f"<Tuned: error {self.chosen.error:.3f}, {self.chosen.speedup:.3f} x bf16 on {self.target}>"

@@ -33,24 +33,24 @@ _STYLES: Final = ("embedding", "colwise", "rowwise", "replicated_with_grad_allre
 class Linear:
     """One linear: ``[m, k] @ [k, n]`` in forward, with the rows that one data-parallel replica has."""
 
-    fqn: str
-    m: int
-    n: int
-    k: int
-    fp8: frozenset[str] = frozenset(GEMMS)  # the GEMMs that the policy allows in FP8
+    fqn: str  #: the full name of the module
+    m: int  #: rows of the input: tokens of one replica
+    n: int  #: columns of the result: outputs
+    k: int  #: what is contracted: inputs
+    fp8: frozenset[str] = frozenset(GEMMS)  #: the GEMMs that the policy allows in FP8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One training step of one replica: its linears, parameters and sharding plan."""
 
-    linears: tuple[Linear, ...]
-    parameters: Mapping[str, tuple[int, ...]]  # name -> shape
-    plan: Mapping[str, str] = field(default_factory=dict[str, str])  # as Hugging Face's: "layers.*.up" -> "colwise"
-    dtype: torch.dtype = torch.bfloat16  # of parameters, gradients and activations
-    attention_flops: float = 0.0  # forward and backward
-    heads: Mapping[str, int] = field(default_factory=dict[str, int])  # what tp must divide besides sizes
-    min_speedup: float = MIN_SPEEDUP  # as in Policy
+    linears: tuple[Linear, ...]  #: all that are multiplied in a step
+    parameters: Mapping[str, tuple[int, ...]]  #: name -> shape
+    plan: Mapping[str, str] = field(default_factory=dict[str, str])  #: as Hugging Face's: "layers.*.up" -> "colwise"
+    dtype: torch.dtype = torch.bfloat16  #: of parameters, gradients and activations
+    attention_flops: float = 0.0  #: forward and backward
+    heads: Mapping[str, int] = field(default_factory=dict[str, int])  #: what tp must divide besides sizes
+    min_speedup: float = MIN_SPEEDUP  #: as in Policy
 
     @property
     def tokens(self) -> int:
@@ -105,7 +105,8 @@ class Workload:
 
 
 def of_model(model: Any, report: Report, seq: int) -> Workload:
-    """The step of a Hugging Face model, from ``explain(model, training=True)`` with sequences of ``seq`` tokens."""
+    """The step of a Hugging Face model, from what ``explain(model, ..., training=True)`` reports of one replica's batch
+    with sequences of ``seq`` tokens. A model with experts raises ``ConfigError``."""
     if experts := [gemm.fqn for gemm in report.gemms if gemm.op == "grouped_mm"]:
         raise ConfigError(f"mesh: {experts[0]}: the cost model does not support experts (MoE).")
     allowed: dict[str, set[str]] = {}
@@ -138,12 +139,12 @@ def of_model(model: Any, report: Report, seq: int) -> Workload:
 class Collective:
     """One collective of a step, with its ``payload`` in bytes as ``ir.collectives.bytes_sent`` counts it."""
 
-    purpose: str  # "weights", "gradients", "activations" or "amaxes"
-    kind: str
-    axis: str
-    direction: str  # "forward" or "backward"
-    dtype: str
-    payload: int
+    purpose: str  #: "weights", "gradients", "activations" or "amaxes"
+    kind: str  #: "all_gather", "reduce_scatter" or "all_reduce"
+    axis: str  #: "dp", "fsdp", "tp" or "all"
+    direction: str  #: "forward" or "backward"
+    dtype: str  #: as it is sent; "fp8" for both types
+    payload: int  #: bytes of the whole tensor
 
     @property
     def overlaps(self) -> bool:

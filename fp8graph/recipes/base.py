@@ -97,7 +97,7 @@ class Recipe:
         return self.use_fast_accum[GEMMS.index(gemm)]
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as plain values: ``{"type": class name, field: value, ...}`` (see :func:`recipe_from_dict`)."""
+        """The recipe as plain values: ``{"type": class name, field: value, ...}`` as in a policy file."""
         values: dict[str, Any] = {"type": type(self).__name__}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -17,19 +17,19 @@ from fp8graph.report.tables import summary
 class GraphView:
     """One compiled graph: its GEMMs, and its text before the passes, after each pass, and after all of them."""
 
-    name: str
-    training: bool
-    inputs: tuple[str, ...]  # of ``module``: Dynamo's sources, FP8 copies, scaling state, the output gradients
-    gemms: tuple[GemmRecord, ...]
-    collectives: tuple[CollectiveRecord, ...]
-    refusals: tuple[RefusalRecord, ...]  # layers that a pass left unchanged, and why
-    before: str
-    after: str
-    stages: dict[str, str]
-    origins: dict[str, Origin]  # of the nodes of all stages, by their names
-    saved: tuple[str, ...]  # what forward returns, results and all that it keeps for backward, by their names
-    policy: str  # the policy it was compiled with, as text; distinguishes graphs after set_policy
-    attention: tuple[AttentionRecord, ...] = ()  # not counted among the GEMMs
+    name: str  #: the function or module that Dynamo traced
+    training: bool  #: forward and backward in one graph; else forward alone
+    inputs: tuple[str, ...]  #: of ``module``: Dynamo's sources, FP8 copies, scaling state, the output gradients
+    gemms: tuple[GemmRecord, ...]  #: up to three per site
+    collectives: tuple[CollectiveRecord, ...]  #: in the graph; those after a step are in the report
+    refusals: tuple[RefusalRecord, ...]  #: layers that a pass left unchanged, and why
+    before: str  #: the graph as text, as AOTAutograd traced it
+    after: str  #: after all passes, before it is lowered to aten
+    stages: dict[str, str]  #: after each pass, by its name, in order
+    origins: dict[str, Origin]  #: of the nodes of all stages, by their names
+    saved: tuple[str, ...]  #: what forward returns, results and all that it keeps for backward, by their names
+    policy: str  #: the policy it was compiled with, as text; distinguishes graphs after set_policy
+    attention: tuple[AttentionRecord, ...] = ()  #: not counted among the GEMMs
     load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
 
     @property

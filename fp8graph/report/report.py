@@ -29,19 +29,19 @@ class Report:
 
     graphs: list[GraphView]
     policy: Policy
-    identities: frozenset[str]  # of the policy, as it is for each family of models
-    eager_frames: list[str] = field(default_factory=list[str])  # frames that fell back to eager, and why
-    skipped_frames: list[str] = field(default_factory=list[str])  # functions that Dynamo cannot trace, and why
-    in_no_graph: list[str] = field(default_factory=list[str])  # layers not called yet, or run in eager
-    fp8_in_no_graph: list[str] = field(default_factory=list[str])  # those of them that hold FP8 weights
-    unused_state: list[str] = field(default_factory=list[str])  # loaded scaling state that no layer has asked for
-    forgotten: int = 0  # graphs that are gone with their models and no longer listed
-    pass_seconds: float = 0.0  # the time that fp8graph's own passes took
-    reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  # after each step
-    weights: int = 0  # the number of weights that are quantized once per update, outside the graphs
-    weight_bytes: int = 0  # the memory that their FP8 copies take
-    gradient_bytes: int = 0  # the memory of FP32 gradients that stay between steps, for wgrad to add to
-    guard: list[str] = field(default_factory=list[str])  # rules that a guard applied, and why
+    identities: frozenset[str]  #: of the policy, as it is for each family of models
+    eager_frames: list[str] = field(default_factory=list[str])  #: frames that fell back to eager, and why
+    skipped_frames: list[str] = field(default_factory=list[str])  #: functions that Dynamo cannot trace, and why
+    in_no_graph: list[str] = field(default_factory=list[str])  #: layers not called yet, or run in eager
+    fp8_in_no_graph: list[str] = field(default_factory=list[str])  #: those of them that hold FP8 weights
+    unused_state: list[str] = field(default_factory=list[str])  #: loaded scaling state that no layer has asked for
+    forgotten: int = 0  #: graphs that are gone with their models and no longer listed
+    pass_seconds: float = 0.0  #: the time that fp8graph's own passes took
+    reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  #: after each step
+    weights: int = 0  #: the number of weights that are quantized once per update, outside the graphs
+    weight_bytes: int = 0  #: the memory that their FP8 copies take
+    gradient_bytes: int = 0  #: the memory of FP32 gradients that stay between steps, for wgrad to add to
+    guard: list[str] = field(default_factory=list[str])  #: rules that a guard applied, and why
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
     @property

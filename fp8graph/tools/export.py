@@ -51,7 +51,9 @@ def export(
             scaling has them.
         copy_from: a folder whose other files (tokenizer, generation config, license) are copied as they are; None: that
             of ``model.config``, if it is on this machine.
-        max_shard_bytes, overwrite, progress: see :func:`fp8graph.checkpoints.write_checkpoint`.
+        max_shard_bytes: of one file; a larger tensor gets a file of its own.
+        overwrite: replace a checkpoint in ``folder``.
+        progress: is called with the bytes of each file that was written.
 
     Returns:
         The folder.

@@ -25,7 +25,7 @@ def load_checkpoint(
 ) -> _Model:
     """Load an FP8 checkpoint of Hugging Face, compressed-tensors or ModelOpt into ``model``, in place.
 
-    Each linear layer that the checkpoint quantizes becomes a :class:`StoredLinear`, which keeps bytes and scales as
+    Each linear layer that the checkpoint quantizes becomes a ``StoredLinear``, which keeps bytes and scales as
     they are stored; all other tensors are copied. One tensor is read at a time. Compile the model afterwards.
 
     Args:

@@ -1,4 +1,7 @@
-"""The ``python`` samples of a page, and how they are run: in order, in one namespace, as a reader would."""
+"""The ``python`` samples of a page, and how they are run: in order, in one namespace, as a reader would.
+
+They compile with ``compiler="eager"`` unless they name a compiler: the same graphs, without code generation.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
+import torch.distributed as dist
+
+from fp8graph.ir.settings import Settings
+from fp8graph.recipes import registry
 
 ROOT = Path(__file__).parents[2]
 # A fence, with the comment before it and, of a sample, what it prints. Readers see no comment.
@@ -36,7 +44,7 @@ class Sample:
 
     @property
     def place(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}"
+        return f"{name_of(self.page)}:{self.line}"
 
     def can_run(self) -> bool:
         """Whether this torch is new enough for what the mark says: "slow: ... (from torch 2.13)"."""
@@ -56,6 +64,32 @@ class Sample:
             assert same, f"{self.place} prints\n{found}\nand the page shows\n{wanted}"
 
 
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Files go to a folder of their own; registered recipes and process groups go with the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_NAMES", dict(registry._NAMES))
+    monkeypatch.setitem(cast(dict[str, Any], Settings.__init__.__kwdefaults__), "compiler", "eager")
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def name_of(page: Path) -> str:
+    """The page's path in the repository: ``docs/report.md``."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def without_a_reason(pages: list[Path]) -> list[str]:
+    """The places of samples that are marked, and do not say why."""
+    marked = [sample for page in pages for sample in samples(page) if sample.mark]
+    return [sample.place for sample in marked if not REASON.fullmatch(sample.mark)]
+
+
+def slow_pages(pages: list[Path]) -> list[Path]:
+    return [page for page in pages if any(sample.mark.startswith("slow") for sample in samples(page))]
+
+
 def torch_version() -> tuple[int, ...]:
     return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -73,7 +107,7 @@ def samples(page: Path) -> Iterator[Sample]:
         )
 
 
-def run(page: Path, preamble: str, *, slow: bool = False) -> None:
+def run(page: Path, preamble: str = "", *, slow: bool = False) -> None:
     """Run the samples of ``page`` after ``preamble``; with ``slow``, those that are marked so, too."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(preamble, f"<preamble of {page.name}>", "exec"), namespace)

@@ -1,21 +1,15 @@
-"""Every ``python`` sample of README.md and docs/ runs as it stands, or says why it cannot (tests/support/samples.py).
-
-Samples compile with ``compiler="eager"`` unless they name a compiler: the same graphs, without code generation.
-"""
+"""Every ``python`` sample of README.md and docs/ runs as it stands, or says why not (tests/support/samples.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-import torch.distributed as dist
 
-from fp8graph.ir.settings import Settings
-from fp8graph.recipes import registry
-from samples import REASON, ROOT, run, samples
+from samples import ROOT, Sample, name_of, run, samples, slow_pages, without_a_reason
+from samples import apart as apart  # a fixture
 
+pytestmark = pytest.mark.usefixtures("apart")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What samples take for granted, by name, and which page takes what. A page that is not listed takes "fp8graph".
@@ -84,23 +78,8 @@ TAKES = {
 }
 
 
-def name_of(page: Path) -> str:
-    return page.relative_to(ROOT).as_posix()
-
-
 def preamble(page: Path) -> str:
     return "".join(NAMES[name] for name in TAKES.get(name_of(page), "fp8graph").split(", "))
-
-
-@pytest.fixture(autouse=True)
-def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    """Files go to a folder of their own; registered recipes and process groups go with the test."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_NAMES", dict(registry._NAMES))
-    monkeypatch.setitem(cast(dict[str, Any], Settings.__init__.__kwdefaults__), "compiler", "eager")
-    yield
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -108,19 +87,43 @@ def test_samples_run(page: Path) -> None:
     run(page, preamble(page))
 
 
-SLOW = [page for page in PAGES if any(sample.mark.startswith("slow") for sample in samples(page))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SLOW, ids=name_of)
+@pytest.mark.parametrize("page", slow_pages(PAGES), ids=name_of)
 def test_slow_samples_run(page: Path) -> None:
     run(page, preamble(page), slow=True)
 
 
 def test_a_sample_that_is_not_run_says_why() -> None:
-    marks = {sample.place: sample.mark for page in PAGES for sample in samples(page) if sample.mark}
-    assert [place for place, mark in marks.items() if not REASON.fullmatch(mark)] == []
+    assert without_a_reason(PAGES) == []
 
 
 def test_the_table_names_pages_that_exist() -> None:
     assert set(TAKES) <= {name_of(page) for page in PAGES}
+
+
+def page_of(text: str, folder: Path) -> list[Sample]:
+    page = folder / "page.md"
+    page.write_text(text, encoding="utf-8")
+    return list(samples(page))
+
+
+def test_a_sample_that_fails_or_prints_something_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samples.ROOT", tmp_path)
+    wrong, right, quiet = page_of(
+        "```python\nprint(1)\n```\n\n```output\n2\n```\n"
+        "```python\nprint('a long line')\n```\n```output\na ... line\n```\n"
+        "```python\nprint(1 / 0)\n```\n",
+        tmp_path,
+    )
+    with pytest.raises(AssertionError, match=r"page\.md:2 prints\n1\nand the page shows\n2"):
+        wrong.run({})
+    right.run({})
+    with pytest.raises(ZeroDivisionError):
+        quiet.run({})
+
+
+def test_marks(tmp_path: Path) -> None:
+    """A comment before the fence, on a line of its own."""
+    found = page_of("<!-- not run: needs a GPU -->\n```python\na\n```\n\n<!-- other -->\n```python\nb\n```\n", tmp_path)
+    assert [sample.mark for sample in found] == ["not run: needs a GPU", ""]
+    assert [sample.line for sample in found] == [3, 8]

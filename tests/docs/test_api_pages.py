@@ -1,0 +1,88 @@
+"""Every public name has a page in docs/api with an example, and each example prints what its page shows."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fp8graph
+from fp8graph import numerics, planning
+from samples import ROOT, name_of, run, samples, slow_pages, without_a_reason
+from samples import apart as apart  # a fixture
+
+FOLDER = ROOT / "docs" / "api"
+DIRECTIVE = re.compile(r"^ *\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
+PAGES = sorted(page for page in FOLDER.glob("*.md") if DIRECTIVE.search(page.read_text(encoding="utf-8")))
+GROUPS = sorted(page for page in FOLDER.glob("*.md") if page not in PAGES)
+MODULES = [
+    "fp8graph",
+    *(f"fp8graph.{name}" for name in ("numerics", "planning")),
+    *(f"fp8graph.integrations.{file.stem}" for file in (ROOT / "fp8graph" / "integrations").glob("[!_]*.py")),
+]
+
+
+def found(path: str) -> Any:
+    """What ``path`` names: a module, or something in one."""
+    module, _, name = path.rpartition(".")
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_has_a_page(module: str) -> None:
+    documented = [found(path) for page in PAGES for path in paths(page)]
+    public = {name: getattr(importlib.import_module(module), name) for name in found(module).__all__}
+    without = [name for name, value in public.items() if not any(value is one for one in documented)]
+    # the names of these modules have pages; the module has the list of them
+    assert [name for name in without if not is_group(public[name])] == []
+
+
+def paths(page: Path) -> list[str]:
+    """The names that ``page`` documents, without members of classes."""
+    return [path for path in DIRECTIVE.findall(page.read_text(encoding="utf-8")) if path.startswith("fp8graph.")]
+
+
+def is_group(value: object) -> bool:
+    return isinstance(value, ModuleType) and f"{value.__name__.rpartition('.')[2]}.md" in {page.name for page in GROUPS}
+
+
+def test_what_counts_as_a_page() -> None:
+    assert is_group(numerics)
+    assert is_group(planning)
+    assert not is_group(fp8graph.models)  # it has a page of its own
+    assert "fp8graph.Policy" in paths(FOLDER / "Policy.md")
+    assert {"fp8graph.integrations.kv_cache", "fp8graph.integrations.gradients"} <= set(MODULES)
+
+
+def test_every_page_is_in_a_table_and_has_an_example() -> None:
+    tables = "\n".join(page.read_text(encoding="utf-8") for page in GROUPS)
+    for page in PAGES:
+        assert list(samples(page)), page.name
+        assert f"]({page.name})" in tables, page.name
+        assert f"\n{page.stem}\n" in tables, page.name
+    names = [page.name.lower() for page in FOLDER.glob("*.md")]
+    assert len(names) == len(set(names))  # some file systems do not tell "Plan" from "plan"
+
+
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_example(page: Path) -> None:
+    run(page)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("apart")
+@pytest.mark.parametrize("page", slow_pages(PAGES), ids=name_of)
+def test_slow_example(page: Path) -> None:
+    run(page, slow=True)
+
+
+def test_an_example_that_is_not_run_says_why() -> None:
+    assert without_a_reason(PAGES) == []

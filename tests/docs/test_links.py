@@ -1,0 +1,73 @@
+"""Every link of the pages leads somewhere: to a file, to a heading of it, or out, in a form that a browser takes.
+
+The site's build checks what is in the site. This needs no Sphinx, and sees README.md, too. Nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from samples import ROOT, name_of
+
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        ROOT / "examples" / "README.md",
+        ROOT / "benchmarks" / "results" / "README.md",
+    ]
+)
+LINK = re.compile(r"(?<!\\)\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)?)\)")
+
+
+def prose(page: Path) -> str:
+    """The page without code."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", page.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`\n]*`", lambda code: re.sub(r"[\[\]()]", "", code[0]), text)
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The anchors of a page's headings, as Git forges make them."""
+    seen: Counter[str] = Counter()
+    for heading in re.findall(r"(?m)^#+ +(.+?) *$", prose(page)):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        yield slug if not seen[slug] else f"{slug}-{seen[slug]}"
+        seen[slug] += 1
+
+
+def broken(page: Path) -> Iterator[str]:
+    """What is wrong with the links of ``page``."""
+    for link in LINK.findall(prose(page)):
+        parts = urlsplit(link)
+        if parts.scheme:
+            if parts.scheme != "https" or not re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc):
+                yield f"{link}: an address begins with https:// and a host"
+            continue
+        target = (page.parent / parts.path).resolve() if parts.path else page
+        if not target.is_relative_to(ROOT) or not target.exists():
+            yield f"{link}: no such file"
+        elif target.is_dir() and page != ROOT / "README.md":
+            yield f"{link}: a folder, which the site does not show; name its README.md"
+        elif parts.fragment and (target.suffix != ".md" or parts.fragment not in anchors(target)):
+            yield f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links(page: Path) -> None:
+    assert list(broken(page)) == []
+
+
+def test_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "report.md"
+    text = "# A `heading`, twice\n# A heading, twice\n"
+    text += "[a](#what) [b](no.md) [c](http://x.org) `[d](y)` [e](#a-heading-twice)"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert list(anchors(page)) == ["a-heading-twice", "a-heading-twice-1"]
+    assert [line.split(": ")[0] for line in broken(page)] == ["#what", "no.md", "http://x.org"]
