@@ -35,7 +35,7 @@ lint: .venv/ready
 
 # the site, build/docs/index.html: a warning is an error, and so is a reference that leads nowhere
 docs: .venv/ready
-	.venv/bin/sphinx-build -W --keep-going -j auto -q -c docs . build/docs
+	.venv/bin/sphinx-build -W --keep-going -j auto -q -c docs -d build/doctrees . build/docs
 
 # all tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt

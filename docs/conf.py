@@ -18,7 +18,6 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 
 # --- Markdown -------------------------------------------------------------------------------------------------------
 myst_heading_anchors = 4  # "page.md#a-heading", with the slugs of Git forges
-highlight_language = "none"  # of a fence without a language: it holds output, or a command
 
 # --- the pages of docs/api ------------------------------------------------------------------------------------------
 autodoc_default_options = {"undoc-members": True, "member-order": "bysource"}
@@ -43,10 +42,12 @@ nitpick_ignore_regex = [
 # --- how it looks ---------------------------------------------------------------------------------------------------
 html_theme = "furo"  # light and dark, wide and narrow; it loads nothing from a network
 html_title = f"fp8graph {release}"
+pygments_dark_style = "github-dark"  # without underlined names
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_extra_path = ["_root"]  # an index.html that leads to docs/index.html
 html_copy_source = False
+html_show_copyright = False
 
 
 def read_google_style(app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]) -> None:
@@ -56,6 +57,12 @@ def read_google_style(app: Sphinx, what: str, name: str, found: object, options:
     lines[:] = str(GoogleDocstring(lines, Config(), app, kind, name, found, options)).splitlines()
 
 
+def leave_plain(app: Sphinx, _name: str, _source: list[str]) -> None:
+    """A fence without a language holds output, or a command: no Python."""
+    app.env.temp_data["highlight_language"] = "none"
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", leave_plain)
     app.connect("autodoc-process-docstring", read_google_style)
