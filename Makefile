@@ -34,6 +34,7 @@ lint: .venv/ready
 	.venv/bin/pyright
 
 # the site, build/docs/index.html: a warning is an error, and so is a reference that leads nowhere
+docs: export CUDA_VISIBLE_DEVICES =
 docs: .venv/ready
 	.venv/bin/sphinx-build -W --keep-going -j auto -q -c docs -d build/doctrees . build/docs
 

@@ -11,7 +11,13 @@ version = release = __version__
 # The sources are the whole repository, and not docs/ alone: a relative link between its Markdown files then means the
 # same here and on a Git forge. Nothing but these pages is read.
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "CONTRIBUTING.md", "benchmarks/results/README.md", "examples/README.md"]
+include_patterns = [
+    "docs/**.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/results/README.md",
+    "examples/README.md",
+]
 exclude_patterns = [".*", "build", "dist", "*.egg-info", "fp8graph", "models", "passes", "tests"]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
