@@ -18,7 +18,7 @@ CAUSAL: Final = "causal_sdpa"
 
 
 def register_causal_attention() -> str:
-    """Make ``attn_implementation="causal_sdpa"`` known to transformers, as README tells users to."""
+    """Make ``attn_implementation="causal_sdpa"`` known to transformers, as docs/performance.md tells users to."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fp8graph
+from fp8graph.cli import main
 from fp8graph.models import FAMILIES
 from test_layers import FLOORS
 
@@ -79,13 +80,22 @@ def test_what_is_looked_for() -> None:
     assert not resolves("fp8graph.spec")
 
 
-def test_the_reports_of_the_readme() -> None:
+def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints it letter by letter."""
+    sample = (ROOT / "README.md").read_text(encoding="utf-8").split("```\n$ fp8graph ")[1].split("```")[0]
+    command, _, printed = sample.partition("\n")
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out == printed
+
+
+def test_the_report_of_its_page() -> None:
     """What the sample shows of the report is in it, letter by letter."""
     with torch.device("meta"):
         model = FAMILIES["llama"].tiny(2).bfloat16()
     ids = torch.zeros(2, 16, dtype=torch.long)
     printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, target="cpu", training=True)).splitlines()
-    sample = (ROOT / "README.md").read_text(encoding="utf-8").split("print(report)\n```\n```\n")[1].split("```")[0]
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    sample = page.split("`print(report)`")[1].split("```text\n")[1].split("```")[0]
     assert [line for line in sample.splitlines() if line not in (*printed, "...")] == []
 
 

@@ -1,7 +1,7 @@
 """The figures of docs/how_fp8_works.md, drawn from the numbers that fp8graph computes: python docs/figures/make.py
 
-They have no background, and colors that show on white and on black. tests/test_figures.py holds what is drawn against
-torch's own types, and runs this file.
+They have no background, and colors that show on white and on black. tests/docs/test_figures.py holds what is drawn
+against torch's own types, and runs this file.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ backend = fp8graph.Backend()
 """,
 }
 TAKES = {
-    "README.md": "fp8graph, llama, layer, policy file",
+    "README.md": "fp8graph",
     "docs/attention.md": "fp8graph, llama",
     "docs/checkpoints.md": "fp8graph, llama, FP8 checkpoint",
     "docs/distributed.md": "fp8graph, llama, one rank",

@@ -266,10 +266,10 @@ def attention_of(model: Any, **inputs: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_readme_gets_flash_attention() -> None:
-    """README's lines, run as they stand: no mask, is_causal; and that transformers' own way is another."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    snippet = next(part for part in readme.split("```python\n") if "AttentionMaskInterface" in part).split("```")[0]
+def test_the_lines_for_flash_attention() -> None:
+    """Those of docs/performance.md, run as they stand: no mask, is_causal; and that transformers' way is another."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    snippet = next(part for part in page.split("```python\n") if "AttentionMaskInterface" in part).split("```")[0]
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -281,7 +281,7 @@ def test_readme_gets_flash_attention() -> None:
     model = LlamaModel(config).eval()
     expected = model(input_ids=ids).last_hidden_state
     (stock,) = attention_of(model, input_ids=ids, attention_mask=mask)
-    assert isinstance(stock["attn_mask"], fx.Node)  # when it is not, README can be shorter
+    assert isinstance(stock["attn_mask"], fx.Node)  # when it is not, the page can be shorter
     exec(snippet, {"model": model})
     torch._dynamo.reset()
     (call,) = attention_of(model, input_ids=ids, attention_mask=mask)

@@ -25,13 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_sample_of_the_readme(
+def test_the_sample_of_the_page(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder.parent)
     assert main(["inspect", folder.name]) == 0
     printed = capsys.readouterr().out.splitlines()
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     sample = text.split("$ fp8graph inspect my-model-FP8\n")[1].split("```")[0].splitlines()
     assert [line for line in sample if line not in (*printed, "...")] == []
     assert len(sample) > 10

@@ -11,7 +11,7 @@ import torch
 
 import fp8graph
 
-FOLDER = Path(__file__).parent.parent / "docs" / "figures"
+FOLDER = Path(__file__).parents[2] / "docs" / "figures"
 
 
 @pytest.fixture(scope="module")
