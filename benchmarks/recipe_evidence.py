@@ -23,6 +23,7 @@ from benchmarks.train_recipes import BACKENDS, BF16, BF16_AGAIN, RESULTS
 # Student's t, two-sided 95 %, by degrees of freedom
 T_95: Final = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 EARLY: Final = slice(20, 60)  # steps in which recipes with power-of-two scales once lay above bf16
+_LINES: Final = ("-", "--", ":", "-.", (0, (6, 2, 1, 2, 1, 2)))
 Run = dict[str, Any]
 Runs = dict[str, dict[int, Run]]
 Number = Callable[[Run], float]
@@ -80,7 +81,16 @@ def rows(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def text(mean: float, half: float) -> str:
-    return f"{mean:+.2%} ± {half:.2%}" if not math.isnan(half) else f"{mean:+.2%}"
+    shown = f"{mean:+.2%} ± {half:.2%}" if not math.isnan(half) else f"{mean:+.2%}"
+    return shown.replace("%", " %")
+
+
+def lines(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The rows of the table in ``results/README.md``."""
+    return [
+        f"| {' | '.join([name, *(text(*value) for title, value in row.items() if title != 'seeds')])} |"
+        for name, row in found.items()
+    ]
 
 
 def plot(runs: Runs, path: Path) -> None:
@@ -90,11 +100,13 @@ def plot(runs: Runs, path: Path) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     names = [name for name in runs if name != BF16]
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in names))  # a color each; what is changed of it, a line
     for index, name in enumerate(names):
-        color = "black" if name == BF16_AGAIN else f"C{index}"
+        color = "black" if name == BF16_AGAIN else f"C{kinds.index(name.split(',')[0]) % 10}"
+        line = _LINES[[other for other in names if other.split(",")[0] == name.split(",")[0]].index(name)]
         steps = sorted(int(step) for step in next(iter(runs[name].values()))["evaluations"])
         means = [interval(differences(runs, name, at(step)))[0] for step in steps]
-        left.plot(steps, [100 * mean for mean in means], label=name, color=color, marker=".")
+        left.plot(steps, [100 * mean for mean in means], label=name, color=color, linestyle=line, marker=".")
         mean, half = interval(differences(runs, name, at(steps[-1])))
         right.errorbar(100 * mean, index, xerr=100 * half, fmt="o", color=color, capsize=4)
     left.set(xscale="log", xlabel="step", ylabel="held-out loss, % above bf16", title="mean over the seeds")
