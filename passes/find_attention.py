@@ -59,7 +59,7 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
     obstacle = why_not_quantized(attention, recipe, compilation)
     emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     if obstacle is None and emulated and recipe.quantizes_attention_backward:
-        obstacle = why_backward_not_quantized(attention)
+        obstacle = why_backward_not_quantized(attention, recipe)
     if obstacle is not None:
         asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
         return left_alone(asked, required=resolution.by_user)

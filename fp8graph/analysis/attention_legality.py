@@ -70,10 +70,14 @@ def why_emulated(attention: Attention, device: Hardware) -> str | None:
     return None
 
 
-def why_backward_not_quantized(attention: Attention) -> str | None:
+def why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | None:
     """Why not all products of this emulated attention can read FP8 numbers, or None if they can."""
     what, sizes = "attention_backward", attention.sizes
     if attention.written_out:
+        per_head = not SCALINGS[recipe.quantizer("input").scaling].one_scale
+        for shape in (value(read.argument).shape for read in attention.inner if per_head):
+            if sum(static_size(size) is None for size in shape) > 1:  # [batch, heads, queries, keys]
+                return f"{what}: one scale per head needs to know how many there are: {list(shape)}"
         return None
     if not isinstance(attention.result.target, OpOverload):
         return f"{what}: the functions that change the scores are inside of flex_attention"

@@ -18,6 +18,7 @@ from fp8graph.ir.settings import choices
 from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_STATISTICS
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import RecipeLike, resolve_recipe
+from fp8graph.recipes.rules import check_op
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page_statistics import Losses
@@ -155,6 +156,7 @@ def observe(
         raise ConfigError(f"observe(what_if={what_if!r}): expected a list of recipes.")
     recipes = [recipe for one in what_if if (recipe := resolve_recipe(one)) is not None]
     for recipe in recipes:
+        check_op("linear", recipe)
         if recipe.quantizer("input").scaling in [name for name, kind in SCALINGS.items() if kind.has_state]:
             raise ConfigError(
                 f"observe(what_if=[{recipe.name!r}]): its scales come from earlier steps, which it has not seen."

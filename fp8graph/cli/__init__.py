@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `fp8graph explain llama | head`
         sys.stderr.close()
         return 1
+    except OSError as error:  # a file that cannot be read or written
+        print(f"fp8graph: {error}", file=sys.stderr)
+        return 2
 
 
 def parser() -> argparse.ArgumentParser:

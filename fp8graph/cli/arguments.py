@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Run = Callable[[argparse.Namespace], int]
@@ -23,6 +25,16 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
     return number
+
+
+def writable(path: Path, *endings: str) -> None:
+    """Raise ConfigError, before any work is done, if a file cannot be written there."""
+    from fp8graph.errors import ConfigError
+
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written. Is there such a folder?")
+    if endings and path.suffix not in endings:
+        raise ConfigError(f"{path}: must end in {', '.join(endings)}.")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8graph.cli.arguments import add_model, add_policy, command, meta_model, traced
+from fp8graph.cli.arguments import add_model, add_policy, command, meta_model, traced, writable
 from fp8graph.cli.extras import install
 
 
@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> int:
     """Trace the model on the meta device, and print the report."""
     from fp8graph.backend import Backend
 
+    if options.html is not None:
+        writable(options.html)
     settings = {"policy": options.policy, "recipe": options.recipe, "target": options.target}
     Backend(**settings)  # raises for one that cannot be used, before a model is built
     training = not options.inference

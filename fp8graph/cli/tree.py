@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from fp8graph.records import AttentionRecord
+from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report import Report
-from fp8graph.report.tables import GemmGroup, any_layer, gemm_groups
+from fp8graph.report.tables import any_layer, these_layers
 
 _STYLES: Final = {"native": "green", "emulated": "yellow", "high precision": "dim"}
 
@@ -67,13 +67,10 @@ def print_tree(report: Report, title: str) -> None:
 def tree(report: Report, title: str, notes: Notes) -> Tree:
     """Layers that differ only in their numbers are one branch, with how many they are."""
     root = Node()
-    gemms: dict[str, list[GemmGroup]] = {}
-    for group in gemm_groups(report.gemms):
-        gemms.setdefault(group.site, []).append(group)
-    for site, groups in gemms.items():
-        said = [(one.gemm, one.recipe, one.execution, one.reason) for one in groups]
-        names = [gemm.fqn for gemm in groups[0].gemms]
-        _node(root, site, names).sites.append(_phrases(groups[0].size, said, notes))
+    for site, modules in _sites(report.gemms):
+        said = [(one.gemm, one.recipe or "-", one.execution, one.reason) for one in modules[0]]
+        size = f"{modules[0][0].m} x {modules[0][0].n} x {modules[0][0].k}"
+        _node(root, site, [own[0].fqn for own in modules]).sites.append(_phrases(size, said, notes))
     attention: dict[str, list[AttentionRecord]] = {}
     for record in report.attention:
         attention.setdefault(any_layer(record.name), []).append(record)
@@ -84,6 +81,22 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
     found = Tree(Text(title, style="bold"))
     _grow(found, root)
     return found
+
+
+def _sites(gemms: Iterable[GemmRecord]) -> list[tuple[str, list[list[GemmRecord]]]]:
+    """By name, with ``*`` for numbers: the GEMMs of each module. Modules that differ in more have their own names."""
+    modules: dict[str, list[GemmRecord]] = {}
+    for gemm in gemms:
+        modules.setdefault(gemm.name, []).append(gemm)
+    alike: dict[str, dict[Any, list[list[GemmRecord]]]] = {}
+    for name, own in modules.items():
+        kind = tuple((g.op, g.gemm, g.m, g.n, g.k, g.recipe, g.execution, g.reason) for g in own)
+        alike.setdefault(any_layer(name) or "(root)", {}).setdefault(kind, []).append(own)
+    return [
+        (site if len(kinds) == 1 else these_layers(site, [own[0].name for own in same]), same)
+        for site, kinds in alike.items()
+        for same in kinds.values()
+    ]
 
 
 def _node(root: Node, site: str, names: Iterable[str]) -> Node:

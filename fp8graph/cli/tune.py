@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8graph.cli.arguments import command, positive
+from fp8graph.cli.arguments import command, positive, writable
 
 _ABOUT = "choose a policy by measuring what FP8 changes in each layer of a model, on your text"
 
@@ -38,6 +38,9 @@ def run(options: argparse.Namespace) -> int:
     from fp8graph.planning.tune import tune
     from fp8graph.tools.text import batches_of, language_model
 
+    writable(options.out)
+    if options.plot is not None:
+        writable(options.plot, ".png", ".svg", ".pdf")
     model, tokenizer = language_model(options.model)
     batches = batches_of(tokenizer, options.text, options.batches, options.batch, options.seq, options.seed)
     goal = {"budget": options.budget} if options.min_speedup is None else {"min_speedup": options.min_speedup}

@@ -55,17 +55,27 @@ class HeadScales:
         them (``model.layers.0.self_attn.k_scale``, ``model.layers.0.self_attn.k_proj.k_scale``): scalars or [heads].
 
         Raises:
-            ConfigError: there are none, or a layer has one of the two alone.
+            ConfigError: there are none, a layer has one of the two alone, or two of one (of a decoder and an encoder).
         """
         found: dict[int, dict[str, Tensor]] = {}
+        names: dict[tuple[int, str], str] = {}
         for name, tensor in tensors.items():
             if (match := _NAME.fullmatch(name)) is not None:
-                found.setdefault(int(match[1]), {})[match[2]] = tensor.to(torch.float32).reshape(-1)
+                layer, which = int(match[1]), match[2]
+                if (other := names.setdefault((layer, which), name)) != name:
+                    raise ConfigError(
+                        f"{other!r} and {name!r} are both {which}_scale of layer {layer}: give those of one stack "
+                        "of layers and one kind of attention."
+                    )
+                found.setdefault(layer, {})[which] = tensor.to(torch.float32).reshape(-1)
         if not found:
             raise ConfigError("no tensor is named ...layers.<number>....k_scale: there are no scales of a cache")
         for index, both in found.items():
             if len(both) < 2:
                 raise ConfigError(f"layer {index} has a {'kv'['k' not in both]}_scale alone: a cache needs both")
+            keys, values = (names[index, which].rpartition("layers.")[0] for which in "kv")
+            if keys != values:
+                raise ConfigError(f"layer {index} has scales of keys in {keys!r} and of values in {values!r}")
         return HeadScales({index: (both["k"], both["v"]) for index, both in sorted(found.items())})
 
     def to_tensors(self) -> dict[str, Tensor]:

@@ -84,7 +84,7 @@ def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
     found: list[GemmGroup] = []
     for (site, op, gemm, size, recipe, dtypes, execution, reason), records in groups.items():
         if alike[site, gemm] > 1:
-            site = _these_layers(site, [record.name for record in records])
+            site = these_layers(site, [record.name for record in records])
         found.append(
             GemmGroup(
                 site=site,
@@ -139,7 +139,7 @@ def any_layer(name: str) -> str:
     return re.sub(r"(^|(?<=\.))\d+(?=\.)", "*", name)
 
 
-def _these_layers(site: str, names: Iterable[str]) -> str:
+def these_layers(site: str, names: Iterable[str]) -> str:
     """``site``, with the numbers that ``names`` have in the place of its first ``*`` that they differ in."""
     several = [sorted(set(numbers)) for numbers in zip(*(_numbers(name) for name in names), strict=True)]
     differ = [len(numbers) > 1 for numbers in several]

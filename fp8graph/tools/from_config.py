@@ -48,7 +48,11 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
         if not isinstance(values, dict) or "model_type" not in values:
             raise ConfigError(f"{file}: not a config of transformers: it has no model_type.")
         _check_type(values["model_type"], f"{file}: transformers {transformers.__version__} has")
-        config, cut = transformers.AutoConfig.from_pretrained(file), layers
+        try:
+            config, cut = transformers.AutoConfig.from_pretrained(file), layers
+        except Exception as error:  # values of other types than its class wants; what is raised is huggingface_hub's
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{file}: not a config that transformers reads: {reason}") from None
     else:
         if path.suffix or len(path.parts) > 1:
             raise ConfigError(f"{name}: no such file or folder.")

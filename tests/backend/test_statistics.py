@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fp8graph import Backend, Policy, Rule, numerics
+from fp8graph import Backend, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import LAYOUTS, resolve_recipe
 from helpers import ALL, MLP, RECIPES, rounding_to_nearest, same_bits, step
@@ -325,6 +325,7 @@ def test_a_backward_that_never_comes() -> None:
         ({"stats": "underflow%"}, r"knows no statistic 'underflow%'\. Did you mean 'underflows%'\?"),
         ({"what_if": ["delayed"]}, r"observe\(what_if=\['delayed'\]\): its scales come from earlier steps"),
         ({"what_if": ["fp7"]}, "fp7"),
+        ({"what_if": [Float8CurrentScaling(hadamard_qk=True)]}, "hadamard_qk=True is for attention alone"),
     ],
 )
 def test_wrong_arguments(asked: dict[str, Any], message: str) -> None:

@@ -35,6 +35,9 @@ from fp8graph.cli.extras import EXTRAS, install
             "target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calib",
         ),
         (["explain", "llama", "--seq", "16", "--graph", "nosuch"], "no stage 'nosuch'. Stages: before, after, unpack"),
+        (["explain", "llama", "--html", "nosuch/page.html"], "nosuch/page.html: cannot be written"),
+        (["tune", "nosuch", "--text", "x.txt", "--out", "nosuch/p.toml"], "nosuch/p.toml: cannot be written"),
+        (["tune", "nosuch", "--text", "x.txt", "--plot", "p.docx"], "p.docx: must end in .png, .svg, .pdf."),
         (["demo", "--recipe", "nosuch"], "unknown recipe 'nosuch'"),
     ],
 )
@@ -56,6 +59,15 @@ def test_a_missing_extra(
     monkeypatch.setattr(demo, "run", absent)
     assert main(["demo"]) == 2
     assert f'{package} is missing. Run: pip install "fp8graph[{extra}]"' in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "report.html")
+
+    monkeypatch.setattr(doctor, "run", full)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "fp8graph: [Errno 28] No space left on device: 'report.html'\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

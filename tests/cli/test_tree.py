@@ -72,6 +72,32 @@ def test_gemms_of_several_kinds_are_named() -> None:
     assert reasons[0].startswith("[1] rule")
 
 
+class Blocks(torch.nn.Module):
+    """Layers of one name with other sizes, and no gradient of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"fc": torch.nn.Linear(64, 64)}) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer["fc"](x)
+        return x
+
+
+def test_a_module_has_one_line() -> None:
+    """Layer 0 has no dgrad, and a rule names layer 1: three kinds, each with fprop's shape."""
+    policy = fp8graph.Policy([fp8graph.Rule("layers.1.fc", None), fp8graph.Rule("*", "tensorwise")])
+    report = fp8graph.explain(Blocks(), torch.zeros(32, 64), policy=policy, target="cpu", training=True)
+    lines, _ = printed(report)
+    assert [line.strip(" ├└─│") for line in lines[1:]] == [
+        "layers",
+        "0.fc  32 x 64 x 64  tensorwise",
+        "1.fc  32 x 64 x 64  high precision [1]",
+        "2.fc  32 x 64 x 64  tensorwise",
+    ]
+
+
 def test_every_site_has_a_line() -> None:
     report = of_family("mixtral")
     lines, _ = printed(report)

@@ -148,6 +148,16 @@ NOT_SCALES: Any = {}
     [
         (lambda c: HeadScales.from_tensors({"x.k_scale": ONE}), "there are no scales of a cache"),
         (lambda c: HeadScales.from_tensors({"layers.3.k_scale": ONE}), "layer 3 has a k_scale alone"),
+        (
+            lambda c: HeadScales.from_tensors({"model.layers.0.k_scale": ONE, "visual.layers.0.v_scale": ONE}),
+            "layer 0 has scales of keys in 'model.' and of values in 'visual.'",
+        ),
+        (
+            lambda c: HeadScales.from_tensors(
+                {f"layers.0.{kind}.{x}_scale": ONE for kind in ("self_attn", "encoder_attn") for x in "kv"}
+            ),
+            "'layers.0.self_attn.k_scale' and 'layers.0.encoder_attn.k_scale' are both k_scale of layer 0",
+        ),
         (lambda c: HeadScales({0: (ONE, ONE * 0)}), "layer 0: scales of values must be positive and finite"),
         (lambda c: HeadScales({0: (ONE / 0, ONE)}), "layer 0: scales of keys must be positive and finite"),
         (lambda c: HeadScales({0: (ONE.double(), ONE)}), r"are FP32 \[heads\]"),

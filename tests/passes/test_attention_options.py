@@ -295,6 +295,23 @@ def test_the_number_of_heads_must_be_known_and_that_of_tokens_not() -> None:
     assert "attention_backward needs to know how many heads there are" in backend.report.attention[0].reason
 
 
+def test_rows_of_written_out_probabilities_need_known_tokens() -> None:
+    """[heads, queries, keys], of which the last two are the number of tokens."""
+    recipe = fp8graph.Float8RowwiseScaling(attention_backward=True)
+    backend = fp8graph.Backend(asking(recipe), compiler="eager")
+    torch._dynamo.reset()
+    module = written_out()
+    compiled = torch.compile(module, backend=backend)
+    for tokens in (16, 24):  # the second call makes tokens dynamic
+        given = [torch.randn(2, 4, tokens, 64, requires_grad=True) for _ in range(3)]
+        compiled(*given).sum().backward()
+        assert all(x.grad is not None for x in given)
+    first, second = (view.attention[0] for view in backend.report.graphs)
+    assert first.execution == "emulated"
+    assert second.execution == "high precision"
+    assert "attention_backward: one scale per head needs to know how many there are: [8, s" in second.reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [sdpa(is_causal=True), written_out()])
 def test_generated_code(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ def test_a_config_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     file = tmp_path / "config.json"
     assert main(["explain", str(file), "--seq", "16", "--inference"]) == 0
     out, err = capsys.readouterr()
-    assert "model.layers.*.mlp.up_proj       3 " in out
+    assert "model.layers.* (3)" in out
     assert err == "fp8graph: LlamaForCausalLM\n"
     file.write_text('{"model_type": "lama"}')
     assert main(["explain", str(file)]) == 2
@@ -27,6 +27,10 @@ def test_a_config_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         file.write_text(text)
         assert main(["explain", str(file)]) == 2
         assert f"{file}: not a config" in capsys.readouterr().err
+    file.write_text('{"model_type": "llama", "vocab_size": "many"}')
+    assert main(["explain", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "not a config that transformers reads" in line
 
 
 # model type -> its class and how many linears are in FP8 in forward, of two layers per stack: heads are not
