@@ -130,7 +130,8 @@ class Fp8DynamicCache(_Fp8Cache, DynamicCache):
         power_2_scale: round scales down to powers of two.
         exact_prefill: the first call attends to its keys and values in high precision. False: it attends to what is
             stored, so that a text gives the same numbers however it is split into calls.
-        head_scales: one scale per head for all tokens, in place of one per token; see :mod:`kv_scales`. Larger numbers
+        head_scales: one scale per head for all tokens, in place of one per token; see
+            :class:`~fp8graph.integrations.kv_scales.HeadScales`. Larger numbers
             saturate, and are counted (``clipped``).
 
     Raises:

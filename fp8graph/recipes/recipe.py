@@ -38,7 +38,8 @@ class Float8CurrentScaling(AttentionFields):
             the weight by the inverse (Smooth-SwiGLU, arXiv 2409.12517): for ``down_proj`` where SwiGLU's product has
             outliers. The weight is then quantized in each step; wgrad is not accumulated in place
             (``accumulate_wgrad``), and FSDP2 does not gather that weight in FP8. Not for fp16.
-        hadamard_qk, attention_backward: see :class:`~fp8graph.recipes.base.AttentionFields`: for attention alone.
+        hadamard_qk, attention_backward: for rules with ``op="attention"`` alone (docs/attention.md): rotate q and k
+            before they are quantized; quantize backward's products, too, in emulation.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for E5M2, a negative or non-finite epsilon, or a
@@ -81,7 +82,8 @@ class Float8RowwiseScaling(AttentionFields):
         power_2_scale, amax_epsilon: see :class:`Float8CurrentScaling`.
         high_precision_wgrad: leave wgrad, the GEMM for which rowwise scaling costs most, in high precision (the
             recipe "rowwise_with_gw_hp").
-        hadamard_qk, attention_backward: see :class:`~fp8graph.recipes.base.AttentionFields`: for attention alone.
+        hadamard_qk, attention_backward: for rules with ``op="attention"`` alone (docs/attention.md): rotate q and k
+            before they are quantized; quantize backward's products, too, in emulation.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
