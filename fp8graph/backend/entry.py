@@ -71,8 +71,14 @@ def compile(  # noqa: A001  (the public name is torch's)
 
     Raises:
         ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
-        TypeError: for an argument that does not exist.
+        TypeError: for an argument that does not exist, or something that is not a model.
     """
+    given: object = model
+    if not isinstance(given, torch.nn.Module):
+        raise TypeError(
+            f"fp8graph.compile takes a model, an nn.Module, not {given!r}. "
+            'For a function: torch.compile(function, backend="fp8graph").'
+        )
     torchs = [name for name in inspect.signature(torch.compile).parameters if name not in ("model", "backend")]
     settings = Settings.taken_from(kwargs)
     if unknown := sorted(kwargs.keys() - {*torchs}):

@@ -59,7 +59,7 @@ def quantize(
         seed: of the random numbers, for recipes that round stochastically.
 
     Raises:
-        ValueError: for an operand or layout that does not exist, an unusable dtype, or an empty tensor.
+        ValueError: for a recipe, operand or layout that does not exist, an unusable dtype, or an empty tensor.
     """
     if operand not in OPERANDS:
         raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, not {operand!r}")
@@ -69,6 +69,9 @@ def quantize(
         raise ValueError(f"cannot quantize {x.dtype}: it must be bf16, fp16 or fp32")
     if x.ndim < 2 or x.numel() == 0:
         raise ValueError(f"cannot quantize shape {tuple(x.shape)}: it needs at least 2 dims and one element")
+    given: object = recipe
+    if not isinstance(given, Recipe):
+        raise ValueError(f"recipe must be a recipe object like fp8graph.Float8RowwiseScaling(), not {given!r}")
     quantizer = recipe.quantizer(operand)
     kind = SCALINGS[quantizer.scaling]
     if scale is not None and not kind.has_state:

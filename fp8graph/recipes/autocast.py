@@ -63,7 +63,11 @@ def autocast(
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a value that is not a group, or a
             group given inside compiled code.
+        TypeError: a recipe in the place of ``enabled``.
     """
+    given: object = enabled
+    if isinstance(given, (str, Recipe)):  # would be true, and the recipe would be lost
+        raise TypeError("the first argument of autocast is enabled, not a recipe: write autocast(recipe=...)")
     if torch.compiler.is_compiling():
         # Dynamo traces these lines: use only strings and Python's exceptions. Compiling the graph checks the names.
         if amax_reduction_group is not None:

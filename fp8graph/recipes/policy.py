@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 from fp8graph.errors import Fp8GraphError, PolicyError
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import GEMMS
-from fp8graph.recipes.registry import resolve_recipe
+from fp8graph.recipes.registry import known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
     INHERIT,
@@ -219,7 +219,8 @@ class Policy:
             return Policy.from_dict(value)
         if isinstance(value, (str, os.PathLike)):
             return Policy.load(value)
-        raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.")
+        hint = " Write Policy([...])." if isinstance(value, (list, Rule)) else ""
+        raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.{hint}")
 
 
 def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -228,7 +229,8 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"policy file {file}: cannot be read ({error}).") from None
+        hint = f" For the recipe of that name, write recipe={path!r}." if known_recipe(path) else ""
+        raise PolicyError(f"policy file {file}: cannot be read ({error}).{hint}") from None
     try:
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:  # both decoders' errors

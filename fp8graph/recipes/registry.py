@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import Any, Final
 
 from fp8graph.errors import UnsupportedRecipeError
@@ -58,6 +59,11 @@ def name_of(recipe: Recipe) -> str | None:
     return next((name for name, known in _NAMES.items() if known == recipe), None)
 
 
+def known_recipe(value: object) -> bool:
+    """Whether ``value`` is the name of a recipe."""
+    return isinstance(value, str) and value in _NAMES
+
+
 def resolve_recipe(value: RecipeLike) -> Recipe | None:
     """A recipe object, a recipe's name, its dict form, or ``None``/"high_precision" for no FP8.
 
@@ -72,10 +78,13 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
         return recipe_from_dict(value)
     names = ", ".join(repr(n) for n in [*_NAMES, HIGH_PRECISION])
     if not isinstance(value, str):
-        raise UnsupportedRecipeError(f"{value!r} is not a recipe. Give a recipe object, one of {names}, or None.")
+        hint = f" Did you mean {value.__name__}()?" if isinstance(value, type) and issubclass(value, Recipe) else ""
+        raise UnsupportedRecipeError(f"{value!r} is not a recipe. Give a recipe object, one of {names}, or None.{hint}")
     if value in _NAMES:
         return _NAMES[value]
-    raise UnsupportedRecipeError(f"unknown recipe {value!r}. Available: {names}.")
+    close = difflib.get_close_matches(value.lower(), [*_NAMES, HIGH_PRECISION], n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    raise UnsupportedRecipeError(f"unknown recipe {value!r}. Available: {names}.{meant}")
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:

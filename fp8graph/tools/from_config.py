@@ -55,7 +55,7 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
             raise ConfigError(f"{file}: not a config that transformers reads: {reason}") from None
     else:
         if path.suffix or len(path.parts) > 1:
-            raise ConfigError(f"{name}: no such file or folder.")
+            raise ConfigError(f"{name}: no such file or folder. Of a model on the Hub, download config.json first.")
         _check_type(name, f"no file or folder {name!r}, and transformers {transformers.__version__} has")
         config, cut = transformers.AutoConfig.for_model(name), 2 if layers is None else layers
     if cut is None:

@@ -40,6 +40,12 @@ def test_compile_takes_every_setting() -> None:
         fp8graph.compile(nn.Linear(16, 16), save="disk")
 
 
+@pytest.mark.parametrize("given", [nn.Linear, torch.relu])
+def test_compile_takes_models(given: Any) -> None:
+    with pytest.raises(TypeError, match="fp8graph.compile takes a model, an nn.Module, not .*torch.compile\\(function"):
+        fp8graph.compile(given)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"), [("tarjet", "Did you mean 'target'? "), ("ful_graph", "Did you mean 'fullgraph'? "), ("zzz", "")]
 )

@@ -330,6 +330,12 @@ def test_an_operand_that_does_not_exist(operand: Any) -> None:
         numerics.quantize(torch.zeros(2, 2), Float8CurrentScaling(), operand, "rowwise")
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", Float8CurrentScaling])
+def test_what_is_no_recipe(recipe: Any) -> None:
+    with pytest.raises(ValueError, match="recipe must be a recipe object like"):
+        numerics.quantize(torch.zeros(2, 2), recipe, "input", "rowwise")
+
+
 @pytest.mark.parametrize(
     ("x", "layout", "message"),
     [

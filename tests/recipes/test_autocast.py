@@ -159,6 +159,8 @@ def test_other_threads_do_not_see_the_region() -> None:
 def test_an_unknown_recipe() -> None:
     with pytest.raises(fp8graph.UnsupportedRecipeError, match="unknown recipe 'nosuch'"):
         fp8graph.autocast(recipe="nosuch")
+    with pytest.raises(TypeError, match=r"write autocast\(recipe=...\)"):
+        fp8graph.autocast("rowwise")  # pyright: ignore[reportArgumentType]
 
     def body(m: Any, x: Tensor) -> Tensor:
         with fp8graph.autocast(recipe="nosuch"):

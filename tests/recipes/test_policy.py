@@ -270,6 +270,13 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
         Policy.load(tmp_path / name)
 
 
+def test_a_recipe_in_the_place_of_a_policy() -> None:
+    with pytest.raises(fp8graph.PolicyError, match="For the recipe of that name, write recipe='rowwise'"):
+        fp8graph.Backend("rowwise")
+    with pytest.raises(fp8graph.PolicyError, match=r"Write Policy\(\[...\]\)"):
+        fp8graph.Backend([Rule("*", "rowwise")])  # pyright: ignore[reportArgumentType]
+
+
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     (tmp_path / "p.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(fp8graph.PolicyError, match="malformed TOML"):

@@ -18,10 +18,10 @@ from fp8graph.recipes import Recipe, registry, resolve_recipe
     ("value", "message"),
     [
         ("nosuch", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
-        ("Tensorwise", "unknown recipe 'Tensorwise'"),
+        ("Tensorwise", "unknown recipe 'Tensorwise'.* Did you mean 'tensorwise'\\?"),
         ("", "unknown recipe ''"),
         (7, "7 is not a recipe. Give a recipe object, one of 'tensorwise'"),
-        (Float8CurrentScaling, "is not a recipe. Give a recipe object"),
+        (Float8CurrentScaling, r"is not a recipe. Give a recipe object.* Did you mean Float8CurrentScaling\(\)\?"),
         ([], r"\[\] is not a recipe"),
         ({}, "unknown recipe type None. Available: Float8CurrentScaling"),
         ({"type": ["Float8CurrentScaling"]}, r"unknown recipe type \['Float8CurrentScaling'\]"),
