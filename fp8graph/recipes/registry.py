@@ -84,7 +84,7 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
         return _NAMES[value]
     close = difflib.get_close_matches(value.lower(), [*_NAMES, HIGH_PRECISION], n=1)
     meant = f" Did you mean {close[0]!r}?" if close else ""
-    raise UnsupportedRecipeError(f"unknown recipe {value!r}. Available: {names}.{meant}")
+    raise UnsupportedRecipeError(f"unknown recipe {value!r}.{meant} Available: {names}.")
 
 
 def recipe_from_dict(values: dict[str, Any]) -> Recipe:

@@ -166,8 +166,9 @@ class Report:
 
     def notes(self) -> list[str]:
         """What else there is to know: one sentence each."""
+        waiting = [] if self.graphs else ["no graph yet: nothing is compiled before the model is called"]
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
-        lines = [
+        lines = waiting + [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
         ]
         lines += attention_share(self.attention, self.gemms)

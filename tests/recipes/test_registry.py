@@ -18,7 +18,7 @@ from fp8graph.recipes import Recipe, registry, resolve_recipe
     ("value", "message"),
     [
         ("nosuch", "unknown recipe 'nosuch'. Available: 'tensorwise'"),
-        ("Tensorwise", "unknown recipe 'Tensorwise'.* Did you mean 'tensorwise'\\?"),
+        ("Tensorwise", "unknown recipe 'Tensorwise'. Did you mean 'tensorwise'\\? Available"),
         ("", "unknown recipe ''"),
         (7, "7 is not a recipe. Give a recipe object, one of 'tensorwise'"),
         (Float8CurrentScaling, r"is not a recipe. Give a recipe object.* Did you mean Float8CurrentScaling\(\)\?"),

@@ -238,3 +238,8 @@ def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
     model(torch.randn(8, 32))
     with pytest.raises(fp8graph.Fp8CoverageError, match="matched nothing"):
         model(torch.randn(8, 32))
+
+
+def test_before_the_first_call_it_says_why_it_is_empty() -> None:
+    report = fp8graph.Backend(compiler="eager").report
+    assert report.notes() == ["no graph yet: nothing is compiled before the model is called"]
