@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -77,11 +78,12 @@ class Blocks(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"fc": torch.nn.Linear(64, 64)}) for _ in range(3))
+        blocks = (torch.nn.Sequential(OrderedDict(fc=torch.nn.Linear(64, 64))) for _ in range(3))
+        self.layers = torch.nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = layer["fc"](x)
+            x = layer(x)
         return x
 
 
