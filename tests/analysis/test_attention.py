@@ -27,7 +27,7 @@ def test_the_places_of_arguments_are_those_of_the_schemas(target: Any) -> None:
     names = [argument.name for argument in schema(form.backward).arguments]
     assert [argument.name for argument in schema(target).arguments][:3] == ["query", "key", "value"]
     assert names[form.first : form.first + 3] == ["query", "key", "value"]
-    assert names[form.logsumexp] == "logsumexp"
+    assert names[form.logsumexp] in ("logsumexp", "lse")
 
 
 def test_an_op_and_its_backward() -> None:
@@ -59,4 +59,5 @@ def test_other_ops_are_none() -> None:
 
 
 def test_all_ops_are_tried() -> None:
-    assert {form.name for form in FORMS.values()} == {*OPS, "flex"}
+    """Those of packed sequences in tests/passes/test_find_attention.py."""
+    assert {form.name for form in FORMS.values()} - {"packed"} == {*OPS, "flex"}
