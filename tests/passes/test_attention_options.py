@@ -12,7 +12,19 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
-from attentions import OPS, Attention, asking, exact, exact_rounding_all, qkv, results, rounded, sdpa, written_out
+from attentions import (
+    FORMS_IN_TRAINING,
+    OPS,
+    Attention,
+    asking,
+    exact,
+    exact_rounding_all,
+    qkv,
+    results,
+    rounded,
+    sdpa,
+    written_out,
+)
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
 from helpers import NONE, view_of
@@ -123,7 +135,7 @@ def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sqnr_db(one, other) > 110
 
 
-@pytest.mark.parametrize("form", [form for form in OPS if form != "device's own" or torch.__version__ >= "2.13"])
+@pytest.mark.parametrize("form", FORMS_IN_TRAINING)
 def test_each_op(form: str) -> None:
     view = fp8graph.explain(
         Attention(OPS[form][0]), *qkv(), policy=asking(PER_TENSOR), training=True
@@ -191,7 +203,7 @@ def test_an_overflow_of_the_gradient_is_seen() -> None:
         assert not any(x.grad is None or x.grad.isfinite().all() for x in inputs)
 
 
-@pytest.mark.parametrize("form", [form for form in OPS if form != "device's own" or torch.__version__ >= "2.13"])
+@pytest.mark.parametrize("form", FORMS_IN_TRAINING)
 def test_each_op_and_its_backward_are_replaced(form: str) -> None:
     if OPS[form][3]:  # dropout
         return

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
-from attentions import OPS, Attention, asking, exact, qkv, results, rounded, sdpa, written_out
+from attentions import FORMS_IN_TRAINING, OPS, Attention, asking, exact, qkv, results, rounded, sdpa, written_out
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
 from helpers import NONE, eager_backend, same_bits, view_of
@@ -198,19 +198,7 @@ def test_flex_attention_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (forward.form, forward.execution, backward.direction) == ("flex", "emulated", "backward")
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(
-            form,
-            marks=pytest.mark.skipif(
-                form == "device's own" and torch.__version__ < "2.13",
-                reason="before 2.13 torch describes the backward of this op only on the devices that have it",
-            ),
-        )
-        for form in OPS
-    ],
-)
+@pytest.mark.parametrize("form", FORMS_IN_TRAINING)
 def test_each_op_and_its_backward_read_decoded_numbers(form: str) -> None:
     view = fp8graph.explain(Attention(OPS[form][0]), *qkv(), policy=TENSORWISE, training=True).graphs[0]
     lines = [line.split(" = ")[1] for line in view.after.splitlines() if "= aten._scaled_dot_product" in line]

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -72,6 +73,19 @@ OPS: dict[str, tuple[Any, bool, bool, bool]] = {
         False,
     ),
 }
+
+
+# the names of OPS, as parameters of tests that trace their backwards
+FORMS_IN_TRAINING = [
+    pytest.param(
+        form,
+        marks=pytest.mark.skipif(
+            form == "device's own" and torch.__version__ < "2.13",
+            reason="before 2.13 torch describes the backward of this op only on the devices that have it",
+        ),
+    )
+    for form in OPS
+]
 
 
 def qkv(
