@@ -52,11 +52,14 @@ class Sample:
         return needs is None or torch_version() >= (int(needs[1]), int(needs[2]))
 
     def run(self, namespace: dict[str, Any]) -> None:
-        """Run it, and compare what it prints. Lines in a traceback are those of the page."""
+        """Run it, and compare what it prints. Lines in a traceback are those of the page.
+
+        Pages show what torch from 2.13 prints: a CPU multiplies rows natively since then.
+        """
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
-        if self.output is not None:
+        if self.output is not None and torch_version() >= (2, 13):
             wanted, found = (
                 "\n".join(map(str.rstrip, text.splitlines())) for text in (self.output, printed.getvalue())
             )
