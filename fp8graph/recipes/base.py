@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 from fp8graph.errors import UnsupportedRecipeError
 from fp8graph.recipes.quantizer import FLT_MAX, GEMMS, Format, GemmName, OperandName, Quantizer
@@ -132,7 +132,7 @@ class AttentionFields(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("hadamard_qk", "attention_backward"):
+        for field in _FOR_ATTENTION:
             if type(getattr(self, field)) is not bool:
                 raise self._bad(field, "True or False")
 
@@ -146,4 +146,8 @@ class AttentionFields(Recipe):
 
     @property
     def only_for_attention(self) -> str:
-        return next((name for name in ("hadamard_qk", "attention_backward") if getattr(self, name)), "")
+        return next((name for name in _FOR_ATTENTION if getattr(self, name)), "")
+
+
+_OF_ALL: Final = {field.name for field in dataclasses.fields(Recipe)}
+_FOR_ATTENTION: Final = tuple(f.name for f in dataclasses.fields(AttentionFields) if f.name not in _OF_ALL)

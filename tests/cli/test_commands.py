@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import fp8graph
-from fp8graph.cli import COMMANDS, completion, demo, doctor, main
+from fp8graph.cli import COMMANDS, demo, doctor, main
 from fp8graph.cli.doctor import missing
 from fp8graph.cli.extras import EXTRAS, install
 
@@ -130,7 +130,6 @@ def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = capsys.readouterr().out
     assert "fp8graph" in script
     assert "--min-speedup" in script
-    assert completion.__doc__
 
 
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +143,7 @@ _shtab_fp8graph
 echo "${COMPREPLY[@]}"
 """
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["--target", "--table"] or set(done.stdout.split()) == {"--target", "--table"}
+    assert sorted(done.stdout.split()) == ["--table", "--target"]
 
 
 def test_the_doctor_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
