@@ -6,6 +6,9 @@ instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keep
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
 
 __all__ = [
@@ -81,3 +84,9 @@ class StateError(Fp8GraphError):
     Raised by ``Backend.state_dict`` and ``load_state_dict``, by the callbacks of ``fp8graph.integrations``, and by
     ``torch.distributed.checkpoint`` through them. Nothing is loaded then.
     """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence, with a space before it, that names what ``name`` was probably meant to be; or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

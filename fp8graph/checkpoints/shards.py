@@ -6,7 +6,6 @@ checked then, so that a folder that opens can be read to its end.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fp8graph.checkpoints.headers import TensorInfo, tensors_of
-from fp8graph.errors import CheckpointError
+from fp8graph.errors import CheckpointError, did_you_mean
 
 INDEX: Final = "model.safetensors.index.json"
 PARTIAL: Final = ".fp8graph-partial-"  # in the name of a folder that is being written
@@ -69,9 +68,7 @@ class Shards:
             CheckpointError: there is no such tensor.
         """
         if name not in self._where:
-            near = difflib.get_close_matches(name, self._where, 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise CheckpointError(f"{self.folder}: there is no tensor {name!r}.{hint}")
+            raise CheckpointError(f"{self.folder}: there is no tensor {name!r}.{did_you_mean(name, self._where)}")
         return self._where[name]
 
     def tensor(self, name: str) -> Tensor:

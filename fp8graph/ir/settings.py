@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fp8graph import hardware
 from fp8graph.compat import inductor
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.roofline import launches_are_replayed
 
@@ -119,5 +118,4 @@ class Settings:
 
 def choices(what: str, name: str, known: Sequence[str]) -> str:
     """The rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f". {f'Did you mean {close[0]!r}? ' if close else ''}{what}: {', '.join(known)}."
+    return f".{did_you_mean(name, known)} {what}: {', '.join(known)}."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +24,7 @@ from fp8graph.planning.scoring import Loss, Measured, Scoring, measure
 from fp8graph.planning.tuned import CurvePoint, Score, Tuned
 from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, recipe_text
+from fp8graph.report.terminal import progress_console
 
 _DEFAULT_TARGET: Final = "sm_90"
 Decision = tuple[str, str]  # (group, gemm)
@@ -259,13 +259,11 @@ def _check(budget: float, min_speedup: float | None) -> None:
 
 
 def _bar(batches: Iterable[Any], *, shown: bool | None) -> Iterable[Any]:
-    if shown is False or (shown is None and not sys.stderr.isatty()):
+    if shown is False or (shown is None and progress_console() is None):
         return batches
     try:
         from rich.console import Console
         from rich.progress import track
     except ImportError:
-        if shown:
-            raise ConfigError("tune(progress=True) needs rich: pip install rich.") from None
-        return batches
+        raise ConfigError("tune(progress=True) needs rich: pip install rich.") from None
     return track(batches, "measuring", console=Console(stderr=True))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from typing import Any, Final
 
-from fp8graph.errors import UnsupportedRecipeError
+from fp8graph.errors import UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.nvfp4 import NVFP4BlockScaling
 from fp8graph.recipes.recipe import (
@@ -82,8 +81,7 @@ def resolve_recipe(value: RecipeLike) -> Recipe | None:
         raise UnsupportedRecipeError(f"{value!r} is not a recipe. Give a recipe object, one of {names}, or None.{hint}")
     if value in _NAMES:
         return _NAMES[value]
-    close = difflib.get_close_matches(value.lower(), [*_NAMES, HIGH_PRECISION], n=1)
-    meant = f" Did you mean {close[0]!r}?" if close else ""
+    meant = did_you_mean(value.lower(), [*_NAMES, HIGH_PRECISION])
     raise UnsupportedRecipeError(f"unknown recipe {value!r}.{meant} Available: {names}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 import math
@@ -13,7 +12,7 @@ from typing import Any, Final
 import torch
 import transformers
 
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, did_you_mean
 
 # What a config without "architectures" is taken for, whole models before parts of them: Whisper and BART have a
 # causal LM too, which is their decoder alone.
@@ -69,8 +68,7 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
 
 def _check_type(name: str, who: str) -> None:
     if name not in transformers.CONFIG_MAPPING:
-        close = difflib.get_close_matches(name, list(transformers.CONFIG_MAPPING.keys()), n=1)
-        raise ConfigError(f"{who} no model type {name!r}." + (f" Did you mean {close[0]!r}?" if close else ""))
+        raise ConfigError(f"{who} no model type {name!r}.{did_you_mean(name, transformers.CONFIG_MAPPING.keys())}")
 
 
 def _parts(config: Any) -> Iterator[Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import sys
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fp8graph.checkpoints.inspect import Inspection, LayerSummary, inspect
 from fp8graph.report.tables import aligned, any_layer, size_text
+from fp8graph.report.terminal import progress_console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PATIENCE: Final = 2.0  # seconds before progress is shown
 
@@ -77,14 +79,14 @@ def _some(names: list[str]) -> str:
 def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
     """A function of what is done and of all, which shows a bar on a terminal once two seconds are over."""
     started, bar, task = time.monotonic(), None, None
-    can_show = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    console = progress_console()
 
     def progress(done: int, total: int) -> None:
         nonlocal bar, task
-        if not can_show or time.monotonic() - started < PATIENCE:
+        if console is None or time.monotonic() - started < PATIENCE:
             return
         if bar is None:
-            bar = _started_bar()
+            bar = _started_bar(console)
             task = bar.add_task(title, total=total)
         bar.update(task, completed=done)
 
@@ -95,11 +97,10 @@ def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
             bar.stop()
 
 
-def _started_bar() -> Any:
-    from rich.console import Console
+def _started_bar(console: Console) -> Any:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    bar = Progress(*columns, console=console, transient=True)
     bar.start()
     return bar

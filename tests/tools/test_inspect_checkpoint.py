@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import fp8_checkpoints
@@ -93,7 +94,7 @@ class Terminal:
 def test_progress(terminal: bool, patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, after two seconds."""
     bar = Terminal()
-    monkeypatch.setattr(inspect_checkpoint, "_started_bar", lambda: bar)
+    monkeypatch.setattr(inspect_checkpoint, "_started_bar", lambda console: bar)
     monkeypatch.setattr(inspect_checkpoint, "PATIENCE", patience)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with inspect_checkpoint.progress_bar("reading") as progress:
@@ -103,7 +104,7 @@ def test_progress(terminal: bool, patience: float, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_bar_itself() -> None:
-    bar = inspect_checkpoint._started_bar()
+    bar = inspect_checkpoint._started_bar(Console(stderr=True))
     bar.update(bar.add_task("reading", total=2), completed=1)
     bar.stop()
 
