@@ -71,6 +71,7 @@ def traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
     from fp8graph.cli.terminal import working
     from fp8graph.errors import ConfigError, Fp8GraphError
     from fp8graph.tools.explain import explain
+    from fp8graph.tools.from_config import positions_of
 
     try:
         with working(f"tracing {type(model).__name__}"):
@@ -79,7 +80,10 @@ def traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
         raise
     except Exception as error:  # made-up inputs may not be what the model takes, and its code says anything then
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        positions, tokens = positions_of(model.config), inputs.get("input_ids")
+        too_long = positions is not None and tokens is not None and tokens.shape[1] > positions
         raise ConfigError(
             f"cannot trace {type(model).__name__} with inputs made from its config ({reason}). "
-            "Call fp8graph.explain(model, ...) with inputs of your own."
+            f"{f'Try --seq {positions}, or call' if too_long else 'Call'} fp8graph.explain(model, ...) with inputs of "
+            "your own."
         ) from error

@@ -28,6 +28,7 @@ _TASKS: Final = (
     "IMAGE_CLASSIFICATION",
 )
 _LAYERS: Final = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "depth")
+_DENSE: Final = "first_k_dense_replace"
 
 
 def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
@@ -87,6 +88,16 @@ def _cut(config: Any, layers: int) -> Iterator[str]:
                 if isinstance(value, list) and len(value) == number:
                     setattr(config, key, value[:layers])
             yield f"{name}: {number}"
+            dense = getattr(config, _DENSE, 0)  # DeepSeek's and GLM's: layers before the first one with experts
+            if isinstance(dense, int) and dense >= layers:
+                setattr(config, _DENSE, layers - 1)
+                yield f"{_DENSE}: {dense}"
+
+
+def positions_of(config: Any) -> int | None:
+    """The tokens for which each part of a model has positions; None where a config does not say."""
+    found = (getattr(part, "max_position_embeddings", None) for part in _parts(config))
+    return min((number for number in found if isinstance(number, int)), default=None)
 
 
 def model_of(config: Any, name: str | None = None) -> Any:

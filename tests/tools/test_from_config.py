@@ -58,6 +58,21 @@ def test_all_kinds_of_models(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert ("without images" in err) is (name == "qwen2_vl")
 
 
+def test_a_cut_leaves_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek's first three layers have none."""
+    assert main(["explain", "deepseek_v3", "--seq", "16", "--layers", "1", "--inference", "--target", "cpu"]) == 0
+    out, err = capsys.readouterr()
+    assert "(num_hidden_layers: 61, first_k_dense_replace: 3); --layers N" in err
+    assert "experts" in out
+
+
+def test_more_tokens_than_positions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "clip", "--layers", "1", "--inference", "--target", "cpu"]) == 2
+    (_, line) = capsys.readouterr().err.splitlines()
+    assert "cannot trace CLIPModel" in line
+    assert line.endswith("Try --seq 77, or call fp8graph.explain(model, ...) with inputs of your own.")
+
+
 def test_a_class_of_ones_choice(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", "llama", "--seq", "16", "--layers", "1", "--target", "cpu"]
     assert main([*arguments, "--class", "AutoModelForSequenceClassification"]) == 0
