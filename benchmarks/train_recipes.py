@@ -94,19 +94,21 @@ def is_evaluated(step: int, steps: int) -> bool:
 class Trained:
     """One model and its compiled code, which all seeds of a backend without a state share."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, backend: Any) -> None:
         torch._dynamo.reset()
-        self.backend, self.model = BACKENDS[name](), build_model(0)
-        self.compiled = torch.compile(self.model, backend=self.backend)
+        self.model = build_model(0)
+        self.compiled = torch.compile(self.model, backend=backend)
 
-    def run(self, seed: int, text: Tensor, held_out: Sequence[Tensor], steps: int) -> dict[str, Any]:
+    def run(
+        self, seed: int, text: Tensor, held_out: Sequence[Tensor], steps: int, learning_rate: float = 1e-3
+    ) -> dict[str, Any]:
         """Train from ``seed``: AdamW, linear warm-up over a tenth of the steps, cosine decay to a tenth of the rate."""
         self.model.load_state_dict(build_model(seed).state_dict())
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         warm_up = max(1, steps // 10)
         schedules: list[torch.optim.lr_scheduler.LRScheduler] = [
             torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, warm_up),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up), 1e-4),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warm_up), learning_rate / 10),
         ]
         rate = torch.optim.lr_scheduler.SequentialLR(optimizer, schedules, [warm_up])
         losses: list[float] = []
@@ -132,6 +134,16 @@ def file_of(folder: Path, name: str, seed: int) -> Path:
     return folder / f"{name.replace(', ', '_').replace('^', '')}-seed{seed}.json"
 
 
+def versions() -> dict[str, str]:
+    """Where a run was made, and with what."""
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "fp8graph": fp8graph.__version__,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -142,12 +154,6 @@ def main() -> int:
     console = Console()
     text, held_out = split()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    machine = {
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "fp8graph": fp8graph.__version__,
-    }
     for name in arguments.recipes:
         trained: Trained | None = None
         for seed in arguments.seeds:
@@ -156,10 +162,10 @@ def main() -> int:
                 continue
             with quiet():
                 if trained is None or name == "delayed":  # scaling state belongs to one run
-                    trained = Trained(name)
+                    trained = Trained(BACKENDS[name]())
                 result = trained.run(seed, text, held_out, arguments.steps)
             path.write_text(
-                json.dumps({"name": name, "seed": seed, "steps": arguments.steps, **machine, **result}) + "\n"
+                json.dumps({"name": name, "seed": seed, "steps": arguments.steps, **versions(), **result}) + "\n"
             )
             final = result["evaluations"][arguments.steps]
             console.print(f"{name}, seed {seed}: held-out loss {final:.4f}, {result['seconds']} s", highlight=False)

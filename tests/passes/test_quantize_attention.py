@@ -105,6 +105,18 @@ def test_the_oracle(size: int, kv_heads: int, causal: bool, dtype: torch.dtype, 
         assert sqnr_db(one, other.double()) > bound
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+def test_an_infinity_saturates_and_nan_stays(recipe: str, which: int) -> None:
+    for value, finite in ((math.inf, True), (math.nan, False)):
+        given = qkv()
+        with torch.no_grad():
+            given[which][0, 0, 3, 5] = value
+        output, *_ = results(sdpa(), *given, policy=asking(recipe))
+        assert bool(output.isfinite().all()) is finite
+        assert not results(sdpa(), *given, policy=NONE)[0].isfinite().all()
+
+
 def test_the_graph_before_and_after() -> None:
     view = view_of(sdpa(is_causal=True), *qkv(), policy=TENSORWISE)
     settings = "dtype=e4m3, power_2_scale=False, amax_epsilon=0.0, rowwise=[1, 1], columnwise=[]"

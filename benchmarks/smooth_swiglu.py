@@ -1,0 +1,135 @@
+"""Train a small Llama at rates at which SwiGLU's product has outliers, with and without ``smooth_input=True``.
+
+``python -m benchmarks.smooth_swiglu``: 300 steps of the model, text and evaluation of ``benchmarks/train_recipes.py``.
+The higher the learning rate, the larger the product of SwiGLU that ``down_proj`` reads: after each run its amax and its
+root mean square are measured, layer by layer, on a batch that no run trains on. Runs on a CPU, and says nothing about
+speed. Each run is one JSON file in ``results/smooth_swiglu_cpu``; what is there is not run again. The table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import fp8graph
+from benchmarks.recipe_evidence import interval, text
+from benchmarks.train_recipes import BF16, RESULTS, Trained, split, versions
+from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, Recipe, Rule
+from fp8graph.tools.demo import quiet
+
+FOLDER: Final = RESULTS / "smooth_swiglu_cpu"
+RATES: Final = (1e-3, 3e-3, 1e-2, 3e-2)
+STEPS, SEEDS = 300, (0, 1, 2, 3, 4)
+DOWN: Final = "*.down_proj"  # what reads the product
+BACKENDS: Final[dict[str, Callable[[], Any]]] = {
+    BF16: lambda: "inductor",
+    "delayed": lambda: fp8graph.Backend(recipe="delayed"),
+    "delayed, smooth_input": lambda: smoothed(DelayedScaling(smooth_input=True), "delayed"),
+    "tensorwise": lambda: fp8graph.Backend(recipe="tensorwise"),
+    "tensorwise, smooth_input": lambda: smoothed(Float8CurrentScaling(smooth_input=True), "tensorwise"),
+}
+Run = dict[str, Any]
+
+
+def smoothed(recipe: Recipe, others: str) -> fp8graph.Backend:
+    """``recipe`` for the linears that read the product, and ``others`` for those of the default policy."""
+    return fp8graph.Backend(policy=Policy([Rule(DOWN, recipe)], default=others, extends="default"))
+
+
+@torch.no_grad()
+def products(model: nn.Module, tokens: Tensor) -> list[tuple[float, float]]:
+    """The amax and the root mean square of what each ``down_proj`` reads."""
+    found: list[tuple[float, float]] = []
+
+    def measure(_module: nn.Module, inputs: tuple[Tensor]) -> None:
+        x = inputs[0].float()  # [sequences, tokens, intermediate]
+        found.append((x.abs().max().item(), x.square().mean().sqrt().item()))
+
+    hooks = [m.register_forward_pre_hook(measure) for name, m in model.named_modules() if name.endswith("down_proj")]
+    model(input_ids=tokens)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def file_of(folder: Path, name: str, rate: float, seed: int) -> Path:
+    """Where a run is kept."""
+    return folder / f"{name.replace(', ', '_')}-rate{rate:g}-seed{seed}.json"
+
+
+def read(folder: Path = FOLDER) -> dict[tuple[float, str], dict[int, Run]]:
+    """All runs by rate and name, then by seed, in the order of the benchmark."""
+    found: dict[tuple[float, str], dict[int, Run]] = {}
+    for path in sorted(folder.glob("*.json")):
+        run = json.loads(path.read_text())
+        found.setdefault((run["learning_rate"], run["name"]), {})[run["seed"]] = run
+    return {key: found[key] for key in ((rate, name) for rate in RATES for name in BACKENDS) if key in found}
+
+
+def held_out(run: Run) -> float:
+    """The loss after the last step, of the weights in FP32."""
+    return run["evaluations"][str(run["steps"])]
+
+
+def lines(runs: dict[tuple[float, str], dict[int, Run]]) -> list[str]:
+    """The table's rows: the loss, its difference from the bf16 run of its seed, and the largest product."""
+    found: list[str] = []
+    for (rate, name), by_seed in runs.items():
+        plain = runs.get((rate, BF16), {})
+        losses = [held_out(run) for run in by_seed.values()]
+        both = [held_out(run) / held_out(plain[seed]) - 1 for seed, run in by_seed.items() if seed in plain]
+        largest = max(amax for run in by_seed.values() for amax, _ in run["products"])
+        ratio = max(amax / size for run in by_seed.values() for amax, size in run["products"])
+        difference = "" if name == BF16 else text(*interval(both))
+        cells = (f"{rate:g}", name, f"{min(losses):.3f} to {max(losses):.3f}", difference, f"{largest:,.0f}")
+        found.append(f"| {' | '.join([*cells, f'{ratio:.0f}'])} |")
+    return found
+
+
+def train(name: str, rates: Sequence[float], seeds: Sequence[int], steps: int, folder: Path, console: Console) -> None:
+    """The runs of one backend that are not there yet."""
+    train_on, batches = split()
+    trained: Trained | None = None
+    for rate in rates:
+        for seed in seeds:
+            path = file_of(folder, name, rate, seed)
+            if path.exists() and json.loads(path.read_text())["steps"] == steps:
+                continue
+            with quiet():
+                if trained is None or name.startswith("delayed"):  # scaling state belongs to one run
+                    trained = Trained(BACKENDS[name]())
+                result = trained.run(seed, train_on, batches, steps, rate)
+                result["products"] = products(trained.model, batches[0])
+            about = {"name": name, "learning_rate": rate, "seed": seed, "steps": steps, **versions()}
+            path.write_text(json.dumps(about | result) + "\n")
+            loss = result["evaluations"][steps]
+            console.print(f"{name}, rate {rate:g}, seed {seed}: {loss:.4f}, {result['seconds']} s", highlight=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--rates", type=float, nargs="+", default=RATES)
+    parser.add_argument("--runs", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--out", type=Path, default=FOLDER)
+    arguments = parser.parse_args()
+    console = Console()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.runs:
+        train(name, arguments.rates, arguments.seeds, arguments.steps, arguments.out, console)
+    console.print("| rate | run | held-out loss | beside bf16 | largest product | times its mean square |")
+    for line in lines(read(arguments.out)):
+        console.print(line, highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
