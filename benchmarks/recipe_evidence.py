@@ -86,9 +86,17 @@ def text(mean: float, half: float) -> str:
 
 
 def lines(found: dict[str, dict[str, Any]]) -> list[str]:
-    """The rows of the table in ``results/README.md``."""
+    """The rows of the table in ``results/README.md``; one with fewer seeds than the others says so."""
+    all_seeds = max(row["seeds"] for row in found.values())
     return [
-        f"| {' | '.join([name, *(text(*value) for title, value in row.items() if title != 'seeds')])} |"
+        "| "
+        + " | ".join(
+            [
+                name if row["seeds"] == all_seeds else f"{name} ({row['seeds']} of {all_seeds} seeds)",
+                *(text(*value) for title, value in row.items() if title != "seeds"),
+            ]
+        )
+        + " |"
         for name, row in found.items()
     ]
 

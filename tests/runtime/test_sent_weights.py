@@ -40,6 +40,7 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "another policy": ("tensorwise", {"event": "policy"}),
         "another backend": ("tensorwise", {"event": "another backend"}),
         "generated": ("tensorwise", {"compiler": "inductor"}),
+        "regions": ("tensorwise", {"regions": True}),
         "offloaded": ("tensorwise", {"offload": True}),
         "rowwise": ("rowwise", {}),
     },
@@ -121,6 +122,14 @@ def test_weights_are_quantized_once_for_each_update(ranks: int, of_ranks: Any) -
         assert found["quantized"] == 2 * 3 * 4  # layers, matrices, steps
         assert not found["reasons"]
         assert found["gemms"] == 2 * 3 * 3 + 2 * 3  # of training and of evaluation
+
+
+def test_regions_are_the_layers(of_ranks: Any) -> None:
+    """``fp8graph.compile(model, regions="auto")`` after ``fully_shard`` is the loop over layers."""
+    for found in of_ranks(2):
+        (_, by_hand), (_, at_once) = found["tensorwise"], found["regions"]
+        for key in ("losses", "evaluated", "bytes", "gemms", "quantized", "reasons"):
+            assert at_once[key] == by_hand[key], key
 
 
 def test_accumulation_keeps_the_scales_of_an_update(of_ranks: Any) -> None:

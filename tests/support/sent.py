@@ -85,14 +85,13 @@ def train(
     offload: bool = False,
     compiled_step: bool = False,
     together: bool = False,
+    regions: bool = False,
     event: str = "",
 ) -> tuple[dict[str, Any], fp8graph.Backend, weakref.ref[nn.Module]]:
     """Some steps of training and evaluation; ``event`` happens before the third."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net(*sizes, checkpointed)
-    backend = fp8graph.Backend(recipe=recipe, compiler=compiler, cache_weights=in_fp8)
-    backend.bind(model)
     shape = mesh or (dist.get_world_size(),)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :]),
@@ -110,8 +109,7 @@ def train(
     root: Any = fully_shard(model, **settings)
     if together:
         root.set_custom_all_gather(counting)
-    for layer in model.layers:
-        layer.compile(backend=backend)
+    backend = _compiled(model, regions, {"recipe": recipe, "compiler": compiler, "cache_weights": in_fp8})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     take_step: Any = torch.compile(optimizer.step, backend="eager") if compiled_step else optimizer.step
     generator = torch.Generator().manual_seed(rank)
@@ -142,6 +140,17 @@ def train(
     found["quantized"] = backend._shared.sent.quantized
     found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
     return found, backend, weakref.ref(model.layers[0])
+
+
+def _compiled(model: Net, regions: bool, settings: dict[str, Any]) -> fp8graph.Backend:
+    """Layer by layer, by hand or by one call."""
+    if regions:
+        return fp8graph.backend_of(fp8graph.compile(model, regions="auto", **settings))
+    backend = fp8graph.Backend(**settings)
+    backend.bind(model)
+    for layer in model.layers:
+        layer.compile(backend=backend)
+    return backend
 
 
 def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:

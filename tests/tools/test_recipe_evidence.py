@@ -30,6 +30,8 @@ def test_runs_are_compared_with_bf16_of_their_seed() -> None:
     ((name, row),) = rows(runs).items()
     assert (name, row["seeds"]) == ("tensorwise", 2)
     assert row["held out, step 100"][0] == pytest.approx(0.05)
+    runs["rowwise"] = {0: run(1.1)}
+    assert [line.split(" | ")[0] for line in lines(rows(runs))] == ["| tensorwise", "| rowwise (1 of 2 seeds)"]
 
 
 def test_the_results_are_in_the_documents() -> None:
