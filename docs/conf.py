@@ -1,5 +1,9 @@
 """The documentation site, which ``make docs`` builds; CONTRIBUTING.md says how, and why with Sphinx."""
 
+from pathlib import Path
+
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.ext.napoleon import Config, GoogleDocstring
 
@@ -17,13 +21,26 @@ include_patterns = [
     "CONTRIBUTING.md",
     "benchmarks/results/README.md",
     "examples/README.md",
+    "notebooks/*",
 ]
 exclude_patterns = [".*", "build", "dist", "*.egg-info", "fp8graph", "models", "passes", "tests"]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 
 # --- Markdown -------------------------------------------------------------------------------------------------------
 myst_heading_anchors = 4  # "page.md#a-heading", with the slugs of Git forges
+
+# --- notebooks ------------------------------------------------------------------------------------------------------
+# Each is run whenever its page is built: a cache would know its cells, but not the fp8graph that they call.
+nb_custom_formats = {".py": ["jupytext.reads", {"fmt": "py:percent"}]}
+nb_execution_mode = "force"
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds per cell
+nb_merge_streams = True
+# Logs and progress bars of other libraries, with paths of this machine. Warnings of Python are errors where the tests
+# run the same cells (tests/docs/test_notebooks.py).
+nb_output_stderr = "remove"
 
 # --- the pages of docs/api ------------------------------------------------------------------------------------------
 autodoc_default_options = {"undoc-members": True, "member-order": "bysource"}
@@ -68,7 +85,16 @@ def leave_plain(app: Sphinx, _name: str, _source: list[str]) -> None:
     app.env.temp_data["highlight_language"] = "none"
 
 
+def leave_files(app: Sphinx, page: nodes.document) -> None:
+    """A link to a Python file that is no notebook leads to the file: MyST takes it for a page, too."""
+    for link in list(page.findall(addnodes.pending_xref)):
+        name, file = link["reftarget"], f"{link['reftarget']}.py"
+        if link["refdomain"] == "doc" and name not in app.env.found_docs and Path(app.srcdir, file).is_file():
+            link.replace_self(addnodes.download_reference("", "", *link.children, reftarget=f"/{file}"))
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", leave_plain)
+    app.connect("doctree-read", leave_files, priority=400)  # before Sphinx collects the files that links lead to
     app.connect("autodoc-process-docstring", read_google_style)

@@ -83,7 +83,17 @@ def test_a_users_own_folders(name: str, tmp_path: Path) -> None:
 
 
 def test_the_core_needs_torch_only(tmp_path: Path) -> None:
-    extras = ["rich", "matplotlib", "plotext", "transformers", "hypothesis", "sphinx", "myst_parser", "docutils"]
+    extras = [
+        "rich",
+        "matplotlib",
+        "plotext",
+        "transformers",
+        "hypothesis",
+        "sphinx",
+        "myst_nb",
+        "jupytext",
+        "docutils",
+    ]
     code = f"import fp8graph, sys; print([m for m in {extras} if m in sys.modules])"
     assert python(code, tmp_path).stdout.strip() == "[]"
 
@@ -96,7 +106,7 @@ def test_the_site_is_built_by_an_extra() -> None:
     assert [extra for extra, needs in wants.items() if "sphinx" in needs] == ["docs"]
     assert [extra for extra, needs in wants.items() if re.search(r"\[[\w,]*docs", needs)] == ["dev"]
     pinned = (ROOT / "constraints.txt").read_text().lower()
-    assert all(f"\n{name}==" in pinned for name in ("sphinx", "myst-parser", "furo"))
+    assert all(f"\n{name}==" in pinned for name in ("sphinx", "myst-nb", "furo"))
 
 
 def test_help_comes_at_once(tmp_path: Path) -> None:

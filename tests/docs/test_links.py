@@ -20,6 +20,7 @@ PAGES = sorted(
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "examples" / "README.md",
+        ROOT / "notebooks" / "README.md",
         ROOT / "benchmarks" / "results" / "README.md",
     ]
 )
