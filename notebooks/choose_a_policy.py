@@ -114,6 +114,7 @@ axes.scatter(found.chosen.speedup, found.chosen.error, s=140, marker="*", color=
 axes.set(xlabel="predicted speedup of the GEMMs", ylabel="error (FP8 everywhere = 1)", title="Error against time")
 axes.grid(alpha=0.3)
 axes.legend()
+plt.show()
 
 # %% [markdown]
 # The line is flat at first: the first GEMMs that go to FP8 are nearly free. It is steep at the end, where the last
@@ -133,6 +134,7 @@ for gemm, color in colors.items():
     axes.bar([place for place, _ in own], [error for _, error in own], color=color, label=gemm)
 axes.set(xlabel="GEMMs, the worst first", ylabel="share of the error", title=f"{len(scores)} GEMMs")
 axes.legend()
+plt.show()
 
 for score in scores[:6]:
     print(f"{score.error:6.2%}  {score.gemm}  {score.site}")

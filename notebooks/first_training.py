@@ -133,6 +133,7 @@ right.set(xlabel="step", ylabel="loss minus that of bf16", title="How far from b
 for axes in (left, right):
     axes.grid(alpha=0.3)
     axes.legend()
+plt.show()
 
 
 # %%
@@ -183,8 +184,8 @@ for gemm in report.gemms:
         print(f"{gemm.name} {gemm.gemm}: {gemm.reason}")
 
 # %% [markdown]
-# The head turns hidden states into logits. It is known to suffer from little precision, so the default policy leaves
-# it alone. A [policy](../docs/policies.md) of yours can say otherwise.
+# The head turns hidden states into logits. Its errors reach the loss directly, so the default policy leaves it alone.
+# A [policy](../docs/policies.md) of yours can say otherwise.
 #
 # How much work is that?
 
@@ -202,6 +203,7 @@ axes.barh(kinds, [work["bf16"][kind] / 1e9 for kind in kinds], label="bf16")
 axes.invert_yaxis()
 axes.set(xlabel="GFLOP per step, both layers together", title="The work of the GEMMs")
 axes.legend()
+plt.show()
 
 # %% [markdown]
 # If a rule of yours asks for FP8 and the GEMM cannot have it, you want to hear of it. `check()` raises an error then.

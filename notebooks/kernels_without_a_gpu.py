@@ -88,6 +88,7 @@ for graph, color in colors.items():
 axes.set(xlabel="launch", ylabel="MiB read and written", title="Bytes of each launch (GEMMs: not counted)")
 axes.set_xticks(range(0, len(kernels), 2))
 axes.legend()
+plt.show()
 
 # %% [markdown]
 # ## What one of them computes
@@ -162,6 +163,7 @@ axes.bar_label(bars, fmt="%.0f", padding=3)
 axes.invert_yaxis()
 axes.margins(x=0.1)
 axes.set(xlabel="MiB per call, without GEMMs", title="Norm, activation and quantization of half a layer")
+plt.show()
 
 # %% [markdown]
 # This is the price of FP8, and only that: what the GEMMs gain stands on the other side, and cannot be counted, only
