@@ -4,11 +4,16 @@ TORCH ?= 2.13.0
 # two test processes of one thread each use two cores better than one process of two threads
 export OMP_NUM_THREADS ?= 1
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# -rs: each skip is listed with its reason
+PYTEST_ARGS ?= -n 2 --dist loadfile -rs
 
-.PHONY: demo test test-slow test-all lint docs clean test-torch test-python record-kernels train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all lint docs clean test-torch test-python release-check record-kernels train-recipes tune-order bench coverage
 
-.venv/ready: pyproject.toml constraints.txt
+# a source distribution holds no links to folders
+fp8graph/passes fp8graph/models:
+	ln -s ../$(notdir $@) $@
+
+.venv/ready: pyproject.toml constraints.txt | fp8graph/passes fp8graph/models
 	$(PYTHON) -c "import sys; sys.exit('fp8graph needs Python 3.11 or newer; set PYTHON=') if sys.version_info < (3, 11) else None"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
@@ -38,12 +43,16 @@ docs: export CUDA_VISIBLE_DEVICES =
 docs: .venv/ready
 	.venv/bin/sphinx-build -W --keep-going -j auto -q -c docs -d build/doctrees . build/docs
 
-# all tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0
+# all tests on another torch, in a venv of its own: make test-torch TORCH=2.11.0, or TORCH=nightly with NIGHTLY=<the
+# address of torch's index of nightlies>; pip then says that fp8graph does not allow that torch, and goes on
+NIGHTLY ?= $(error TORCH=nightly needs NIGHTLY, the address of the index of nightly builds of torch)
 .venv-torch-$(TORCH)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	grep -vE '^(torch|triton)==' constraints.txt > .venv-torch-$(TORCH)/constraints.txt
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c .venv-torch-$(TORCH)/constraints.txt "torch==$(TORCH)" -e ".[test]"
+		-c .venv-torch-$(TORCH)/constraints.txt $(if $(filter nightly,$(TORCH)),,"torch==$(TORCH)") -e ".[test]"
+	$(if $(filter nightly,$(TORCH)),.venv-torch-nightly/bin/python -m pip install --quiet --disable-pip-version-check \
+		--pre --upgrade --index-url "$(NIGHTLY)" torch)
 	touch $@
 
 test-torch: .venv-torch-$(TORCH)/ready
@@ -57,6 +66,15 @@ test-torch: .venv-torch-$(TORCH)/ready
 
 test-python: .venv-$(notdir $(PYTHON))/ready
 	.venv-$(notdir $(PYTHON))/bin/python -m pytest $(PYTEST_ARGS)
+
+# dist/: the files of a release, built, looked into, installed without and with each extra, and used (ten minutes)
+.venv-release/ready: constraints.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build twine
+	touch $@
+
+release-check: .venv-release/ready
+	.venv-release/bin/python tests/support/release_check.py dist
 
 # what that torch generates for a GPU, which need not be there: tests/data/kernels-$(TORCH).json
 record-kernels: .venv-torch-$(TORCH)/ready
@@ -83,4 +101,4 @@ coverage: .venv/ready
 	.venv/bin/python -m benchmarks.coverage
 
 clean:
-	rm -rf .venv .venv-torch-* build dist *.egg-info
+	rm -rf .venv .venv-torch-* .venv-python* .venv-release build dist *.egg-info

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import fp8graph
+import release_check
 from fp8graph.backend import named_backend
 
 ROOT = Path(__file__).parent.parent
@@ -38,25 +41,74 @@ def test_every_package_is_listed() -> None:
     assert set(listed) == found
 
 
-def test_the_source_distribution_has_what_the_readme_points_to(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a wheel and a source distribution of the checkout, and the unpacked sources, ``checkout``."""
     pytest.importorskip("setuptools", "77")
-    checkout = tmp_path / "checkout"
-    leave = shutil.ignore_patterns(".venv*", ".git", "__pycache__", "*.egg-info", ".hypothesis", ".*_cache", "build")
+    folder = tmp_path_factory.mktemp("release")
+    checkout = folder / "checkout"
+    leave = shutil.ignore_patterns(
+        ".venv*", ".git", "__pycache__", "*.egg-info", ".hypothesis", ".*_cache", "build", "dist"
+    )
     shutil.copytree(ROOT, checkout, symlinks=True, ignore=leave)
-    done = python(f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})", checkout)
-    assert done.returncode == 0, done.stderr[-2000:]
-    (archive,) = tmp_path.glob("*.tar.gz")
+    for kind in ("sdist", "wheel"):
+        done = python(f"from setuptools import build_meta; build_meta.build_{kind}({str(folder)!r})", checkout)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "Warning" not in done.stderr, done.stderr[-2000:]
+    return folder
+
+
+def test_the_source_distribution_has_what_the_readme_points_to(release: Path) -> None:
+    (archive,) = release.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
     links = set(re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")))
     assert {"docs/coverage.md", "examples"} <= links
     assert links - names == set()
-    assert {f"examples/{file.name}" for file in (ROOT / "examples").glob("*.py")} <= names
-    assert {"passes/match.py", "models/llama.py", "tests/test_packaging.py", "constraints.txt"} <= names
-    report = ROOT / "fp8graph" / "report"
-    files = {file for folder in ("page", "vendor") for file in (report / folder).rglob("*") if file.is_file()}
-    assert {"page.html", "page.js", "dagre.min.js", "LICENSE", "NOTICE", "LICENSE-d3"} <= {file.name for file in files}
-    assert {str(file.relative_to(ROOT)) for file in files} <= names
+    assert {"passes/match.py", "models/llama.py", "constraints.txt", "setup.py", ".ci/run", "Makefile"} <= names
+    for folder in ("tests", "examples", "docs", "benchmarks", "fp8graph"):
+        files = {file for file in (release / "checkout" / folder).rglob("*") if file.is_file()}
+        paths = {str(file.relative_to(release / "checkout")) for file in files}
+        assert {
+            path for path in paths if not path.startswith(("fp8graph/passes/", "fp8graph/models/"))
+        } - names == set()
+
+
+def test_the_wheel_holds_the_product(release: Path, tmp_path: Path) -> None:
+    (wheel,) = release.glob("*.whl")
+    expected = release_check.expected_in_the_wheel()
+    assert {"fp8graph/py.typed", "fp8graph/passes/match.py", "fp8graph/report/page/page.html"} <= expected
+    assert {"fp8graph/report/vendor/dagre/LICENSE", "fp8graph/report/vendor/echarts/licenses/LICENSE-d3"} <= expected
+    assert release_check.wrong_with_the_wheel(wheel) == []
+    with zipfile.ZipFile(wheel) as packed, zipfile.ZipFile(tmp_path / "other.whl", "w") as other:
+        for name in packed.namelist():
+            if not name.endswith(("py.typed", "licenses/LICENSE")):
+                other.writestr(name, packed.read(name))
+        other.writestr("tests/test_packaging.py", "")
+    problems = ["missing: fp8graph/py.typed", "not of the product: tests/test_packaging.py", "no License-File: LICENSE"]
+    assert release_check.wrong_with_the_wheel(tmp_path / "other.whl") == problems
+
+
+def test_the_page_of_a_package_index() -> None:
+    """README.md is shown there alone: its links lead to a forge, if there is one, and else are plain text."""
+    long_description = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["long_description"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    relative = r"\]\((?!https?:|#)[^)]*\)"
+    assert len(re.findall(relative, readme)) > 10
+    plain, linked = (long_description(readme, source) for source in (None, "https://forge.org/blob/v1"))
+    assert re.findall(relative, plain) == re.findall(relative, linked) == []
+    assert "![" not in plain
+    assert "in the source distribution" in plain.splitlines()[-1]
+    assert "[one HTML page](https://forge.org/blob/v1/docs/report.md)" in linked
+    assert "(https://forge.org/blob/v1/benchmarks/results/train_recipes_cpu.png?raw=true)" in linked
+    fences = re.findall(r"(?ms)^```.*?^```$", readme)
+    assert len(fences) == 3
+    assert fences == re.findall(r"(?ms)^```.*?^```$", plain) == re.findall(r"(?ms)^```.*?^```$", linked)
+    assert long_description("[a](https://b.org) [c](#d)\n", "x") == "[a](https://b.org) [c](#d)\n"
+
+
+def test_each_extra_is_used_before_a_release() -> None:
+    assert set(release_check.USES) == {"", *release_check.user_extras()}
 
 
 @pytest.mark.parametrize("name", ["passes", "models"])
