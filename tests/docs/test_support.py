@@ -1,0 +1,80 @@
+"""docs/support.md says what pyproject.toml, constraints.txt and fp8graph/compat/ say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from typing import Any
+
+from release_check import user_extras
+from samples import ROOT
+from test_layers import is_private, names_of_torch
+
+PAGE = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").split())
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    table = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def private(name: str) -> str:
+    """Up to the first private part: "torch._inductor" of "torch._inductor.config.patch"."""
+    parts = name.split(".")
+    first = next(i for i, part in enumerate(parts) if part.startswith("_") and not part.startswith("__"))
+    return ".".join(parts[: first + 1])
+
+
+def test_the_bounds() -> None:
+    (torch,) = [need for need in PROJECT["dependencies"] if need.startswith("torch")]
+    assert f"allows `{torch}` and Python `{PROJECT['requires-python']}`" in PAGE
+    low, high = re.findall(r"\d+\.\d+", torch)
+    named = [numbers(version) for row in rows("Versions") for version in row[0].split(", ")]
+    allowed = [(2, minor) for minor in range(numbers(low)[1], numbers(high)[1])]
+    assert sorted(set(named)) == allowed
+
+
+def test_the_runs() -> None:
+    table = rows("Versions")
+    assert [row[:3] for row in table if "CI" in row[3]] == [[PINNED["torch"], "3.11", PINNED["transformers"]]]
+    ran = [row for row in table if "nothing" not in row[3]]
+    assert {row[2] for row in ran} == {PINNED["transformers"]}
+    assert all(row[4] for row in ran)
+    pythons = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", c)]
+    assert sorted({row[1] for row in ran}) == sorted(pythons)
+    assert f"`{PROJECT['optional-dependencies']['hf'][0]}`" in PAGE
+    recorded = {file.stem.removeprefix("kernels-") for file in (ROOT / "tests" / "data").glob("kernels-*.json")}
+    assert {row[0] for row in ran} == recorded
+
+
+def test_every_file_that_depends_on_torchs_inside_is_listed() -> None:
+    folder = ROOT / "fp8graph" / "compat"
+    table = {row[0].strip("`"): row for row in rows("What depends on torch's private surface")}
+    assert list(table) == sorted(file.name for file in folder.glob("*.py") if file.stem != "__init__")
+    for name, row in table.items():
+        tree = ast.parse((folder / name).read_text(encoding="utf-8"))
+        taken = {private(text) for text, _ in names_of_torch(tree) if is_private(text)}
+        assert set(re.findall(r"`(torch\.[\w.]*)`", row[1])) == taken, name
+        assert row[2], name
+
+
+def test_the_extras() -> None:
+    table = {row[0].strip("`"): set(re.findall(r"`([\w-]+)`", row[1])) for row in rows("For packagers")}
+    extras: dict[str, list[str]] = PROJECT["optional-dependencies"]
+    assert table.keys() == user_extras()
+    for name, packages in table.items():
+        needs = [need for need in extras[name] if not need.startswith("fp8graph")]
+        inner = [other for need in extras[name] for other in re.findall(r"fp8graph\[(\w+)\]", need)]
+        needs += [need for other in inner for need in extras[other]]
+        assert packages - {"torch"} == {re.split(r"[\[<>=; ]", need)[0] for need in needs}
+    core = [re.split(r"[<>=]", need)[0] for need in PROJECT["dependencies"]]
+    assert f"The core needs {' and '.join(f'`{package}`' for package in core)} only" in PAGE
