@@ -73,7 +73,12 @@ def test_the_extras() -> None:
     assert table.keys() == user_extras()
     for name, packages in table.items():
         needs = [need for need in extras[name] if not need.startswith("fp8graph")]
-        inner = [other for need in extras[name] for other in re.findall(r"fp8graph\[(\w+)\]", need)]
+        inner = [
+            other
+            for need in extras[name]
+            if need.startswith("fp8graph")
+            for other in re.findall(r"\w+", need.removeprefix("fp8graph"))
+        ]
         needs += [need for other in inner for need in extras[other]]
         assert packages - {"torch"} == {re.split(r"[\[<>=; ]", need)[0] for need in needs}
     core = [re.split(r"[<>=]", need)[0] for need in PROJECT["dependencies"]]

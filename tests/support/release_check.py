@@ -75,6 +75,14 @@ USES: dict[str, list[tuple[Sequence[str], int, str]]] = {
     ],
     "kernels": [(("-c", KERNELS), 0, r"kernels for sm_90: [1-9]")],
     "demo": [(("-m", "fp8graph", "demo", "--steps", "5", "--compiler", "eager"), 0, r"(?s)GEMMs.*\.png")],
+    "notebooks": [
+        (("{sources}/notebooks/first_training.py",), 0, r"\nFP8:  from \d"),
+        (
+            ("-m", "jupytext", "--to", "ipynb", "-o", "first.ipynb", "{sources}/notebooks/first_training.py"),
+            0,
+            "Writing",
+        ),
+    ],
     "examples": [(("{sources}/examples/lora.py",), 0, r"\n7 weights quantized in 8 steps")],
 }
 
