@@ -58,9 +58,9 @@ def at(step: int) -> Number:
     return lambda run: run["evaluations"][str(step)]
 
 
-def differences(runs: Runs, name: str, number: Number) -> list[float]:
-    """The relative differences from bf16's, seed by seed."""
-    return [number(run) / number(runs[BF16][seed]) - 1 for seed, run in runs[name].items() if seed in runs[BF16]]
+def differences(runs: Runs, name: str, number: Number, beside: str = BF16) -> list[float]:
+    """The relative differences from another run's number, seed by seed."""
+    return [number(run) / number(runs[beside][seed]) - 1 for seed, run in runs[name].items() if seed in runs[beside]]
 
 
 def rows(runs: Runs) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks import recipe_evidence
-from benchmarks.recipe_evidence import BF16, interval, lines, read, rows, text
+from benchmarks.recipe_evidence import BF16, at, differences, early, interval, lines, read, rows, text
 from benchmarks.records import RESULTS
 
 
@@ -32,6 +32,21 @@ def test_runs_are_compared_with_bf16_of_their_seed() -> None:
     assert row["held out, step 100"][0] == pytest.approx(0.05)
     runs["rowwise"] = {0: run(1.1)}
     assert [line.split(" | ")[0] for line in lines(rows(runs))] == ["| tensorwise", "| rowwise (1 of 2 seeds)"]
+
+
+def test_what_is_said_of_the_ingredients_of_nvfp4() -> None:
+    """Of what is left out, beside nvfp4 itself: one difference excludes zero, and the page names it."""
+    runs = read(RESULTS / "train_recipes_cpu")
+    less = [name for name in runs if name.startswith("nvfp4, ")]
+    found = {
+        (name, number): interval(differences(runs, name, number, beside="nvfp4"))
+        for name in less
+        for number in (at(1000), early)
+    }
+    assert len(found) == 8
+    (((name, number), shown),) = [item for item in found.items() if abs(item[1][0]) > item[1][1]]
+    assert (name, number) == ("nvfp4, no transform", early)
+    assert f"the early losses are lower ({text(*shown)})" in (RESULTS / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_results_are_in_the_documents() -> None:
