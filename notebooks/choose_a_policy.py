@@ -12,7 +12,7 @@
 # FP8 does not harm every layer alike. Some GEMMs hardly notice it; a few make most of the error. A policy can keep
 # those in bf16. Which are they? `fp8graph.tune` measures it on your model and your data, without training.
 #
-# A CPU is enough. `pip install "fp8graph[notebooks]"` brings what the notebooks import.
+# A CPU is enough. `pip install -e ".[notebooks]"` in the checkout brings what the notebooks import.
 
 # %%
 import json

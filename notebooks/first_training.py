@@ -13,7 +13,7 @@
 # model's matrix multiplications ran in FP8 at all?
 #
 # Everything here runs on a CPU. A CPU computes the numbers that FP8 gives, but not its speed: the losses below mean
-# something, the seconds do not. `pip install "fp8graph[notebooks]"` brings what the notebooks import.
+# something, the seconds do not. `pip install -e ".[notebooks]"` in the checkout brings what the notebooks import.
 
 # %%
 import pydoc_data.topics

@@ -15,8 +15,8 @@
 # here, and `ptxas`, which comes with Triton, compiles it. Nothing is run. So you will find counts on this page, and
 # no times.
 #
-# `pip install "fp8graph[notebooks]"` brings what the notebooks import. Here that is Triton, where torch came without
-# it.
+# `pip install -e ".[notebooks]"` in the checkout brings what the notebooks import. Here that is Triton, where torch
+# came without it.
 
 # %%
 import matplotlib.pyplot as plt

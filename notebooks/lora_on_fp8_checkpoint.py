@@ -13,7 +13,7 @@
 # them. So the weights can stay what they are, one byte per number, and can be multiplied as they are.
 #
 # We make such a checkpoint, fine-tune it, count bytes, and save the adapters. PEFT does the LoRA, safetensors reads
-# the files; `pip install "fp8graph[notebooks]"` brings both. A CPU is enough.
+# the files; `pip install -e ".[notebooks]"` in the checkout brings both. A CPU is enough.
 
 # %%
 import argparse

@@ -214,10 +214,15 @@ def _loss(output: Any, batch: Any, loss: Loss | None) -> Tensor:
         source = "the model's output.loss"
     else:
         value, source = (output[0] if isinstance(output, (tuple, list)) and output else None), "the model"
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
+        raise ConfigError(
+            f"tune(): {source} has no gradient: it is detached, or all parameters are frozen, which "
+            "model.requires_grad_() undoes."
+        )
+    if not isinstance(value, Tensor) or value.numel() != 1:
         what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ConfigError(
-            f"tune(): {source} returns {what}, and not a loss: one number with a gradient. Give "
+            f"tune(): {source} returns {what}, and not a loss, which is one number. Give "
             "loss=lambda output, batch: ..., or batches with labels, for which the model returns its own loss."
         )
     return value.reshape(())

@@ -265,7 +265,9 @@ def plan(
             steps.append(step)
             quantized |= {name for name, gemms in fp8.items() if gemms & {"fprop", "dgrad"}}
         elif recipes is not None:
-            raise ConfigError(f"mesh: {hardware.name} emulates {recipe.name}, so there is no speed to predict.")
+            raise ConfigError(
+                f"recipe: {hardware.name} emulates {recipe.name}, so there is no speed to predict. Is the target right?"
+            )
     weights = [name for name in work.parameters if name.removesuffix(".weight") in quantized]
     return Plan(
         mesh=mesh,

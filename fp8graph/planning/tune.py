@@ -81,6 +81,8 @@ def tune(
     device = _device(model, target)
     candidates, labels = _candidates(recipes, device)
     _check(budget, min_speedup)
+    if isinstance(batches, Mapping):
+        raise ConfigError("tune(): batches must be a list of batches, and this is one batch: write [batch].")
     path = None if resume is None else Path(resume)
     bar: Callable[[Iterable[Any]], Iterable[Any]] = functools.partial(_bar, shown=progress)
     found, backend = measure(
@@ -129,7 +131,7 @@ def _choose(
             best = plain / walk.curve(decisions)[-1].seconds
             raise ConfigError(
                 f"tune(min_speedup={min_speedup:g}): the fastest policy is predicted to be {best:.3f} times as fast "
-                f"as bf16 on {device.name}."
+                f"as bf16 on {device.name}. Ask for less, or for a target or batches for which FP8 pays."
             )
         chosen = quick
     sites = dict.fromkeys((score.site, score.op, score.group) for score in scores)

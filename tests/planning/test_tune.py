@@ -204,7 +204,8 @@ def test_delayed_is_measured_with_scales_of_the_tensor(target: str) -> None:
         ({"recipes": [None]}, "high precision is always a candidate"),
         ({"target": "cpu"}, r"target='cpu'\): its speed is not known"),
         ({"batches": []}, "got no batches"),
-        ({"loss": lambda output, batch: output.detach()}, "and not a loss: one number with a gradient"),  # pyright: ignore
+        ({"batches": {"x": torch.zeros(1)}}, r"this is one batch: write \[batch\]"),
+        ({"loss": lambda output, batch: output.detach()}, r"loss\(output, batch\) has no gradient: it is detached, or"),  # pyright: ignore
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -217,6 +218,13 @@ def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:
 def test_a_model_without_a_loss() -> None:
     with pytest.raises(ConfigError, match=r"the model returns a tensor \[256, 64\], and not a loss"):
         tune(nn.Linear(256, 64).bfloat16(), batches(1), recipes=["tensorwise"])
+
+
+def test_a_frozen_model() -> None:
+    with pytest.raises(
+        ConfigError, match=r"the model has no gradient: .* or all parameters are frozen, which model\.r"
+    ):
+        tune(Wide(layers=1).requires_grad_(False), batches(1), recipes=["tensorwise"])
 
 
 def test_without_a_gpu_the_target_is_said() -> None:
