@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import fp8graph
-from benchmarks.recipe_evidence import interval, text
+from benchmarks.recipe_evidence import differences, interval, text
 from benchmarks.train_recipes import BF16, RESULTS, Trained, split, versions
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.tools.demo import quiet
@@ -64,7 +64,8 @@ def read(folder: Path = FOLDER) -> dict[tuple[float, str], dict[int, Run]]:
     for path in sorted(folder.glob("*.json")):
         run = json.loads(path.read_text())
         found.setdefault((run["learning_rate"], run["name"]), {})[run["seed"]] = run
-    return {key: found[key] for key in ((rate, name) for rate in RATES for name in BACKENDS) if key in found}
+    names = list(BACKENDS)
+    return dict(sorted(found.items(), key=lambda item: (item[0][0], names.index(item[0][1]))))
 
 
 def held_out(run: Run) -> float:
@@ -76,12 +77,11 @@ def lines(runs: dict[tuple[float, str], dict[int, Run]]) -> list[str]:
     """The table's rows: the loss, its difference from the bf16 run of its seed, and the largest product."""
     found: list[str] = []
     for (rate, name), by_seed in runs.items():
-        plain = runs.get((rate, BF16), {})
+        both = {BF16: runs.get((rate, BF16), {}), name: by_seed}
         losses = [held_out(run) for run in by_seed.values()]
-        both = [held_out(run) / held_out(plain[seed]) - 1 for seed, run in by_seed.items() if seed in plain]
         largest = max(amax for run in by_seed.values() for amax, _ in run["products"])
         ratio = max(amax / size for run in by_seed.values() for amax, size in run["products"])
-        difference = "" if name == BF16 else text(*interval(both))
+        difference = "" if name == BF16 else text(*interval(differences(both, name, held_out)))
         cells = (f"{rate:g}", name, f"{min(losses):.3f} to {max(losses):.3f}", difference, f"{largest:,.0f}")
         found.append(f"| {' | '.join([*cells, f'{ratio:.0f}'])} |")
     return found

@@ -285,9 +285,8 @@ def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:
     one, rows = torch.ones((), device="meta"), torch.ones(31, 1, device="meta")
     with pytest.raises(RuntimeError, match="col_major"):
         torch._scaled_mm(a, b.t().contiguous(), one, one, out_dtype=torch.bfloat16)
-    scales = torch.empty(
-        512, dtype=torch.float8_e8m0fnu, device="meta"
-    )  # MXFP8's: two copies of a weight with 32x32 tiles
+    # MXFP8's scales: why a weight with 32x32 tiles has two copies
+    scales = torch.empty(512, dtype=torch.float8_e8m0fnu, device="meta")
     with pytest.raises(RuntimeError, match="col_major"):
         torch._scaled_mm(a, b.t().contiguous(), scales, scales, out_dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="Invalid scaling configuration"):
