@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 import fp8graph
 from benchmarks.recipe_evidence import differences, interval, text
-from benchmarks.train_recipes import BF16, RESULTS, Trained, split, versions
+from benchmarks.train_recipes import BF16, RESULTS, train_missing
 from fp8graph import DelayedScaling, Policy, Rule
-from fp8graph.tools.demo import quiet
 
 FOLDER: Final = RESULTS / "smooth_swiglu_cpu"
 RATES: Final = (1e-2, 3e-2)
@@ -53,6 +52,11 @@ def products(model: nn.Module, tokens: Tensor) -> list[tuple[float, float]]:
     return found
 
 
+def measure(model: nn.Module, tokens: Tensor) -> dict[str, Any]:
+    """What is kept of a run beside its losses."""
+    return {"products": products(model, tokens)}
+
+
 def file_of(folder: Path, name: str, rate: float, seed: int) -> Path:
     """Where a run is kept."""
     return folder / f"{name.replace(', ', '_')}-rate{rate:g}-seed{seed}.json"
@@ -81,30 +85,11 @@ def lines(runs: dict[tuple[float, str], dict[int, Run]]) -> list[str]:
         losses = [held_out(run) for run in by_seed.values()]
         largest = max(amax for run in by_seed.values() for amax, _ in run["products"])
         ratio = max(amax / size for run in by_seed.values() for amax, size in run["products"])
-        difference = "" if name == BF16 else text(*interval(differences(both, name, held_out)))
+        beside = differences(both, name, held_out) if name != BF16 else []
+        difference = text(*interval(beside)) if beside else ""
         cells = (f"{rate:g}", name, f"{min(losses):.3f} to {max(losses):.3f}", difference, f"{largest:,.0f}")
         found.append(f"| {' | '.join([*cells, f'{ratio:.0f}'])} |")
     return found
-
-
-def train(name: str, rates: Sequence[float], seeds: Sequence[int], steps: int, folder: Path, console: Console) -> None:
-    """The runs of one backend that are not there yet."""
-    train_on, batches = split()
-    trained: Trained | None = None
-    for rate in rates:
-        for seed in seeds:
-            path = file_of(folder, name, rate, seed)
-            if path.exists() and json.loads(path.read_text())["steps"] == steps:
-                continue
-            with quiet():
-                if trained is None or name.startswith("delayed"):  # scaling state belongs to one run
-                    trained = Trained(BACKENDS[name]())
-                result = trained.run(seed, train_on, batches, steps, rate)
-                result["products"] = products(trained.model, batches[0])
-            about = {"name": name, "learning_rate": rate, "seed": seed, "steps": steps, **versions()}
-            path.write_text(json.dumps(about | result) + "\n")
-            loss = result["evaluations"][steps]
-            console.print(f"{name}, rate {rate:g}, seed {seed}: {loss:.4f}, {result['seconds']} s", highlight=False)
 
 
 def main() -> int:
@@ -118,7 +103,12 @@ def main() -> int:
     console = Console()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.runs:
-        train(name, arguments.rates, arguments.seeds, arguments.steps, arguments.out, console)
+        wanted = [
+            (file_of(arguments.out, name, rate, seed), seed, rate)
+            for rate in arguments.rates
+            for seed in arguments.seeds
+        ]
+        train_missing(name, BACKENDS[name], wanted, arguments.steps, console, measure)
     console.print("| rate | run | held-out loss | beside bf16 | largest product | over its root mean square |")
     for line in lines(read(arguments.out)):
         console.print(line, highlight=False, soft_wrap=True)

@@ -30,6 +30,7 @@ from fp8graph.tools.demo import SEQUENCE, corpus, quiet
 
 RESULTS: Final = Path(__file__).parent / "results"
 BATCH, HELD_OUT = 4, 16  # windows per batch, batches that are evaluated
+LEARNING_RATE: Final = 1e-3
 BF16, BF16_AGAIN = "bf16", "bf16, eager"
 # without any ingredient
 PLAIN_FP4: Final = fp8graph.NVFP4BlockScaling(
@@ -100,7 +101,7 @@ class Trained:
         self.compiled = torch.compile(self.model, backend=backend)
 
     def run(
-        self, seed: int, text: Tensor, held_out: Sequence[Tensor], steps: int, learning_rate: float = 1e-3
+        self, seed: int, text: Tensor, held_out: Sequence[Tensor], steps: int, learning_rate: float = LEARNING_RATE
     ) -> dict[str, Any]:
         """Train from ``seed``: AdamW, linear warm-up over a tenth of the steps, cosine decay to a tenth of the rate."""
         self.model.load_state_dict(build_model(seed).state_dict())
@@ -144,6 +145,34 @@ def versions() -> dict[str, str]:
     }
 
 
+def train_missing(
+    name: str,
+    backend: Callable[[], Any],
+    wanted: Sequence[tuple[Path, int, float]],
+    steps: int,
+    console: Console,
+    measure: Callable[[Any, Tensor], dict[str, Any]] = lambda _model, _tokens: {},
+) -> None:
+    """The runs of one backend that are not there yet: of ``wanted``, each with its file, seed and learning rate.
+
+    ``measure`` takes the trained model and a batch that no run trains on; what it returns is kept beside the losses.
+    """
+    text, held_out = split()
+    trained: Trained | None = None
+    for path, seed, rate in wanted:
+        if path.exists() and json.loads(path.read_text())["steps"] == steps:
+            continue
+        with quiet():
+            if trained is None or name.startswith("delayed"):  # scaling state belongs to one run
+                trained = Trained(backend())
+            result = trained.run(seed, text, held_out, steps, rate)
+            result |= measure(trained.model, held_out[0])
+        about = {"name": name, "learning_rate": rate, "seed": seed, "steps": steps, **versions()}
+        path.write_text(json.dumps(about | result) + "\n")
+        loss = result["evaluations"][steps]
+        console.print(f"{path.stem}: held-out loss {loss:.4f}, {result['seconds']} s", highlight=False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
@@ -152,23 +181,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "train_recipes_cpu")
     arguments = parser.parse_args()
     console = Console()
-    text, held_out = split()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.recipes:
-        trained: Trained | None = None
-        for seed in arguments.seeds:
-            path = file_of(arguments.out, name, seed)
-            if path.exists() and json.loads(path.read_text())["steps"] == arguments.steps:
-                continue
-            with quiet():
-                if trained is None or name == "delayed":  # scaling state belongs to one run
-                    trained = Trained(BACKENDS[name]())
-                result = trained.run(seed, text, held_out, arguments.steps)
-            path.write_text(
-                json.dumps({"name": name, "seed": seed, "steps": arguments.steps, **versions(), **result}) + "\n"
-            )
-            final = result["evaluations"][arguments.steps]
-            console.print(f"{name}, seed {seed}: held-out loss {final:.4f}, {result['seconds']} s", highlight=False)
+        wanted = [(file_of(arguments.out, name, seed), seed, LEARNING_RATE) for seed in arguments.seeds]
+        train_missing(name, BACKENDS[name], wanted, arguments.steps, console)
     return 0
 
 

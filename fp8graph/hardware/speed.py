@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.numerics.scalings import SCALINGS, Scaling
 
 # By scaling: the share of the per-tensor rate that its GEMM reaches.
@@ -47,15 +47,21 @@ class Speed:
         "host_launch" gets the default.
 
         Raises:
-            ConfigError: the file is missing, is not a calibration, or has a rate for an unknown scaling.
+            ConfigError: the file is missing, is not a calibration, or has a key or a rate of an unknown name.
         """
         try:
             values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
             speed = dict(values["speed"])
             speed["rates"] = {**RATES, **speed.get("rates", {})}
-            return values["target"], Speed(**speed)
+            target: str = values["target"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
+        names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Speed)}
+        for name in speed.keys() - names:
+            raise ConfigError(f'{path}: "speed" has no key {name!r}.{did_you_mean(name, names)}')
+        if missing := [name for name, is_needed in names.items() if is_needed and name not in speed]:
+            raise ConfigError(f'{path}: not a calibration file: "speed" lacks {", ".join(missing)}.')
+        return target, Speed(**speed)
 
     def low_precision_flops(self, kind: Scaling) -> float:
         """The rate of the GEMMs of ``kind``."""

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_scales import FixedScales
@@ -71,7 +71,9 @@ class Fp8Layer(CacheLayerMixin):
                 ``exact_prefill``, the first ones are returned as they are.
 
         Raises:
-            ConfigError: a gradient is asked for, or the dtype is another one.
+            ConfigError: a gradient is asked for, the dtype is another one, or a static cache has no room for so many
+                tokens. In compiled code and on a GPU, where looking at the count would wait for the device, only the
+                new tokens are compared with the room; torch's ``index_copy_`` then fails, or asserts on the device.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError(
@@ -80,6 +82,7 @@ class Fp8Layer(CacheLayerMixin):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        self._check_room(key_states)
         keys, values, *new = self._quantized(key_states, value_states)
         data = self.data.update(keys, values, *args, **kwargs)
         scales = self.scales.update(*new, *args, **kwargs)
@@ -88,6 +91,19 @@ class Fp8Layer(CacheLayerMixin):
             room = data[0].shape[2] - key_states.shape[2]  # of a static cache, which the mask covers
             return nn.functional.pad(key_states, (0, 0, 0, room)), nn.functional.pad(value_states, (0, 0, 0, room))
         return self._decoded(data[0], scales[0]), self._decoded(data[1], scales[1])
+
+    def _check_room(self, key_states: Tensor) -> None:
+        """Refuse tokens for which a static layer that keeps all of them has no room."""
+        if not isinstance(self.data, StaticLayer) or self.data.is_sliding:
+            return
+        is_countable = key_states.device.type == "cpu" and not torch.compiler.is_compiling()
+        stored = int(self.data.get_seq_length()) if is_countable else 0
+        new, room = key_states.shape[2], self.data.get_max_length()
+        if stored + new > room:
+            raise ConfigError(
+                f"max_cache_len={room} is too small: {stored} tokens are stored, and {new} are to come. Make room for "
+                "the prompt and all new tokens. A cache that was used before keeps its tokens until cache.reset()."
+            )
 
     def _quantized(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """The bytes of both, and the scales of the new tokens, where tokens have scales."""

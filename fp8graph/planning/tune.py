@@ -37,7 +37,7 @@ def tune(
     recipes: Sequence[RecipeLike] | None = None,
     loss: Loss | None = None,
     target: Any = None,
-    budget: float = 0.5,
+    budget: float | None = None,
     min_speedup: float | None = None,
     seed: int = 0,
     resume: str | Path | None = None,
@@ -63,7 +63,7 @@ def tune(
             Delayed scaling is measured with scales from the tensor itself, which it comes to in steady training.
         loss: of ``(output, batch)``; None: the output's ``loss``, or the output.
         target: the GPU, as in :class:`Backend`; None: this machine's, or if that has no speed model, "sm_90".
-        budget: of the error that FP8 everywhere would make, spend at most this share (0 to 1).
+        budget: of the error that FP8 everywhere would make, spend at most this share (0 to 1); None: 0.5.
         min_speedup: in place of ``budget``: the least error at which the GEMMs are this much faster than in bf16.
         seed: of random numbers (dropout) in the batches.
         resume: a file for what was measured, written after each batch. Of the batches that are in it, only the first
@@ -80,7 +80,7 @@ def tune(
     target = str(target) if isinstance(target, os.PathLike) else target
     device = _device(model, target)
     candidates, labels = _candidates(recipes, device)
-    _check(budget, min_speedup)
+    budget = _budget(budget, min_speedup)
     if isinstance(batches, Mapping):
         raise ConfigError("tune(): batches must be a list of batches, and this is one batch: write [batch].")
     path = None if resume is None else Path(resume)
@@ -253,11 +253,17 @@ def _device(model: nn.Module, target: Any) -> Hardware:
     return own if own.speed is not None else hardware.from_target(_DEFAULT_TARGET)
 
 
-def _check(budget: float, min_speedup: float | None) -> None:
+def _budget(budget: float | None, min_speedup: float | None) -> float:
+    """The budget; 0.5 if none is given."""
+    if budget is not None and min_speedup is not None:
+        raise ConfigError("tune(): budget and min_speedup are two goals; give one of them.")
+    if budget is None:
+        budget = 0.5
     if type(budget) not in (int, float) or not 0 <= budget <= 1:
         raise ConfigError(f"tune(budget={budget!r}): budget must be a number from 0 to 1.")
     if min_speedup is not None and (type(min_speedup) not in (int, float) or not 0 < min_speedup < math.inf):
         raise ConfigError(f"tune(min_speedup={min_speedup!r}): min_speedup must be a number above 0.")
+    return budget
 
 
 def _bar(batches: Iterable[Any], *, shown: bool | None) -> Iterable[Any]:

@@ -47,6 +47,14 @@ def test_a_rate_that_was_not_measured_is_the_constant(tmp_path: Path) -> None:
         Speed.load(written(tmp_path / "unknown.json", rates={"rowise": 0.9}))
 
 
+def test_a_key_that_there_is_not(tmp_path: Path) -> None:
+    with pytest.raises(fp8graph.ConfigError, match=r"has no key 'bandwith'. Did you mean 'bandwidth'\?"):
+        Speed.load(written(tmp_path / "typo.json", bandwith=4e12))
+    (tmp_path / "short.json").write_text('{"target": "sm_90", "speed": {"name": "x", "launch": 2e-6}}')
+    with pytest.raises(fp8graph.ConfigError, match=r'"speed" lacks bf16_flops, .*, bandwidth\.$'):
+        Speed.load(tmp_path / "short.json")
+
+
 @pytest.mark.parametrize(
     "text",
     [

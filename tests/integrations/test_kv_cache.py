@@ -335,6 +335,20 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("stored", [0, 9])
+def test_a_static_cache_without_room_says_so(stored: int) -> None:
+    model = model_of("llama")
+    cache = Fp8StaticCache(model.config, max_cache_len=10)
+    message = rf"max_cache_len=10 is too small: {stored} tokens are stored, and {12 - stored} are to come"
+    with torch.no_grad():
+        if stored:
+            model(IDS[:, :stored], past_key_values=cache)
+        with pytest.raises(ConfigError, match=message):
+            model(IDS[:, stored:12], past_key_values=cache)
+        cache.reset()
+        model(IDS[:, :10], past_key_values=cache)  # all of the room
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_wrong_arguments(case: str) -> None:
     kind, arguments, message = REFUSED[case]

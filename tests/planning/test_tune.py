@@ -199,6 +199,7 @@ def test_delayed_is_measured_with_scales_of_the_tensor(target: str) -> None:
     [
         ({"budget": 1.5}, r"budget=1.5\): budget must be a number from 0 to 1"),
         ({"budget": True}, "budget must be a number"),
+        ({"budget": 0.3, "min_speedup": 1.2}, "two goals; give one of them"),
         ({"min_speedup": 0}, r"min_speedup=0\): min_speedup must be a number above 0"),
         ({"recipes": "tensorwise"}, "give a list of recipes"),
         ({"recipes": [None]}, "high precision is always a candidate"),
