@@ -2,7 +2,7 @@
 
 FOLDER (benchmarks/results/first_hour) has one file of JSON lines per run of ``benchmarks.first_hour``. Printed: which
 goals hold, every speedup, and what keeps the others back. ``--write`` puts the same between the marks in
-docs/performance.md and README.md, and the pictures beside the results. Runs with ``--tiny`` are left out.
+docs/measurements.md and README.md, and the pictures beside the results. Runs with ``--tiny`` are left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.records import RESULTS, console
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = RESULTS / "first_hour"
-PAGES: Final = (ROOT / "docs" / "performance.md", ROOT / "README.md")
+PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
 NO_GPU: Final = "Not run on a GPU yet: no GPU result exists, and no speed is claimed."
 COMPARED: Final = {"linears": "The linears of one layer", "layers": "Two Llama-3-8B layers"}
 OTHERS: Final[dict[str, tuple[str, Callable[[list[Line]], str]]]] = {
@@ -90,7 +90,7 @@ def gpu_page(lines: list[Line], pictures: Sequence[Path] = ()) -> str:
 
 
 def _shown(pictures: Iterable[Path]) -> list[str]:
-    """Lines of docs/performance.md; nothing for pictures outside the repository."""
+    """Lines of docs/measurements.md; nothing for pictures outside the repository."""
     inside = [path.relative_to(ROOT) for path in pictures if path.is_relative_to(ROOT)]
     return ["", *(f"![{path.stem}](../{path})" for path in inside)] if inside else []
 
@@ -142,7 +142,7 @@ def filled(text: str, found: dict[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
-    parser.add_argument("--write", action="store_true", help="into docs/performance.md, README.md, and the pictures")
+    parser.add_argument("--write", action="store_true", help="into docs/measurements.md, README.md, and the pictures")
     chosen = parser.parse_args(arguments)
     if not chosen.write:
         console.print("\n\n".join(blocks(chosen.folder).values()), markup=False, highlight=False)

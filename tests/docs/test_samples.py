@@ -67,14 +67,11 @@ backend = fp8graph.Backend()
 }
 TAKES = {
     "README.md": "fp8graph",
-    "docs/attention.md": "fp8graph, llama",
     "docs/checkpoints.md": "fp8graph, llama, FP8 checkpoint",
     "docs/distributed.md": "fp8graph, llama, one rank",
     "docs/index.md": "fp8graph, llama",
-    "docs/kv_cache.md": "fp8graph, llama",
     "docs/report.md": "fp8graph, llama, report",
-    "docs/statistics.md": "fp8graph, llama, writers",
-    "docs/tune.md": "fp8graph, llama",
+    "docs/statistics.md": "fp8graph, writers",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,21 +366,6 @@ def test_wrong_comparisons() -> None:
     for prompt in (0, 12, 4.0):
         with pytest.raises(ConfigError, match="prompt must be a whole number from 1 to 11, as there are 12 tokens"):
             compare_logits(model, IDS, Fp8DynamicCache(model.config), prompt=prompt)  # pyright: ignore
-
-
-def test_the_samples_of_the_page_run() -> None:
-    """One after another; compiled, but without code generation."""
-    torch._dynamo.reset()
-    model = model_of("llama", layers=1)
-    names: dict[str, Any] = {"model": model, "inputs": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}}
-    names["input_ids"] = IDS
-    page = (Path(__file__).parents[2] / "docs" / "kv_cache.md").read_text(encoding="utf-8")
-    samples = [sample.split("```")[0] for sample in page.split("```python\n")[1:]]
-    assert len(samples) == 4
-    for sample in samples:
-        exec(sample.replace("dynamic=False)", "dynamic=False, compiler='eager')"), names)
-    assert names["cache"].nbytes == 64 * 2 * 2 * (2 * 16 + 2 * 4)
-    assert names["found"].nbytes < names["found"].nbytes_unquantized
 
 
 def test_gradients_are_refused() -> None:

@@ -364,9 +364,9 @@ def test_the_documents_say_what_the_results_say() -> None:
     for page in report.PAGES:
         text = page.read_text(encoding="utf-8")
         assert report.filled(text, found) == text, f"{page.name}: run python -m benchmarks.report --write"
-    performance = report.PAGES[0].read_text(encoding="utf-8")
-    assert all(f"<!-- {name}: begin -->" in performance for name in ("gpu", "host", "compile"))
+    measurements = report.PAGES[0].read_text(encoding="utf-8")
+    assert all(f"<!-- {name}: begin -->" in measurements for name in ("gpu", "host", "compile"))
     assert "<!-- speed: begin -->" in report.PAGES[1].read_text(encoding="utf-8")
     assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
     if not report.on_gpu(report.load(report.FOLDER)):
-        assert report.NO_GPU in performance
+        assert report.NO_GPU in measurements
