@@ -108,13 +108,13 @@ print(f"FP8:  from {fp8[0]:.3f} to {fp8[-1]:.3f}")
 #
 # The two losses will not be equal, and a number like "0.3 % apart" says nothing by itself. We need a yardstick.
 #
-# Here is one. Turn the four windows of each batch upside down. The loss is a mean over them, so that nothing changes
+# Here is one. Reverse the order of the four windows in each batch. The loss is a mean over them, so that nothing changes
 # but the order in which numbers are added. In bf16 that order changes the rounding, and rounding, step after step,
 # leads to other weights.
 
 # %%
-upside_down = train(new_model(), [ids.flip(0) for ids in batches])
-print(f"bf16, batches upside down: from {upside_down[0]:.3f} to {upside_down[-1]:.3f}")
+in_reverse = train(new_model(), [ids.flip(0) for ids in batches])
+print(f"bf16, batches reversed: from {in_reverse[0]:.3f} to {in_reverse[-1]:.3f}")
 
 # %% [markdown]
 # On the left are the losses themselves. On the right is their distance from the first bf16 run, which the left
@@ -126,7 +126,7 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), dpi=120, layout="c
 left.plot(bf16, label="bf16", linewidth=3, alpha=0.5)
 left.plot(fp8, label="FP8", linewidth=1.2)
 left.set(xlabel="step", ylabel="loss (nats per byte)", title="Loss")
-right.plot([b - a for a, b in zip(bf16, upside_down, strict=True)], label="bf16, batches upside down", alpha=0.8)
+right.plot([b - a for a, b in zip(bf16, in_reverse, strict=True)], label="bf16, batches reversed", alpha=0.8)
 right.plot([b - a for a, b in zip(bf16, fp8, strict=True)], label="FP8", linewidth=1.2)
 right.axhline(0, color="gray", linewidth=0.8)
 right.set(xlabel="step", ylabel="loss minus that of bf16", title="How far from bf16?")
@@ -141,8 +141,8 @@ def average(losses):
     return sum(losses[-20:]) / 20
 
 
-for name, losses in (("bf16", bf16), ("bf16, batches upside down", upside_down), ("FP8", fp8)):
-    print(f"{name:26} {average(losses):.4f}  {average(losses) / average(bf16) - 1:+.2%}")
+for name, losses in (("bf16", bf16), ("bf16, batches reversed", in_reverse), ("FP8", fp8)):
+    print(f"{name:22} {average(losses):.4f}  {average(losses) / average(bf16) - 1:+.2%}")
 
 # %% [markdown]
 # These are the last 20 losses. One run per line is an anecdote, whatever its sign: another seed gives other

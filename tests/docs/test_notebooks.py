@@ -83,8 +83,8 @@ Cells = Mapping[str, Any]  # the names of a notebook after its last cell
 def first_training(found: Cells, printed: str) -> None:
     assert found["fp8"][-1] < 0.6 * found["fp8"][0]
     assert found["average"](found["fp8"]) == pytest.approx(found["average"](found["bf16"]), rel=0.02)
-    assert found["upside_down"] != found["bf16"]
-    assert found["upside_down"] == pytest.approx(found["bf16"], rel=0.02)
+    assert found["in_reverse"] != found["bf16"]
+    assert found["in_reverse"] == pytest.approx(found["bf16"], rel=0.02)
     assert "42 of 45 GEMMs in FP8" in printed
     assert re.findall(r"^(\S+ \w+): output head", printed, re.M) == [
         f"lm_head {g}" for g in ("fprop", "dgrad", "wgrad")
