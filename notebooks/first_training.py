@@ -108,9 +108,9 @@ print(f"FP8:  from {fp8[0]:.3f} to {fp8[-1]:.3f}")
 #
 # The two losses will not be equal, and a number like "0.3 % apart" says nothing by itself. We need a yardstick.
 #
-# Here is one. Reverse the order of the four windows in each batch. The loss is a mean over them, so that nothing changes
-# but the order in which numbers are added. In bf16 that order changes the rounding, and rounding, step after step,
-# leads to other weights.
+# Here is one. Reverse the order of the four windows in each batch. The loss is a mean over them, so that nothing
+# changes but the order in which numbers are added. In bf16 that order changes the rounding, and rounding, step after
+# step, leads to other weights.
 
 # %%
 in_reverse = train(new_model(), [ids.flip(0) for ids in batches])

@@ -23,10 +23,27 @@ from fp8graph.backend import named_backend
 ROOT = Path(__file__).parent.parent
 
 
-def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+# Runs each argument in a process where nothing of fp8graph is imported, but torch, which takes seconds.
+IN_NEW_PROCESSES = """
+import os, sys, traceback, torch
+for code in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        try:
+            exec(code, {})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"failed: {code}")
+"""
+
+
+def python(code: str, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
 
 
@@ -169,17 +186,13 @@ def test_help_comes_at_once(tmp_path: Path) -> None:
         pytest.skip("fp8graph is not installed here: a bare checkout registers the backend at once")
     done = python("import sys; from fp8graph import cli; print('torch' in sys.modules); cli.main(['--help'])", tmp_path)
     assert done.stdout.startswith("False\nusage: fp8graph"), done.stderr
-    for code in (
-        "from fp8graph import Backend as b",
-        "import fp8graph; b = fp8graph.Backend",
-        "from fp8graph import *",
-    ):
-        done = python(
-            f"{code}; import sys, fp8graph; print(len(fp8graph.__all__), fp8graph.compile.__name__)", tmp_path
-        )
-        assert done.stdout.split() == [str(len(fp8graph.__all__)), "compile"], done.stderr
-    for module in ("backend", "models", "recipes.policy", "tools.explain"):
-        assert python(f"import fp8graph.{module}", tmp_path).returncode == 0, module
+    names = "print(len(fp8graph.__all__), fp8graph.compile.__name__)"
+    first = ("from fp8graph import Backend as b", "import fp8graph; b = fp8graph.Backend", "from fp8graph import *")
+    modules = ("backend", "models", "recipes.policy", "tools.explain")
+    codes = [*(f"{code}; import fp8graph; {names}" for code in first), *(f"import fp8graph.{m}" for m in modules)]
+    done = python(IN_NEW_PROCESSES, tmp_path, *codes)
+    assert done.stdout.split() == [str(len(fp8graph.__all__)), "compile"] * 3, done.stderr
+    assert done.returncode == 0, done.stderr
     done = python("import fp8graph; fp8graph.nosuch", tmp_path)
     assert "module 'fp8graph' has no attribute 'nosuch'" in done.stderr
 

@@ -38,7 +38,7 @@ def _holds(whole: Any, part: Any) -> None:
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     with safe_open(folder / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: no mapping
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
 
 
 @pytest.mark.parametrize("name", FORMATS)
