@@ -68,13 +68,25 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     transposes two tensors (a relative of pytorch#182016, which fixes the AArch64 version): plain
     ``(x.t().contiguous(), w.t().contiguous())`` in bf16 gives wrong results on torch 2.11 to 2.15. A
     columnwise copy is such a transpose, so rewritten CPU graphs use 256-bit vectors, which are not affected.
+
+    Vectors of 256 bits alone are not enough. With the AVX-512 instructions that ``-march=native`` allows, GCC 12 also
+    inverts ``(a != b) & c`` of integer vectors: ``where((a != b) & (c != 0), ...)`` of int32 is wrong on torch 2.11
+    and 2.13, and on 2.11 so is integer floor division, which Inductor writes with such masks.
     """
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
     if on_cpu:
         fix_cpu_loop_split()
     if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
-        return {"cpp.simdlen": 256}
+        return {"cpp.simdlen": 256, **_no_avx512_instructions()}
     return {}
+
+
+def _no_avx512_instructions() -> dict[str, str]:
+    """``cpp.march``, or, before torch had it, the one option whose text torch copies into the compiler's command."""
+    if "cpp.march" in option_names():
+        return {"cpp.march": "x86-64-v3"}
+    option = "enable_floating_point_contract_flag"
+    return {f"cpp.{option}": f"{getattr(inductor_config.cpp, option)} -mno-avx512f"}
 
 
 def gpu_codegen_patches() -> dict[str, Any]:

@@ -92,10 +92,12 @@ def tensors_of(linear: Layer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_recipe(recipe: str, how: str) -> None:
     """All operands, both layouts and all results of one linear, with sizes that are padded."""
+    generated = how == "inductor"  # it measures what its kernels hold: FP32 numbers, unless it rounds as eager does
+    if generated and recipe in ("blockwise", "mxfp8") and torch.__version__ < "2.13":
+        pytest.skip("torch 2.11 writes C++ that does not compile where a row of one tile is padded")
     torch._dynamo.reset()
     chosen = rounding_to_nearest(recipe)  # statistics do not know the seed
     linear, x = linear_and_tensors(rows=40)
-    generated = how == "inductor"  # it measures what its kernels hold: FP32 numbers, unless it rounds as eager does
     options: Any = {"compiler": "inductor", "inductor_options": {"emulate_precision_casts": True}} if generated else {}
     settings: dict[str, Any] = {"compiler": "eager", **options}
     backend = Backend(Policy(default=chosen, min_speedup=0), **settings)

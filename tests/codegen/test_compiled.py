@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Format, numerics
+from fp8graph.compat import inductor
 from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.recipes import Quantizer
 from helpers import ALL, MLP, NONE, bits, compiled_step, same_bits
@@ -35,12 +36,13 @@ def quantize(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
     return quantization.quantize_layouts(x, *quantization.quantizer_args(quantizer), [1, 16], [16, 16])
 
 
+NARROW = inductor.cpu_codegen_patches([torch.ones(1)])
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2", "e4m3fnuz", "e5m2fnuz"])
 def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> None:
-    compiled = torch.compile(quantize, dynamic=False, options={"cpp.simdlen": 256})
+    compiled = torch.compile(quantize, dynamic=False, options=NARROW)
     for dtype in (torch.bfloat16, torch.float32):
         normal = torch.randn(48, 72).to(dtype)
         special = normal.clone()
@@ -99,11 +101,11 @@ def test_the_fraction_of_bytes_that_a_fused_norm_changes(
     torch.manual_seed(seed)
     x, w = torch.randn(64, 256).bfloat16(), torch.randn(256).bfloat16()
     eager = producer_and_quantize(x, w)
-    fused = torch.compile(producer_and_quantize, options={"cpp.simdlen": 256})(x, w)
+    fused = torch.compile(producer_and_quantize, options=NARROW)(x, w)
     assert same_bits(eager[2:], fused[2:]) != scale_moves
     assert (bits(eager[0]) != bits(fused[0])).float().mean().item() < fraction
     assert sqnr_db(eager[0].float(), fused[0].float()) > sqnr
-    options: dict[str, Any] = {"cpp.simdlen": 256, "emulate_precision_casts": True}
+    options: dict[str, Any] = {**NARROW, "emulate_precision_casts": True}
     torch._dynamo.reset()
     identical = same_bits(eager, torch.compile(producer_and_quantize, options=options)(x, w))
     assert identical == CPU_CODE_EMULATES_PRECISION_CASTS

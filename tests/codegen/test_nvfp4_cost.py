@@ -11,7 +11,7 @@ from fp8graph import NVFP4BlockScaling
 from fp8graph.ir import ops
 from fp8graph.numerics import quantization
 from fp8graph.recipes import OperandName
-from generated import generate
+from generated import OF_ONE_INDUCTOR, generate
 
 X = torch.empty(2048, 1024, dtype=torch.bfloat16)
 MATRIX, SEED = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
@@ -19,6 +19,7 @@ NEAREST: dict[str, Any] = {"disable_stochastic_rounding": True}
 
 
 @pytest.mark.slow
+@OF_ONE_INDUCTOR
 @pytest.mark.parametrize(
     ("fields", "operand", "kernels", "reads"),
     [

@@ -26,7 +26,7 @@ from fp8graph import (
 )
 from fp8graph.compat import attention
 from fp8graph.compat.attention import HAS_QUANTIZED_ATTENTION
-from generated import MIB, triton_kernels
+from generated import MIB, OF_ONE_INDUCTOR, triton_kernels
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 SLACK = 1.02  # of bytes: scales, and what versions of torch store between
@@ -70,6 +70,7 @@ def test_smoothing(recipe: Any, kernels: tuple[int, int], mib: tuple[float, floa
 
 
 @pytest.mark.slow
+@OF_ONE_INDUCTOR
 def test_square_tiles_of_mxfp8_cost_less() -> None:
     """Both layouts of the weight hold the same numbers: one read makes them, 96 MiB per update in place of 131."""
     lines, squares = (of_linear(MXFP8BlockScaling(enable_2d_quantization=square), "sm_100") for square in (False, True))
@@ -116,6 +117,7 @@ def test_native_attention(recipe: Any, kernels: int, mib: float, monkeypatch: py
 
 
 @pytest.mark.slow
+@OF_ONE_INDUCTOR
 @pytest.mark.parametrize(
     ("recipe", "kernels", "mib"),
     [

@@ -36,6 +36,20 @@ def test_plain_inductor_transposes_two_bf16_tensors_right_with_256_bit_vectors()
     assert all(torch.equal(a, b) for a, b in zip(narrow, transposes(x, w), strict=True))
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not AVX512, reason="the defect is in AVX-512 code of GCC 12")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_plain_inductor_masks_and_divides_integers_right_without_avx512(dtype: torch.dtype) -> None:
+    """With AVX-512 instructions in 256-bit code GCC 12 gets the first wrong, and on torch 2.11 all of them."""
+    a, b, c = torch.arange(-20, 20, dtype=dtype), torch.arange(20, -20, -1, dtype=dtype), torch.arange(40, dtype=dtype)
+
+    def masks(a: Tensor, b: Tensor, c: Tensor) -> list[Tensor]:
+        return [torch.where((a != b) & (c % 3 != 0), a, -a), (a + 6) // 7, (a + 6) // -7, c % 128, a % 7]
+
+    right = torch.compile(masks, options=inductor.cpu_codegen_patches([a]))(a, b, c)
+    assert all(torch.equal(x, y) for x, y in zip(right, masks(a, b, c), strict=True))
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_graph_for_a_gpu_that_runs_on_a_cpu_is_generated_right(target: str) -> None:
     """It gets the options of both: those of the GPU it is decided for, and those that keep C++ right."""

@@ -15,6 +15,7 @@ import fp8graph
 import parallelism
 from fp8graph import Policy
 from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of, two_ranks
+from generated import OF_ONE_INDUCTOR
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
@@ -171,7 +172,7 @@ def test_without_fsdp2_a_weight_is_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="kernels are counted for one version of Inductor")
+@OF_ONE_INDUCTOR
 @pytest.mark.parametrize(("recipe", "forward", "backward"), [("tensorwise", 8, 8), ("delayed", 8, 7)])
 def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
     """sm_90, generated without one: an amax and a cast of the shard, and one columnwise copy after the gather."""

@@ -28,7 +28,8 @@ SAYS = {  # the end of what each prints, as a regular expression
     "lora_fp8": r"\n655,360 bytes of base weights, 458,752 bytes of transposed copies",
     "moe": r"mlp\.gate fprop: high precision \(rule",
     "nano_gpt": r"\n24 of 27 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
-    "pipeline": r"step 7: .*\n42 of 45 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
+    # torch 2.11 first runs the stage without gradients, for its shapes: a graph of its own
+    "pipeline": r"step 7: .*\n(42 of 45|56 of 60) GEMMs in FP8, \d+ % of their FLOPs, in (1 graph|2 graphs)",
     "serve": r"compiled: 16 tokens in .*\ntokens: \[.*\]\n\nprefill: 7 of 8 GEMMs in FP8, .*\n(.*\n)+decode: 7 of 8",
     "timm_vit": r"\n24 of 27 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
     "tensor_parallel": r"step 7: .*\n12 of 15 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph",
