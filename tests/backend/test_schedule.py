@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import pickle
 from typing import Any
@@ -106,8 +105,8 @@ def test_an_optimizer_of_copies_counts() -> None:
     assert train(model, [torch.optim.SGD([flat])], backend, 3)[0] == [False, False, True]
 
 
+@pytest.mark.usefixtures("no_other_backends")
 def test_a_compiled_step_counts() -> None:
-    gc.collect()  # Dynamo traces the hooks of every backend that is alive
     model, backend = model_and()
     optimizer = torch.optim.SGD(model.parameters())
     optimizer.step = torch.compile(optimizer.step, backend="eager")
