@@ -13,6 +13,7 @@ import torch
 import fp8graph
 from fp8graph.cli import main
 from fp8graph.models import FAMILIES
+from samples import AS_PAGES_SHOW
 from test_layers import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -80,6 +81,7 @@ def test_what_is_looked_for() -> None:
     assert not resolves("fp8graph.spec")
 
 
+@AS_PAGES_SHOW
 def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints it letter by letter."""
     sample = (ROOT / "README.md").read_text(encoding="utf-8").split("```\n$ fp8graph ")[1].split("```")[0]

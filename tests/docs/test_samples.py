@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samples import ROOT, Sample, name_of, run, samples, slow_pages, without_a_reason
+from samples import AS_PAGES_SHOW, ROOT, Sample, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
 pytestmark = pytest.mark.usefixtures("apart")
@@ -104,6 +104,7 @@ def page_of(text: str, folder: Path) -> list[Sample]:
     return list(samples(page))
 
 
+@AS_PAGES_SHOW
 def test_a_sample_that_fails_or_prints_something_else_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samples.ROOT", tmp_path)
     wrong, right, quiet = page_of(

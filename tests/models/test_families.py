@@ -77,6 +77,9 @@ def some(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
 LONG = {"diffusers_flux", "diffusers_unet"}
 
 
+# their forward calls copy.deepcopy, at which Dynamo breaks the graph before torch 2.13
+DEEPCOPY = {"t5", "whisper"}
+
 # the first family of those with the same counts
 DISTINCT = {(family.layer, family.rest): name for name, family in reversed(FAMILIES.items())}.values()
 
@@ -115,7 +118,8 @@ def assert_counts(report: Report, family: Family, layers: int) -> None:
         multiplied = nodes["scaled_mm"] + nodes["scaled_grouped_mm"]
         found += Counts(multiplied=multiplied, quantized_tensors=nodes["quantize"], casts=nodes["casts"])
     assert dataclasses.asdict(found) == dataclasses.asdict(family.counts(layers))
-    assert len(report.graphs) == family.graphs
+    if torch.__version__ >= "2.13" or family.name not in DEEPCOPY:
+        assert len(report.graphs) == family.graphs
     left = {g.reason.partition(":")[0].partition(' "')[0] for g in report.gemms if not g.recipe}
     assert left <= {"rule", "no rule", "output head"}
     assert_attention_is_found(report)

@@ -19,6 +19,7 @@ from fp8graph.models import FAMILIES, policy_for
 from fp8graph.numerics import history
 from fp8graph.tools.explain import Generating
 from generated import (
+    OF_ONE_INDUCTOR,
     generate,
     joined_weights,
     kernels_of_mlp,
@@ -56,6 +57,7 @@ def ops_of(view: fp8graph.GraphView) -> dict[str, str]:
     return found
 
 
+@OF_ONE_INDUCTOR
 def test_every_launch_with_the_nodes_of_the_report_that_it_computes() -> None:
     """Nodes that lowering replaced go by the names that people see. What forward saves has a writer and a reader."""
     report = report_of_mlp()

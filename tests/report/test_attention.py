@@ -15,6 +15,7 @@ from fp8graph.records import AttentionRecord
 from fp8graph.report import GraphView
 from fp8graph.report.attention import attention_rows, attention_share
 from helpers import MLP
+from samples import AS_PAGES_SHOW
 
 
 def report_of(module: Any, **settings: Any) -> fp8graph.Report:
@@ -75,6 +76,7 @@ def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
 
 
+@AS_PAGES_SHOW
 def test_the_line_of_the_page() -> None:
     """docs/attention.md shows that of a Llama."""
     with torch.device("meta"):

@@ -20,7 +20,7 @@ from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page import in_script, page
 from fp8graph.report.page_data import page_data
-from generated import report_of_mlp
+from generated import OF_ONE_INDUCTOR, report_of_mlp
 from helpers import ALL, MLP, eager_backend
 
 STRANGE = "</script><b>\"&amp;'\u2028é日本.0"
@@ -176,6 +176,7 @@ def computed(found: Page) -> list[tuple[str, bool]]:
     return [(own["data-unit"], "partly" in names) for own, names in classes if "computed" in names]
 
 
+@OF_ONE_INDUCTOR
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_kernels_in_a_real_browser(tmp_path: Path) -> None:
     """The boxes of a chosen kernel, the kernels of a chosen box; and a kernel of the table that is clicked."""

@@ -32,6 +32,14 @@ FENCE = re.compile(
 REASON = re.compile(r"(not run|slow): \w.{9,}")
 
 
+def torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+SHOWN_BY = (2, 13)  # the torch whose output pages show, and later ones
+AS_PAGES_SHOW = pytest.mark.skipif(torch_version() < SHOWN_BY, reason="pages show what torch prints from 2.13 on")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One sample of a page."""
@@ -59,7 +67,7 @@ class Sample:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
-        if self.output is not None and torch_version() >= (2, 13):
+        if self.output is not None and torch_version() >= SHOWN_BY:
             wanted, found = (
                 "\n".join(map(str.rstrip, text.splitlines())) for text in (self.output, printed.getvalue())
             )
@@ -91,10 +99,6 @@ def without_a_reason(pages: list[Path]) -> list[str]:
 
 def slow_pages(pages: list[Path]) -> list[Path]:
     return [page for page in pages if any(sample.mark.startswith("slow") for sample in samples(page))]
-
-
-def torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def samples(page: Path) -> Iterator[Sample]:
