@@ -272,7 +272,7 @@ def test_an_embedding_and_a_loss(recipe: str) -> None:
     assert any("index_put" in op or "embedding" in op for kernel in report.kernels for op in kernel.ops)
 
 
-# the code for another GPU has other GEMMs, whatever the family: one of each build is enough there
+# the code for another GPU has other GEMMs, whatever the family: one of each kind of model is enough there
 SERVED_ON_SM_100 = ("llama", "qwen3_moe", "whisper", "clip", "diffusers_flux")
 
 
