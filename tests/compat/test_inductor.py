@@ -50,6 +50,13 @@ def test_plain_inductor_masks_and_divides_integers_right_without_avx512(dtype: t
     assert all(torch.equal(x, y) for x, y in zip(right, masks(a, b, c), strict=True))
 
 
+@pytest.mark.skipif(not AVX512, reason="only its vectors and instructions are left out")
+def test_a_cpu_graph_has_neither_512_bit_vectors_nor_their_instructions() -> None:
+    vectors, *instructions = inductor.cpu_codegen_patches([torch.ones(1)]).values()
+    assert vectors == 256
+    assert instructions in (["x86-64-v3"], ["off -mno-avx512f"])  # torch from 2.13 on, and before
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_graph_for_a_gpu_that_runs_on_a_cpu_is_generated_right(target: str) -> None:
     """It gets the options of both: those of the GPU it is decided for, and those that keep C++ right."""
