@@ -7,9 +7,6 @@ from typing import Final
 
 import torch
 
-# The scalings of torch._scaled_mm on a CPU: rows from torch 2.13 on (2.12 was not tried), blocks never.
-CPU_SCALINGS: Final = frozenset({"tensor"} | ({"row"} if torch.__version__ >= "2.13" else set[str]()))
-
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.
 PACKAGES_FP8_ON_CPU: Final = torch.__version__ >= "2.13"
 

@@ -30,7 +30,7 @@ class Hardware:
     """One device: its low-precision GEMMs and its speed. This base class is a device without any such GEMM."""
 
     name: str  # "cpu", "sm_90", "gfx942", or the device type
-    scalings: frozenset[str] = frozenset()  # kinds whose GEMMs torch._scaled_mm has for it
+    scalings: frozenset[str] = frozenset()  # kinds whose GEMMs torch._scaled_mm, or fp8graph itself, has for it
     grouped: frozenset[str] = frozenset()  # kinds whose GEMMs torch._scaled_grouped_mm has for it
     speed: Speed | None = None  # None: not known, or nothing to gain (a CPU)
 
@@ -124,8 +124,8 @@ class Hardware:
         return False
 
     @classmethod
-    def own_product(cls, out_dtype: torch.dtype) -> Product | None:
-        """An op of fp8graph's own that multiplies as that kernel does, only faster: of a, b, both scales, the bias."""
+    def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
+        """An op of fp8graph's own that multiplies such operands fastest: of a, b, both scales and the bias."""
         return None
 
     @classmethod
@@ -154,8 +154,8 @@ class Hardware:
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
-        If the vendor has no kernel, operands are decoded first (``numerics.matmul``). ``assign`` asks for that only to
-        look at another device's graph.
+        If the vendor has no kernel, operands are decoded first (``numerics.matmul``). A CPU always does that; other
+        devices are asked for it only to look at another device's graph.
 
         Args:
             a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).
@@ -168,12 +168,12 @@ class Hardware:
         """
         kind = SCALINGS[scaling]
         gemm = kind.gemm
+        if own_ops and addend is None and (product := cls.own_product(gemm, out_dtype)) is not None:
+            return product(a, b, scale_inv_a, scale_inv_b, bias)
         if not cls.has_kernel(gemm):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
             result = matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
             return result if addend is None else addend + result
-        if own_ops and addend is None and (product := cls.own_product(out_dtype)) is not None:
-            return product(a, b, scale_inv_a, scale_inv_b, bias)
         data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
         data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b

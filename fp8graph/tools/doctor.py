@@ -61,7 +61,7 @@ def machine() -> list[tuple[str, str]]:
         fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
         rows.append((str(device), f"{torch.cuda.get_device_name(device)}, {found.name}{fast}"))
     if not torch.cuda.is_available():
-        rows.append(("cuda", "no GPU: torch's reference GEMM gives the right numbers, but is not fast"))
+        rows.append(("cuda", "no GPU: the CPU gives the right numbers, but not faster than bf16"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     rows += [("Trainer", line) for line in trainer()]

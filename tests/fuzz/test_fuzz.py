@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import fuzz_reference
-from fp8graph.compat import torch_build
+from fp8graph.numerics import matmul
 from fuzz import RECIPES, Input, Linear, Program, RuleSpec, Step, Weight
 from fuzz_draw import programs
 from fuzz_reference import assert_right
@@ -267,17 +267,7 @@ MISTAKES: Final[dict[str, Callable[[list[Any], dict[str, Any]], None]]] = {
 }
 
 
-PLANTED_IN: Final = [
-    "tensorwise",
-    "delayed",
-    pytest.param(
-        "rowwise",
-        marks=pytest.mark.skipif(
-            "row" not in torch_build.CPU_SCALINGS,
-            reason="torch 2.11 has no GEMM with scales of rows on a CPU",
-        ),
-    ),
-]
+PLANTED_IN: Final = ("tensorwise", "delayed", "rowwise")
 
 
 @pytest.mark.parametrize("recipe", PLANTED_IN)
@@ -288,7 +278,7 @@ def test_without_a_mistake(recipe: str) -> None:
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("recipe", PLANTED_IN)
 def test_a_mistake_is_found(recipe: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_mm", _mistaken(MISTAKES[mistake], torch._scaled_mm))
+    monkeypatch.setattr(matmul, "scaled_mm", _mistaken(MISTAKES[mistake], matmul.scaled_mm))
     with pytest.raises(AssertionError, match="dB, at least"):
         assert_right(dataclasses.replace(PLANTED, recipe=recipe))
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
-from fp8graph.compat import torch_build
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP, compiled_step, dialect_counts, eager_backend, same_bits, step, view_of
 
@@ -26,12 +25,6 @@ class Projections(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.sin()
         return self.mix(self.q(x), self.k(x), self.v(x))
-
-
-rows_on_cpu = pytest.mark.skipif(
-    "row" not in torch_build.CPU_SCALINGS,
-    reason="torch 2.11 has no GEMM with scales of rows on a CPU: emulated, not grouped",
-)
 
 
 def x(*shape: int) -> Tensor:
@@ -79,9 +72,7 @@ def test_three_of_two_sizes_are_one_gemm_a_direction() -> None:
     assert {g.reason for g in view.gemms if g.fqn == "q"} == {"default; one GEMM with k, v"}
 
 
-@pytest.mark.parametrize(
-    "policy", [ALL, pytest.param(Policy(default="rowwise"), marks=rows_on_cpu), Policy(default=DelayedScaling())]
-)
+@pytest.mark.parametrize("policy", [ALL, Policy(default="rowwise"), Policy(default=DelayedScaling())])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_output_and_gradients(policy: Policy, bias: bool, dtype: torch.dtype) -> None:
@@ -96,7 +87,6 @@ def test_output_and_gradients(policy: Policy, bias: bool, dtype: torch.dtype) ->
     assert all(sqnr_db(e, g) > 18 for e, g in zip(expected, got, strict=True))
 
 
-@rows_on_cpu
 def test_scales_of_rows_are_those_of_the_linears_but_for_what_is_summed() -> None:
     """fprop and wgrad scale each row of the joined operand by itself: the same bits as one by one."""
     torch.manual_seed(0)

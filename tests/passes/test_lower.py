@@ -67,8 +67,9 @@ def test_lowering_changes_no_bit(target: Any, args: tuple[Any, ...]) -> None:
     assert same_bits(before, run(graph, *tensors))
 
 
-def test_the_gemm_gets_a_column_major_b_without_a_copy() -> None:
-    graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.float32, True)
+def test_a_gpus_gemm_gets_a_column_major_b_without_a_copy() -> None:
+    data, one = FP8.to("meta"), ONE.to("meta")
+    graph = graph_with(ops.scaled_mm, data, data, one, one, None, torch.float32, True)
     lower(graph)
     assert [line.split(" = ")[1] for line in graph_text(graph).splitlines() if " = " in line] == [
         "aten.permute(x1, [1, 0])",
@@ -91,8 +92,7 @@ def test_what_torch_runs_alone_has_no_op_of_ours() -> None:
     graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
     before = run(graph, FP8, FP8, ONE, ONE)
     lower_for_torch_alone(graph)
-    assert list(nodes(graph, (aten._scaled_mm.default,)))
-    assert not list(nodes(graph, (bf16_product.PRODUCT,)))
+    assert {node.target.namespace for node in graph.nodes if node.op == "call_function"} == {"aten", "prims"}
     after = run(graph, FP8, FP8, ONE, ONE)
     torch.testing.assert_close(after, before, rtol=2**-8, atol=0)  # one rounding each, of sums in other orders
 

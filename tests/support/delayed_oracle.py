@@ -1,6 +1,6 @@
 """Delayed scaling once more, written another way: Python floats, one tensor at a time, eager autograd.
 
-What it shares with the product is torch's FP8 GEMM on the CPU; codes, scales and histories come from ``oracle``.
+What it shares with the product is the GEMM of FP8 numbers; codes, scales and histories come from ``oracle``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import oracle
-from fp8graph import DelayedScaling
+from fp8graph import DelayedScaling, hardware
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 def _multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), scale_a, scale_b, out_dtype=torch.float32)
+    return hardware.scaled_mm(a.contiguous(), b.contiguous(), scale_a, scale_b, None, torch.float32, False)
 
 
 class _Linear(torch.autograd.Function):

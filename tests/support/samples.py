@@ -62,7 +62,7 @@ class Sample:
     def run(self, namespace: dict[str, Any]) -> None:
         """Run it, and compare what it prints. Lines in a traceback are those of the page.
 
-        Pages show what torch from 2.13 prints: a CPU multiplies rows natively since then.
+        Pages show what torch from 2.13 prints.
         """
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):

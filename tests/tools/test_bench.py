@@ -15,7 +15,6 @@ from torch import Tensor
 import fp8graph
 from fp8graph import hardware
 from fp8graph.cli import main
-from fp8graph.compat import torch_build
 from fp8graph.hardware.speed import RATES, Speed
 from fp8graph.tools import bench
 
@@ -30,10 +29,7 @@ def calibrated() -> list[bench.Calibration]:
 def test_a_calibration_is_a_target(calibrated: list[bench.Calibration], tmp_path: Path) -> None:
     """At each step: what comes later may end the process."""
     found = hardware.of_device(CPU)
-    assert [done.measured[-1] for done in calibrated] == [
-        "tensor",
-        *(["row"] if "row" in torch_build.CPU_SCALINGS else []),
-    ]
+    assert [done.measured[-1] for done in calibrated] == ["tensor", "row"]
     for done in calibrated:
         assert done.speed.rates["mxfp8"] == RATES["mxfp8"]  # not measured: a CPU has no such GEMM
         assert ("row" in done.measured) == (done.speed.rates["row"] != RATES["row"])
