@@ -4,27 +4,33 @@ Three signals, of which the first that holds is the reason:
 
 - the weight is an embedding's: the graph reads the same parameter with aten.embedding (tied weights);
 - the loss reads its output: log_softmax or cross-entropy, which comes right behind it;
-- its output is a result of the graph, and its weight is as large as an embedding's: logits over that vocabulary.
+- its output is a result of the graph, its weight is as large as an embedding's, and the model does not go on with it:
+  logits over that vocabulary.
 
-"Right behind" means through views, casts, chosen rows, scaling, soft caps and biases alone. Being the last linear of a
-graph is no signal: so is the last one of a block that is compiled alone.
+"Right behind" means through views, casts, chosen rows, scaling, soft caps and biases alone. A model goes on with keys
+and values that it also returns for a cache, and with hidden states that it returns: a later matmul or attention depends
+on them. What depends on probabilities or on the choice of a token does not count. Being the last linear of a graph is
+no signal: so is the last one of a block that is compiled alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
-from fp8graph.ir.nodes import aten, is_view, nodes, static_size, value
+from fp8graph.analysis.attention import FORMS
+from fp8graph.ir.nodes import SITES, aten, is_view, nodes, static_size, value
 
 TIED: Final = "its weight is the embedding's"
 LOSS: Final = "the loss reads its output"
 LOGITS: Final = "its output is the result, one number for each row of the embedding"
 
 _LOSSES: Final = ("aten._log_softmax", "aten.log_softmax", "aten.cross_entropy_loss")
+_PROBABILITIES: Final = ("aten._softmax", "aten.softmax")
+_MULTIPLY: Final = (*SITES, *FORMS)
 # ops that keep logits logits; what else they read may only be parameters and indices
 _CHOOSE: Final = (aten.index.Tensor, aten.index_select.default)
 _QUIET: Final = (
@@ -58,11 +64,24 @@ class Heads:
         if self._reaches(matmul, loss=True):
             return LOSS
         alike = any(_sizes(weight) == _sizes(table) for table in self._embeddings)  # [vocabulary, hidden]
-        return LOGITS if alike and self._reaches(matmul, loss=False) else ""
+        return LOGITS if alike and self._reaches(matmul, loss=False) and not self._goes_on(matmul) else ""
 
     def _reaches(self, node: fx.Node, *, loss: bool) -> bool:
         """Whether the loss, or else the graph's result, comes right behind ``node``."""
-        return any(_computes_loss(reader) if loss else reader.op == "output" for reader in self._right_behind(node))
+        return any(_is_of(reader, _LOSSES) if loss else reader.op == "output" for reader in self._right_behind(node))
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether forward multiplies, or attends to, what it computes from ``node``."""
+        found, waiting = {node}, [node]
+        while waiting:
+            for reader in waiting.pop().users:
+                if reader in found or reader in self._backward or _ends_logits(reader):
+                    continue
+                if reader.target in _MULTIPLY:
+                    return True
+                found.add(reader)
+                waiting.append(reader)
+        return False
 
     def _right_behind(self, node: fx.Node) -> Iterator[fx.Node]:
         """The forward nodes that read ``node``, directly or through what keeps logits logits."""
@@ -77,7 +96,7 @@ class Heads:
                     waiting.append(reader)
 
     def _is_quiet(self, node: fx.Node, found: set[fx.Node]) -> bool:
-        if _computes_loss(node):
+        if _is_of(node, _LOSSES):
             return False
         if is_view(node):
             return True
@@ -87,10 +106,17 @@ class Heads:
         return node.target in _CHOOSE or all(_source(other) in self._parameters for other in others)
 
 
-def _computes_loss(node: fx.Node) -> bool:
-    """Whether ``node`` is a log_softmax or a part of one: Inductor's decompositions take it apart."""
+def _is_of(node: fx.Node, ops: Collection[str]) -> bool:
+    """Whether ``node`` is one of ``ops`` or a part of one: Inductor's decompositions take log_softmax apart."""
     op = node.meta.get("original_aten") or node.target
-    return str(op).rpartition(".")[0] in _LOSSES
+    return str(op).rpartition(".")[0] in ops
+
+
+def _ends_logits(node: fx.Node) -> bool:
+    """Whether ``node`` is a loss, probabilities, or integers: tokens that were chosen."""
+    val = node.meta.get("val")
+    is_number = not isinstance(val, torch.Tensor) or val.dtype.is_floating_point or val.dtype.is_complex
+    return not is_number or _is_of(node, (*_LOSSES, *_PROBABILITIES))
 
 
 def _source(node: fx.Node) -> fx.Node:

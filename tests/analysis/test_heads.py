@@ -86,6 +86,95 @@ def test_no_heads(model: nn.Module, x: Tensor) -> None:
     assert kept(model, x) == {}
 
 
+class Behind(nn.Module):
+    """``after`` of the logits, or of what else ``out`` computes, the table and a further linear."""
+
+    def __init__(self, after: Any) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
+        self.last = nn.Linear(32, 48, bias=False)
+        self.after = after
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.out(functional.silu(self.table(x)))
+        return found, self.after(self, found)
+
+
+def attended(model: Behind, v: Tensor) -> Tensor:
+    v = torch.cat([torch.zeros_like(v), v], 1)  # after the tokens of earlier calls
+    return functional.scaled_dot_product_attention(v, v, v)
+
+
+@pytest.mark.parametrize(
+    ("after", "is_head"),
+    [
+        pytest.param(lambda m, y: m.last(y), False, id="a hidden state"),
+        pytest.param(lambda m, y: m.last(functional.silu(y)), False, id="a hidden state before its activation"),
+        pytest.param(attended, False, id="values for a cache"),
+        pytest.param(lambda m, y: y @ y.mT, False, id="similarities"),
+        pytest.param(lambda m, y: m.last(m.table(y.argmax(-1))), True, id="the next token is read"),
+        pytest.param(lambda m, y: m.last(functional.softmax(y, -1) @ m.table.weight), True, id="tokens are mixed"),
+        pytest.param(lambda m, y: m.last(m.table(y.topk(2).indices)), True, id="the best tokens are read"),
+        pytest.param(lambda m, y: functional.softplus(y).sum(), True, id="a number"),
+    ],
+)  # fmt: skip
+def test_a_result_that_the_model_goes_on_with_is_no_head(after: Any, is_head: bool) -> None:
+    """Though its width is that of the vocabulary."""
+    assert kept(Behind(after), IDS % 32).get("out") == (f"output head: {LOGITS}" if is_head else None)
+
+
+def small_llama(vocabulary: int) -> tuple[Any, dict[str, Any]]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # two heads for keys and values, which are as wide as the vocabulary together; four for queries
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=vocabulary // 2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), {}
+
+
+def small_t5() -> tuple[Any, dict[str, Any]]:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
+    return T5ForConditionalGeneration(config), {"decoder_input_ids": TOKENS}
+
+
+def small_whisper() -> tuple[Any, dict[str, Any]]:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=64, d_model=64, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=128, decoder_ffn_dim=128, num_mel_bins=8, max_source_positions=16,
+        max_target_positions=16, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    features = torch.empty(1, 8, 32, device="meta")
+    return WhisperForConditionalGeneration(config), {"decoder_input_ids": TOKENS, "input_features": features}
+
+
+TOKENS = torch.zeros(1, 8, dtype=torch.long, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "head", "settings"),
+    [
+        *(pytest.param(lambda n=n: small_llama(n), "lm_head", {}, id=f"Llama-{n}") for n in (64, 256, 1024, 2048)),
+        pytest.param(lambda: small_llama(64), "lm_head", {"output_hidden_states": True}, id="hidden states"),
+        pytest.param(small_t5, "lm_head", {}, id="T5"),
+        pytest.param(small_whisper, "proj_out", {}, id="Whisper"),
+    ],
+)
+def test_keys_and_values_for_the_cache_are_in_fp8(make: Any, head: str, settings: dict[str, Any]) -> None:
+    """Small vocabularies (bytes, codes of audio) are as wide as the keys and values that a model returns."""
+    with torch.device("meta"):
+        model, inputs = make()
+    inputs = {"input_ids": TOKENS} | inputs if "input_features" not in inputs else inputs
+    report = fp8graph.explain(model, training=False, use_cache=True, **settings, **inputs)
+    assert {g.fqn for g in report.gemms if g.recipe is None and g.op == "linear"} == {head}
+    assert any(g.fqn.endswith(("v_proj", "Attention.v")) for g in report.gemms)
+
+
 def test_a_policy_of_ones_own_decides_by_itself() -> None:
     assert kept(Model(tied=True), IDS, policy=ALL) == {}
 
