@@ -56,7 +56,7 @@ class Compiler:
         """The frozen input of the passes, for this graph in ``situation`` and with parameters called ``names``."""
         graph, first = self._graph, len(self._graph.sources)
         return Known(
-            policy=self._shared.policies.of(graph.families)[0],
+            policy=situation.in_force.of(graph.families)[0],
             settings=self._shared.settings,
             region=situation.region,
             sources=graph.sources,
@@ -75,10 +75,10 @@ class Compiler:
         shared, graph, settings = self._shared, self._graph, self._shared.settings
         options = dict(settings.inductor)
         identity = self._identity(situation, names)
-        recipes = graph.recipes(shared.policies.of(graph.families)[0], situation)
+        recipes = graph.recipes(situation.in_force.of(graph.families)[0], situation)
         spares = spare_inputs(graph.module, self.known(situation, names), training=graph.gradients)
         first = options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
-        if shared.policies.may_rewrite([situation.region, *graph.regions]):
+        if situation.in_force.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
         while True:
             joint = JointPass(

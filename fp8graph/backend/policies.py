@@ -17,6 +17,37 @@ from fp8graph.recipes.policy import Policy
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
 
+class InForce:
+    """A policy from one change to the next.
+
+    A forward that activation checkpointing repeats keeps the one under which it ran first.
+    """
+
+    def __init__(self, asked: Policy, target: Hardware | None) -> None:
+        self.asked, self._target = asked, target
+        self._resolved: dict[tuple[str, ...], tuple[Policy, str]] = {}
+        self.current, _ = self.of(())
+
+    def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
+        """The policy for a graph of models of ``families`` (which add to the default policy), and its identity."""
+        if self.asked.extends is None:
+            families = ()
+        if families not in self._resolved:
+            recipe = (self._target or hardware.of_machine()).default_recipe
+            policy = extended(self.asked, families, recipe)
+            self._resolved[families] = policy, policy.identity()
+        return self._resolved[families]
+
+    def may_rewrite(self, regions: Collection[Any]) -> bool:
+        """Whether any GEMM could get a recipe. If none could, Inductor's options stay exactly the user's.
+
+        Args:
+            regions: the autocast regions around the call and in the graph.
+        """
+        quiet = (None, DISABLED, POLICY)
+        return bool(self.current.recipes()) or any(region not in quiet for region in regions)
+
+
 class Policies:
     """The policy of one backend, which may change during training.
 
@@ -27,7 +58,7 @@ class Policies:
     def __init__(self, target: Hardware | None) -> None:
         self._target = target
         self._step = 0  # of training
-        self._families: set[tuple[str, ...]] = set()  # of all graphs so far
+        self._families: set[tuple[str, ...]] = {()}  # of all graphs so far
         self.set(None)
 
     def set(self, policy: PolicyLike | None, recipe: RecipeLike = None) -> None:
@@ -36,10 +67,8 @@ class Policies:
         if recipe is not None:
             resolve_recipe(recipe)
             asked = dataclasses.replace(asked, default=recipe)
+        self.now = InForce(asked.at_step(self._step) if asked.scheduled else asked, self._target)
         self.scheduled = asked if asked.scheduled else None  # all of it
-        self.asked = asked.at_step(self._step) if asked.scheduled else asked
-        self._resolved: dict[tuple[str, ...], tuple[Policy, str]] = {}
-        self.current, _ = self.of(())
 
     def advance(self, step: int) -> bool:
         """Take a policy with a schedule as it is at ``step``; whether that is another policy than before."""
@@ -49,29 +78,24 @@ class Policies:
         self.set(self.scheduled)
         return True
 
+    @property
+    def asked(self) -> Policy:
+        """The policy as the user gave it, one with a schedule as it is at the step of now."""
+        return self.now.asked
+
+    @property
+    def current(self) -> Policy:
+        """The policy in force, for a model of no known family."""
+        return self.now.current
+
     def of(self, families: tuple[str, ...]) -> tuple[Policy, str]:
-        """The policy for a graph of models of ``families`` (which add to the default policy), and its identity."""
-        if self.asked.extends is None:
-            families = ()
+        """The policy in force for a graph of models of ``families``, and its identity."""
         self._families.add(families)
-        if families not in self._resolved:
-            recipe = (self._target or hardware.of_machine()).default_recipe
-            policy = extended(self.asked, families, recipe)
-            self._resolved[families] = policy, policy.identity()
-        return self._resolved[families]
+        return self.now.of(families)
 
     def identities(self) -> frozenset[str]:
         """The policies that decide now, one for each choice of families that was met."""
         return frozenset(self.of(families)[1] for families in [*self._families])
-
-    def may_rewrite(self, regions: Collection[Any]) -> bool:
-        """Whether any GEMM could get a recipe. If none could, Inductor's options stay exactly the user's.
-
-        Args:
-            regions: the autocast regions around the call and in the graph.
-        """
-        quiet = (None, DISABLED, POLICY)
-        return bool(self.current.recipes()) or any(region not in quiet for region in regions)
 
     def lines(self) -> list[str]:
         """The policy in words, for a comparison with other ranks."""

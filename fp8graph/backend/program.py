@@ -19,8 +19,8 @@ from fp8graph.backend.compiling import Compiler, Variant, Variants
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.shared import Shared
-from fp8graph.backend.situation import Situation
-from fp8graph.compat import fakes
+from fp8graph.backend.situation import Moment, Situation
+from fp8graph.compat import checkpointing, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
@@ -29,7 +29,7 @@ from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
 from fp8graph.runtime.call import Prepared, PreparedCalls
-from fp8graph.runtime.recomputation import Recomputations
+from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.sent_weight import SentWeight
 
 
@@ -51,9 +51,9 @@ class Program:
         self._shared = shared
         self._graph = graph
         self._compiler = Compiler(shared, graph)
+        shared.policies.of(graph.families)  # it may be asked for all of them
         self._compiled: Variants = {} if variants is None else variants
         self._variants: dict[tuple[Situation, tuple[str, ...]], Variant] = {}  # variants by the names of the parameters
-        self._recomputations = Recomputations()
         self._empty = torch.empty(0, device=self._graph.device)  # stands in for inputs that no pass took
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
         self._strict = shared.settings.strict
@@ -62,7 +62,8 @@ class Program:
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
         if inputs is not None:
-            self._variant(self._situation(frozenset(self._sent(inputs))), self._names(inputs), inputs)
+            moment = self._moment(shared.recomputations.of_call(is_made=False))
+            self._variant(self._situation(moment, self._sent(inputs)), self._names(inputs), inputs)
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -84,8 +85,9 @@ class Program:
 
     def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
         """The weights whose copies this graph takes under the policy of now, and their parameters' bound names."""
+        _, policy = self._shared.policies.of(self._graph.families)
         for (situation, names), variant in self._variants.items():
-            if names and situation.policy == self._situation().policy and situation.observed is None:
+            if names and situation.policy == policy and situation.observed is None:
                 called = dict(zip(self._graph.positions, names, strict=True))
                 for weight in variant.findings.weights:
                     yield weight, [called[index] for index in weight.parameters]
@@ -101,23 +103,46 @@ class Program:
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
-        observed = self._shared.observation.asked(gradients=self._graph.gradients)
-        situation = current_region(), self._shared.groups.now(), observed
-        call = self._prepared.get(args, situation) or self._prepare(args, observed)
+        observed, checkpointed = self._shared.observation.asked(gradients=self._graph.gradients), None
+        if checkpointing.matters():
+            checkpointed = self._shared.recomputations.of_call()
+            moment = self._moment(checkpointed, observed)
+        else:
+            if (region := current_region()) is not None:
+                self._shared.recomputations.regions.add(region)
+            moment = region, self._shared.groups.now(), self._shared.policies.now, observed
+        call = self._prepared.get(args, moment)
+        if call is None:
+            with checkpointing.without_modes():
+                call = self._prepare(args, Moment(*moment))
         if call.statistics:
             measured = self._shared.observation.tensors(call.statistics)
             call = dataclasses.replace(call, more=[*measured, *call.more[len(measured) :]])
-        results = call.run(*args, *call.more) if call.pages is None else self._run_with_state(call, args)
+        if call.reduces:
+            self._take_part(args, call.group)
+        if checkpointed is not None:
+            pages = call.more[call.pages] if call.pages is not None else ()
+            checkpointed.keep(Moment(*moment), call.layouts, pages, records=self._graph.gradients)
+        results = call.run(*args, *call.more) if call.pages is None else self._run_with_state(call, args, checkpointed)
         if call.gradients:
             self._shared.main_grads.watch(results, [args[index] for index in call.gradients])
         return results
 
-    def _prepare(self, args: Sequence[Any], observed: Observed | None) -> Prepared:
+    def _moment(self, checkpointed: Checkpointed | None, observed: Observed | None = None) -> Moment:
+        """The moment of a call. A forward that runs again has that of its first time."""
+        if checkpointed is not None and (first := checkpointed.first) is not None:
+            return first.moment if first.records == self._graph.gradients else first.moment._replace(observed=observed)
+        region = current_region()
+        self._shared.recomputations.check(region)
+        return Moment(region, self._shared.groups.now(), self._shared.policies.now, observed)
+
+    def _prepare(self, args: Sequence[Any], moment: Moment) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
-        self._shared.groups.look()
+        if self._shared.groups.look():
+            moment = moment._replace(amax_group=self._shared.groups.now())
         self._shared.schedule.meets(args[index] for index in self._graph.positions)
         sent = self._sent(args)
-        situation = dataclasses.replace(self._situation(frozenset(sent)), observed=observed)
+        situation = self._situation(moment, sent)
         names = self._names(args)
         variant = self._find(situation, names)
         copies = self._sent_copies(variant.findings, sent, args)
@@ -129,7 +154,8 @@ class Program:
             copies = self._sent_copies(variant.findings, sent, args)
         shared, findings, epoch = self._shared, variant.findings, self._shared.epoch.now
         shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
-        self._take_part(variant.reduces, args)
+        if variant.reduces:
+            self._take_part(args, moment.amax_group)
         pages = self._pages(findings.pages, args) if findings.pages else []
         if pages and self._graph.gradients and not shared.groups.same_in_stage(situation.amax_group):
             shared.state.recorded_by(situation.amax_group)
@@ -145,7 +171,7 @@ class Program:
         more = [*measured, *weights, *pages, *buffers]
         first_page = len(measured) + len(weights)
         # without copies, pages and names that matter, the call is prepared for any parameters
-        by_name = bool(names) and shared.policies.may_rewrite([situation.region, *self._graph.regions])
+        by_name = bool(names) and situation.in_force.may_rewrite([situation.region, *self._graph.regions])
         known = bool(more or by_name or self._graph.gathered)
         call = Prepared(
             run=variant.run,
@@ -155,31 +181,34 @@ class Program:
             statistics=findings.statistics,
             gradients=gradients,
             reduces=variant.reduces,
+            group=moment.amax_group,
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
             unchanged=shared.main_grads.check(gradients, shared.weights.unchanged(findings.own_weights, args)),
         )
-        self._prepared.keep(args, (situation.region, situation.amax_group, observed), call)
+        self._prepared.keep(args, moment, call)
         return call
 
-    def _run_with_state(self, call: Prepared, args: Sequence[Any]) -> Any:
+    def _run_with_state(self, call: Prepared, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
         """Run a graph that reads scaling state and may record amaxes in it."""
-        self._take_part(call.reduces, args)
         where = cast(slice, call.pages)
         more, pages = call.more, list(call.more[where])
         if self._shared.groups.rehearses():
             return call.run(*args, *more[: where.start], *(page.clone() for page in pages), *more[where.stop :])
-        if pages and self._graph.gradients:
-            more = [*more[: where.start], *self._recomputations.pages(call.layouts, pages, args), *more[where.stop :]]
-        results = call.run(*args, *more)
+        if checkpointed is None or not pages:
+            results = call.run(*args, *more)
+        else:
+            with checkpointed.pages(call.layouts, pages, records=self._graph.gradients) as read:
+                results = call.run(*args, *more[: where.start], *read, *more[where.stop :])
         if call.reduces:
             self._shared.state.watch(results, pages)
         return results
 
-    def _take_part(self, reduces: bool, args: Sequence[Any]) -> None:
+    def _take_part(self, args: Sequence[Any], group: str | None) -> None:
         """Record the amaxes of the last step on all ranks, before this call reads scales."""
-        if reduces:  # with reentrant checkpointing, only the backward runs the graph for training
-            self._shared.state.reduces(str(self._shared.groups.now()), accelerator_of(args))
+        # with reentrant checkpointing, only the backward runs the graph for training
+        self._shared.state.reduces(str(group), accelerator_of(args))
+        with checkpointing.without_modes():
             self._shared.state.commit()
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
@@ -188,7 +217,7 @@ class Program:
         DDPOptimizer (``DistributedDataParallel`` under Dynamo) cuts a graph into buckets, and calls each part on fake
         tensors before it compiles the next.
         """
-        variant = self._variants[self._situation(), self._names(args)]
+        variant = self._variants[self._situation(self._moment(None), {}), self._names(args)]
         with cast(FakeTensorMode, detect_fake_mode(args)):
             taken = variant.findings.stand_ins()
             dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
@@ -197,9 +226,9 @@ class Program:
     def _pages(self, layouts: Sequence[PageLayout], args: Sequence[Any]) -> list[torch.Tensor]:
         return self._shared.state.tensors(layouts, args, self._shared.names)
 
-    def _situation(self, sent: frozenset[int] = frozenset()) -> Situation:
-        _, policy = self._shared.policies.of(self._graph.families)
-        return Situation(policy=policy, region=current_region(), amax_group=self._shared.groups.now(), sent=sent)
+    def _situation(self, moment: Moment, sent: Mapping[int, SentWeight]) -> Situation:
+        _, policy = moment.in_force.of(self._graph.families)
+        return Situation(policy=policy, sent=frozenset(sent), **moment._asdict())
 
     def _find(self, situation: Situation, names: tuple[str, ...]) -> Variant:
         variant = self._variants.get((situation, names))

@@ -44,7 +44,8 @@ class Schedule:
     @property
     def due(self) -> bool:
         """Whether an optimizer has stepped since :meth:`advance`. Asked in every call."""
-        return self.runs and self._seen != self._steps.count and not autograd.in_backward()
+        scheduled = self._policies.scheduled is not None
+        return scheduled and self._seen != self._steps.count and not autograd.in_backward()
 
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn what the models train."""

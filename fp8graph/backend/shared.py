@@ -20,6 +20,7 @@ from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.recomputation import Recomputations
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.weight_cache import Weights
@@ -63,6 +64,7 @@ class Shared:
     main_grads: MainGrads = field(default_factory=MainGrads)
     observation: Observation = field(default_factory=Observation)
     groups: RankGroups = field(default_factory=RankGroups)
+    recomputations: Recomputations = field(default_factory=Recomputations)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def decides(self, *, training: bool) -> str:

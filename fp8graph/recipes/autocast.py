@@ -3,6 +3,9 @@
 Inside compiled code, every node of the region, forward and backward, is annotated with a string
 (``torch.fx.traceback.annotate``). Outside it, Dynamo's guards cannot see the region: a thread-local stack holds it,
 and the compiled callable picks a variant at call time (``backend/program.py``).
+
+A region holds for the forwards that are called in it. A backward that is called in it may run forwards again
+(activation checkpointing): these had regions of their own (``runtime/recomputation.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.fx.traceback import annotate
 
+from fp8graph.compat import checkpointing
 from fp8graph.compat.dynamo import never_a_root_frame
 from fp8graph.errors import UnsupportedRecipeError
 from fp8graph.recipes.base import Recipe
@@ -25,14 +29,22 @@ from fp8graph.recipes.rules import INHERIT, GemmRecipe
 REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]
 DISABLED: Final = "autocast(enabled=False)"
 POLICY: Final = "autocast(enabled=True)"  # enabled without a recipe: the policy decides
+_WITH_RANKS: Final = dist.is_available()  # as torch was built; amax_group is called in each call
+
+
+class _Open(NamedTuple):
+    """A region that is open."""
+
+    region: str | Recipe
+    group: Any  # its amax_reduction_group
+    task: int  # the backward in which it was opened
 
 
 class _Stack(threading.local):
-    """The regions open around the current call, outermost first (a region or a recipe object)."""
+    """The regions that are open on this thread, outermost first."""
 
     def __init__(self) -> None:
-        self.regions: list[str | Recipe] = []
-        self.groups: list[Any] = []  # their amax_reduction_group
+        self.regions: list[_Open] = []
 
 
 _stack = _Stack()
@@ -40,7 +52,14 @@ _stack = _Stack()
 
 def current_region() -> str | Recipe | None:
     """The innermost region open outside compiled code, or None."""
-    return _stack.regions[-1] if _stack.regions else None
+    regions = _regions() if _stack.regions else None
+    return regions[-1].region if regions else None
+
+
+def _regions() -> list[_Open]:
+    """The regions around the current call, outermost first: in a backward, those that were opened in it."""
+    task = checkpointing.graph_task()
+    return [region for region in _stack.regions if region.task == task]
 
 
 @never_a_root_frame
@@ -50,7 +69,8 @@ def autocast(
     """Run the GEMMs of a region with ``recipe``, whatever the policy says. Their backward uses it, too.
 
     The innermost region wins. It covers the same sites as a policy's default (linears and grouped matmuls,
-    heads included); the policy still decides for activation x activation matmuls.
+    heads included); the policy still decides for activation x activation matmuls. Activation checkpointing repeats a
+    forward under the regions of its first time, wherever backward is called.
 
     Args:
         enabled: ``False`` leaves every GEMM of the region in high precision.
@@ -86,14 +106,14 @@ def autocast(
 
 def names_a_group() -> bool:
     """Whether a region around the current call says over which ranks amaxes are reduced."""
-    return any(group is not None for group in _stack.groups)
+    return any(region.group is not None for region in _regions())
 
 
 def amax_group() -> str | None:
     """The name of the group that the regions ask for, or of all ranks; None if there is one rank."""
-    if not dist.is_available() or not dist.is_initialized():
+    if not _WITH_RANKS or not dist.is_initialized():
         return None
-    group = next((g for g in reversed(_stack.groups) if g is not None), dist.group.WORLD)
+    group = next((r.group for r in reversed(_regions()) if r.group is not None), dist.group.WORLD)
     return _group_name(group)
 
 
@@ -111,8 +131,7 @@ class _Region(AbstractContextManager[None]):
         self._region, self._group = region, group
 
     def __enter__(self) -> None:
-        _stack.regions.append(self._region)
-        _stack.groups.append(self._group)
+        _stack.regions.append(_Open(self._region, self._group, checkpointing.graph_task()))
 
     def __exit__(
         self,
@@ -121,7 +140,6 @@ class _Region(AbstractContextManager[None]):
         traceback: TracebackType | None,
     ) -> None:
         _stack.regions.pop()
-        _stack.groups.pop()
 
 
 def region_recipe(region: str | Recipe | None) -> GemmRecipe:

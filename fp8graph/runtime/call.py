@@ -47,6 +47,7 @@ class Prepared:
     statistics: Sequence[StatisticsPage]  # the first of them, which each call has for itself
     gradients: tuple[int, ...]  # the parameters whose FP32 gradients the graph adds to
     reduces: bool  # the call takes part in reductions of amaxes over ranks
+    group: str | None  # the process group of these
     epoch: int
     parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters
     unchanged: Callable[[Sequence[Any]], bool] | None  # whether the weights ``more`` was made from are unchanged
@@ -64,6 +65,7 @@ class PreparedCalls:
         self._epoch = epoch
         self._pick = picker(parameters)
         self._first = parameters[0] if parameters else None
+        self._kept = epoch.now  # the epoch of all calls that are kept
         self._calls: dict[Any, Prepared] = {}
         self._alive: dict[Any, list[weakref.ref[torch.Tensor]]] = {}  # called when their parameters are freed
 
@@ -80,6 +82,10 @@ class PreparedCalls:
     def keep(self, args: Sequence[Any], situation: Any, prepared: Prepared) -> None:
         """Keep ``prepared`` for later calls."""
         calls, alive = self._calls, self._alive
+        if self._kept != self._epoch.now:  # none of them is valid any more
+            self._kept = self._epoch.now
+            calls.clear()
+            alive.clear()
         key = 0 if self._first is None else id(args[self._first]), situation
         known = calls.get(key)
         calls[key] = prepared

@@ -44,10 +44,12 @@ class RankGroups:
         """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
         return self.in_stage is not None and pipelining.rehearses()
 
-    def look(self) -> None:
-        """Find out whether a stage of a pipeline is calling. Its other ranks do the same, at the same call."""
+    def look(self) -> bool:
+        """Find a stage of a pipeline that is calling, the first time. Its other ranks do the same, at the same call."""
         if self.in_stage is None and (stage := pipelining.running_stage()) is not None:
             self.in_stage = StageGroup(stage)
+            return True
+        return False
 
 
 class StageGroup:

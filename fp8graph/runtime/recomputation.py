@@ -1,47 +1,162 @@
-"""Keep the scales of forwards that torch.utils.checkpoint runs again."""
+"""Forwards that activation checkpointing runs again: as they ran the first time, whatever holds by then.
+
+A recomputation is called in backward, perhaps on another thread, when the regions around its forward are closed, the
+policy may be another and delayed scales have moved on. So each call of compiled code in a checkpointed forward is
+noted with the forward (``compat/checkpointing.py``). When the forward runs again, its first call takes what the first
+call took, its second call what the second took, and so on, also where the forward has checkpointed parts of its own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fp8graph.compat import autograd
+from fp8graph.compat import autograd, checkpointing
+from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.extra_inputs import PageLayout
-from fp8graph.numerics import history
+from fp8graph.numerics.history import HEADER
+
+_ADVICE = (
+    "Open the region inside the checkpointed function, where it is opened again (fp8graph.autocast(recipe=...), or "
+    "fp8graph.autocast() for the policy), or checkpoint with torch.utils.checkpoint."
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """A call of compiled code in a forward that may run again."""
+
+    moment: Any  # what decided how it was compiled
+    records: bool  # it recorded amaxes. The first call of the reentrant variant, without gradients, does not
+    scales: Sequence[tuple[Tensor, Tensor]]  # pages, and the scales that it read in them, [rows, 2]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Forward:
+    """The calls of a checkpointed forward, in order, and how many of them each repetition has repeated."""
+
+    task: int  # the backward in which it ran
+    calls: list[Call] = field(default_factory=list[Call])
+    repeated: dict[Any, int] = field(default_factory=dict[Any, int])
+
+    def next(self, number: Any, *, is_made: bool) -> Call:
+        place = self.repeated.get(number, 0)
+        if is_made:
+            self.repeated[number] = place + 1
+        if place < len(self.calls):
+            return self.calls[place]
+        last = self.calls[-1]
+        if any(call.moment[:-1] != last.moment[:-1] for call in self.calls):
+            raise Fp8GraphError(
+                "a checkpointed forward calls compiled code more often in its recomputation than the first time "
+                f"({len(self.calls)} calls, under different regions or policies), so that it cannot be known which of "
+                f"them call {place + 1} repeats. {_ADVICE}"
+            )
+        return Call(moment=last.moment, records=last.records, scales=())
 
 
 class Recomputations:
-    """The scales that checkpointed forwards read, until backward runs these forwards again.
-
-    ``torch.utils.checkpoint`` around compiled code calls it twice. The second call must use the scales of the first,
-    which the update of the first call has replaced, and must not update anything. (The reentrant variant's first call
-    runs without gradients and updates nothing; its second call does.) A repeated call is recognized by its inputs.
-    """
-
-    LIMIT = 4096  # number of forwards that are remembered, since hooks for saved tensors need not mean a recomputation
+    """The checkpointed forwards of one backend whose backward may still come."""
 
     def __init__(self) -> None:
-        self._scales: dict[Any, list[Tensor]] = {}
+        self._forwards: weakref.WeakKeyDictionary[Any, _Forward] = weakref.WeakKeyDictionary()
+        self.regions: set[Any] = set()  # around calls outside of backward
 
-    def pages(self, layouts: Sequence[PageLayout], pages: list[Tensor], args: Sequence[Any]) -> list[Tensor]:
-        """The pages to run with: ``pages``, or in a recomputation copies with the earlier scales."""
-        if autograd.in_backward():
-            scales = self._scales.pop(_call_key(args), None)
-            if scales is None:
-                return pages
-            return [
-                page if layout.backward else torch.cat([old, page[:, history.HEADER :]], dim=1)
-                for layout, page, old in zip(layouts, pages, scales, strict=True)
-            ]
-        if autograd.saved_tensors_hooks():
-            if len(self._scales) >= self.LIMIT:
-                del self._scales[next(iter(self._scales))]
-            self._scales[_call_key(args)] = [page[:, : history.HEADER].clone() for page in pages]
-        return pages
+    def of_call(self, *, is_made: bool = True) -> Checkpointed:
+        """The present call as a part of checkpointed forwards. ``is_made=False``: it is only prepared."""
+        position, task, first = checkpointing.now(), checkpointing.graph_task(), None
+        if position.repeats is not None and (known := self._forwards.get(position.repeats.forward)) is not None:
+            first = known.next(position.repeats.number, is_made=is_made)
+        running: list[_Forward] = []
+        for forward in position.running if is_made else ():
+            known = self._forwards.setdefault(forward, _Forward(task=task))
+            if known.task == task:  # else a backward runs inside of that forward, and this is a part of the backward
+                running.append(known)
+        return Checkpointed(first=first, running=running)
+
+    def check(self, region: Any) -> None:
+        """Check that a call in backward that repeats no known forward cannot be the repetition of one in a region.
+
+        Raises:
+            Fp8GraphError: it may be.
+        """
+        if region is None:
+            if self.regions and autograd.in_backward():
+                raise Fp8GraphError(
+                    "compiled code was called in backward by other than torch.utils.checkpoint. If it recomputes a "
+                    f"forward, it cannot be known which, and forwards ran under fp8graph.autocast "
+                    f"({', '.join(sorted(map(str, self.regions)))}). {_ADVICE}"
+                )
+        elif not autograd.in_backward():
+            self.regions.add(region)
 
 
-def _call_key(args: Sequence[Any]) -> Any:
-    return tuple(x.data_ptr() if isinstance(x, Tensor) else x for x in args)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Checkpointed:
+    """A call that is a part of checkpointed forwards, or of the repetition of one.
+
+    Attributes:
+        first: the call that it repeats; None: it repeats none.
+    """
+
+    first: Call | None
+    running: Sequence[_Forward]
+
+    def keep(self, moment: Any, layouts: Sequence[PageLayout], pages: Sequence[Tensor], *, records: bool) -> None:
+        """Note the call for its repetition, before it runs."""
+        if self.running:
+            with checkpointing.without_modes():
+                scales = [(page, self._scales(page)) for x, page in zip(layouts, pages, strict=True) if not x.backward]
+            call = Call(moment=moment, records=records, scales=scales)
+            for forward in self.running:
+                forward.calls.append(call)
+
+    def _scales(self, page: Tensor) -> Tensor:
+        found = self._first_scales(page)
+        return page[:, :HEADER].clone() if found is None else found
+
+    def _first_scales(self, page: Tensor) -> Tensor | None:
+        known = self.first.scales if self.first is not None else ()
+        return next((scales for other, scales in known if other is page), None)
+
+    @contextmanager
+    def pages(
+        self, layouts: Sequence[PageLayout], pages: Sequence[Tensor], *, records: bool
+    ) -> Generator[list[Tensor]]:
+        """The pages to run with: those of forward with the scales that the first call read.
+
+        Where the first call has recorded its amaxes, the pages are copies, and what is recorded again is dropped.
+        """
+        read, before = list(pages), list[tuple[Tensor, Tensor, Tensor]]()
+        if self.first is None:
+            yield read
+            return
+        with checkpointing.without_modes():
+            for index, (layout, page) in enumerate(zip(layouts, pages, strict=True)):
+                if layout.backward:
+                    continue
+                scales = self._first_scales(page)
+                if not records or self.first.records:
+                    read[index] = page.clone() if scales is None else torch.cat([scales, page[:, HEADER:]], dim=1)
+                elif scales is not None:
+                    before.append((page, page.clone(), scales))
+                    _write(page, scales)
+        try:
+            yield read
+        finally:
+            with checkpointing.without_modes():
+                for page, old, scales in before:
+                    recorded = (page[:, HEADER:] != old[:, HEADER:]).any(1) | (page[:, :HEADER] != scales).any(1)
+                    _write(page, torch.where(recorded.unsqueeze(1), page[:, :HEADER], old[:, :HEADER]))
+
+
+def _write(page: Tensor, scales: Tensor) -> None:
+    """Give a page other scales [rows, 2], which backwards that hold it read, too."""
+    with torch.no_grad(), autograd.unnoticed_writes(page):
+        page[:, :HEADER] = scales

@@ -63,7 +63,7 @@ def test_families_add_their_rules_unless_the_user_chose() -> None:
     ],
 )
 def test_what_may_rewrite(policy: Policy, regions: list[Any], may: bool) -> None:
-    assert policies(policy).may_rewrite(regions) == may
+    assert policies(policy).now.may_rewrite(regions) == may
 
 
 def test_lines_tell_policies_apart() -> None:

@@ -1,7 +1,9 @@
-"""recomputation: a checkpointed forward that runs again reads the scales that it read before."""
+"""recomputation: a checkpointed forward that runs again finds everything as it was the first time."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8graph import DelayedScaling
+from fp8graph import DelayedScaling, Fp8GraphError
+from fp8graph.compat import autograd, checkpointing
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics.history import HEADER, page_shape
 from fp8graph.runtime.recomputation import Recomputations
@@ -22,23 +25,39 @@ def layout(*, backward: bool = False) -> PageLayout:
 
 
 class Calls:
-    """What ``torch.utils.checkpoint`` calls twice: reads a page's scales, then writes new ones."""
+    """What ``torch.utils.checkpoint`` calls twice: reads a page's scales, and with gradients writes new ones."""
 
-    def __init__(self, *, backward: bool = False) -> None:
+    def __init__(self, *, backward: bool = False, amax: float = 1.0) -> None:
+        self.amax = amax
         self.recomputations = Recomputations()
         self.page = torch.ones(page_shape(RECIPE.amax_history_len, 1))
         self.layout = layout(backward=backward)
+        self.now = "first"
+        self.moments: list[Any] = []
         self.seen: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> Tensor:
-        (page,) = self.recomputations.pages([self.layout], [self.page], [x, 5])
-        self.seen.append(page.clone())
-        page.add_(1)
+        records, layouts, pages = torch.is_grad_enabled(), [self.layout], [self.page]
+        if not checkpointing.matters():
+            self.seen.append(self.page.clone())
+            return x.sin()
+        call = self.recomputations.of_call()
+        moment = call.first.moment if call.first is not None else (self.now, None)
+        call.keep(moment, layouts, pages, records=records)
+        with call.pages(layouts, pages, records=records) as (page,):
+            self.moments.append(moment[0])
+            self.seen.append(page.clone())
+            if records:
+                page.add_(self.amax)
         return x.sin()
 
+    @property
+    def scales(self) -> list[float]:
+        return [page[0, 0].item() for page in self.seen]
 
-def run(calls: Calls, *inputs: Tensor) -> None:
-    results: list[Any] = [checkpoint(calls, x, use_reentrant=False) for x in inputs]
+
+def run(calls: Callable[[Tensor], Tensor], *inputs: Tensor, reentrant: bool = False) -> None:
+    results: list[Any] = [checkpoint(calls, x, use_reentrant=reentrant) for x in inputs]
     torch.stack([y.sum() for y in results]).sum().backward()
 
 
@@ -55,30 +74,102 @@ def test_scales_are_those_of_the_first_call_and_nothing_is_recorded() -> None:
     assert calls.page.unique().tolist() == [2.0]  # the second call wrote into a copy
 
 
-def test_a_call_is_known_by_its_inputs() -> None:
+def test_a_call_is_that_of_its_forward() -> None:
     calls = Calls()
     run(calls, *inputs(2))
-    assert [page[0, 0].item() for page in calls.seen] == [1.0, 2.0, 2.0, 1.0]  # backward goes the other way
+    assert calls.scales == [1.0, 2.0, 2.0, 1.0]  # backward goes the other way
+
+
+def test_later_calls_of_a_forward_whose_inputs_are_recomputed() -> None:
+    calls = Calls()
+    run(lambda x: calls(calls(x) * 2) * 2, *inputs(1))
+    assert calls.scales == [1.0, 2.0, 1.0, 2.0]
+    assert calls.page.unique().tolist() == [3.0]
+
+
+def test_one_layer_twice_where_only_the_recomputation_records() -> None:
+    """The second recomputation reads the scale of its forward, not that of the first recomputation."""
+    calls = Calls()
+    run(calls, *inputs(2), reentrant=True)
+    assert calls.scales == [1.0, 1.0, 1.0, 1.0]
+    assert calls.page[0].tolist() == [2.0, 2.0, 3.0, 3.0, 3.0]  # the second began with the scales of forward
+
+
+def test_a_recomputation_that_records_nothing_leaves_newer_scales() -> None:
+    calls, (x,) = Calls(amax=0.0), inputs(1)
+    y = checkpoint(calls, x, use_reentrant=True)
+    calls.page.add_(5)
+    y.sum().backward()  # pyright: ignore
+    assert calls.scales == [1.0, 1.0]
+    assert calls.page.unique().tolist() == [6.0]
 
 
 def test_pages_of_backward_are_as_they_are() -> None:
     calls = Calls(backward=True)
     run(calls, *inputs(1))
-    assert [page[0, 0].item() for page in calls.seen] == [1.0, 2.0]
+    assert calls.scales == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_moment_is_that_of_the_first_call(reentrant: bool) -> None:
+    calls, (a, b) = Calls(), inputs(2)
+    first = checkpoint(calls, a, use_reentrant=reentrant)
+    calls.now = "second"
+    second = checkpoint(calls, b, use_reentrant=reentrant)
+    calls.now = "backward"
+    (first + second).sum().backward()  # pyright: ignore
+    assert calls.moments == ["first", "second", "second", "first"]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_graph_may_be_run_backward_again(reentrant: bool) -> None:
+    calls, (x,) = Calls(), inputs(1)
+    y: Any = checkpoint(lambda x: calls(x.sin()).sin(), x, use_reentrant=reentrant)
+    calls.now = "backward"
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert calls.moments == ["first"] * 3
+    assert calls.scales == [1.0] * 3
+
+
+def test_a_call_too_many() -> None:
+    calls, (x,) = Calls(), inputs(1)
+
+    def more_and_more(x: Tensor) -> Tensor:
+        for _ in range(2 if autograd.in_backward() else 1):
+            x = calls(x)
+        return x
+
+    run(more_and_more, x, reentrant=True)  # it can only be as the others
+    assert calls.moments == ["first"] * 3
+
+    def of_different_moments(x: Tensor) -> Tensor:
+        for moment in ["first", "second", "third"][: 3 if autograd.in_backward() else 2]:
+            calls.now = moment
+            x = calls(x)
+        return x
+
+    with pytest.raises(Fp8GraphError, match=r"2 calls, under different regions or policies.* call 3 repeats"):
+        run(of_different_moments, x, reentrant=True)
 
 
 def test_what_is_not_recomputed_is_not_remembered() -> None:
     calls = Calls()
     calls(torch.randn(4))
-    assert calls.seen[0].unique().tolist() == [1.0]
-    assert calls.recomputations._scales == {}
+    with torch.autograd.graph.save_on_cpu():
+        calls(torch.randn(4, requires_grad=True))
+    assert [page.unique().tolist() for page in calls.seen] == [[1.0], [1.0]]
+    run(calls, *inputs(1))
+    gc.collect()
+    assert len(calls.recomputations._forwards) == 0
 
 
-def test_the_oldest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks that save tensors on a CPU recompute nothing: their calls must not add up."""
-    monkeypatch.setattr(Recomputations, "LIMIT", 2)
-    calls, kept = Calls(), inputs(4)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-        for x in kept:
-            calls(x)
-    assert len(calls.recomputations._scales) == 2
+def test_an_unknown_recomputation_of_forwards_in_regions() -> None:
+    """Of a library that works in a way of its own: it cannot be known, but it may be harmless."""
+    recomputations, x = Recomputations(), torch.ones(3, requires_grad=True)
+    x.register_hook(lambda _: recomputations.check(None))
+    x.sum().backward()
+    recomputations.check("rowwise")
+    with pytest.raises(Fp8GraphError, match=r"cannot be known which.*\(rowwise\).*inside the checkpointed function"):
+        x.sum().backward()
+    recomputations.check(None)  # outside of backward
