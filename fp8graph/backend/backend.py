@@ -78,7 +78,7 @@ class Backend(Watched):
         self.settings: Final = Settings(**arguments)
         epoch, policies = Epoch(), Policies(self.settings.hardware)
         weights = Weights(epoch, strict=self.settings.strict)
-        names, state = Names(epoch), State(epoch)
+        names, state = Names(epoch), State(epoch, weights.steps)
         shared = Shared(
             settings=self.settings,
             policies=policies,

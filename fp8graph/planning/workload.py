@@ -296,4 +296,4 @@ def _of_activations(
             for x in GEMM_OPERANDS[cast(GemmName, g)]
         }
         if tensors:  # all of the step together, and a flag
-            yield amax(axis="all", direction="backward", payload=4 * (1 + len(tensors)))
+            yield amax(axis="all", direction="backward", payload=4 * (3 + len(tensors)))

@@ -10,9 +10,16 @@ all ranks agreed on. A rank on which a tensor did not occur sends 0; even if it 
 state, for a layer that it may run later (unless the recipe has functions of the user, which are not sent). Histories
 and scales are therefore the same on all ranks, if layers have names of their own (``backend.bind``). The packed tensor
 begins with a number that says whether some rank has a name that is not in that order yet; if so, all ranks exchange
-their names. Reading the number waits for the GPU, so after the first steps it is read one step later.
+their names.
 
 All ranks of the group must reach each commit: they run forward, backward and ``optimizer.step()`` in the same order.
+One that runs a forward and backward more than the others meets them at the wrong commit, and amaxes of different steps
+would be mixed without a word. So each rank sends the number of its step, too, twice: MAX over n and over -n gives the
+largest and the smallest number. If they differ, all ranks raise, since all have the same numbers.
+
+These three numbers are read together. Reading them waits for the GPU, so after the first steps they are read one step
+later, when they have long been copied: amaxes of two steps are then mixed once before the error. On a CPU, and in the
+first steps, when most such mistakes show, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -26,13 +33,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8graph.compat import distributed, ops
+from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics import history
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.records import CollectiveRecord
 
-SYNCHRONOUS: Final = 16  # commits after which the flag for new names is read one step later
+SYNCHRONOUS: Final = 16  # commits after which the numbers before the amaxes are read one step later
+HEAD: Final = 3  # these numbers: whether there are new names, the largest step, minus the smallest
+_LARGEST: Final = 1 << 24  # FP32 has all integers below
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,44 +61,51 @@ class Reduction:
     group: str
     device: torch.device  # names of the tensors that are reduced
     take_loaded: Callable[[str, float], tuple[Tensor, Tensor] | None]  # scale, history of a name under an FP8 maximum
-    order: dict[str, int] = field(default_factory=dict[str, int])  # name -> place in the packed tensor, after the flag
+    order: dict[str, int] = field(default_factory=dict[str, int])  # name -> place in the packed tensor, after the head
     absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # tensors of other ranks
     commits: int = 0
     ranks: int = field(init=False)  # remembered: the group may be gone when a report is asked for
-    _flag: tuple[Tensor, torch.cuda.Event] | None = None  # flag of the last commit, on its way to the CPU
+    _head: tuple[Tensor, torch.cuda.Event, int] | None = None  # of the last commit, on its way to the CPU, and its step
     _found: tuple[Any, Tensor, Tensor] | None = None  # the last result of ``_places``, and its arguments
 
     def __post_init__(self) -> None:
         self.ranks = len(collectives.ranks_of(self.group))
 
-    def commit(self, pages: Sequence[StagedPage]) -> None:
-        """Reduce the amaxes staged in ``pages`` over the ranks, and record them. This is a collective."""
-        local, pages = pages, [*pages, *self.absent.values()]
-        if self._flag is not None:
-            (flag, copied), self._flag = self._flag, None
-            copied.synchronize()  # flag of the previous step: it has long been copied
-            if flag.item():
+    def commit(self, pages: Sequence[StagedPage], step: int = 0) -> None:
+        """Reduce the amaxes staged in ``pages`` over the ranks, and record them. This is a collective.
+
+        Args:
+            step: twice the number of the optimizer's steps so far, and one more at the end of one.
+
+        Raises:
+            StateError: the ranks are at different steps.
+        """
+        local, pages, step = pages, [*pages, *self.absent.values()], step % _LARGEST
+        if self._head is not None:
+            (head, copied, before), self._head = self._head, None
+            copied.synchronize()  # those of the previous step: they have long been copied
+            if self._news(head, before):
                 pages = self._agree(local)
-        packed = self._reduced(pages)
+        packed = self._reduced(pages, step)
         if packed.device.type == "cpu" or self.commits < SYNCHRONOUS:
-            if packed[0].item():
+            if self._news(packed[:HEAD], step):
                 pages = self._agree(local)
-                packed = self._reduced(pages)
+                packed = self._reduced(pages, step)
         else:
-            flag, copied = torch.empty((), pin_memory=True), torch.cuda.Event()
-            flag.copy_(packed[0], non_blocking=True)
+            head, copied = torch.empty(HEAD, pin_memory=True), torch.cuda.Event()
+            head.copy_(packed[:HEAD], non_blocking=True)
             copied.record()
-            self._flag = flag, copied
+            self._head = head, copied, step
         self.commits += 1
         self._record(pages, packed)
 
     def forget(self) -> None:
         """Forget tensors of other ranks and agree on all names again, after another state was loaded on all ranks."""
-        self.order, self.absent, self.commits, self._flag, self._found = {}, {}, 0, None, None
+        self.order, self.absent, self.commits, self._head, self._found = {}, {}, 0, None, None
 
     def record(self) -> CollectiveRecord:
         """The collective of a commit, for the report."""
-        count = 1 + len(self.order)
+        count = HEAD + len(self.order)
         return CollectiveRecord(
             kind="all_reduce",
             direction="step",
@@ -100,13 +117,27 @@ class Reduction:
             reason="delayed scaling has one scale on all ranks",
         )
 
-    def _reduced(self, pages: Sequence[StagedPage]) -> Tensor:
-        """The packed tensor, [1 + names that all ranks know]: whether there are more names, and the amaxes."""
+    def _news(self, head: Tensor, step: int) -> bool:
+        """Whether some rank has a name that is not in the order. Raises if not all ranks are at ``step``, like this."""
+        news, last, first = (int(number) for number in head.tolist())
+        if last != -first:
+            raise StateError(
+                f"the ranks are out of step: rank {dist.get_rank()} reduced the amaxes of delayed scaling "
+                f"{_in_words(step)}, but the first of {self.ranks} ranks {_in_words(-first)} and the last "
+                f"{_in_words(last)}. Amaxes of different steps must not be mixed. All ranks have to call forward, "
+                "backward and optimizer.step() equally often and in the same order. Ranks that train on their own need "
+                "a group of their own, fp8graph.autocast(amax_reduction_group=...), or "
+                "DelayedScaling(reduce_amax=False)."
+            )
+        return bool(news)
+
+    def _reduced(self, pages: Sequence[StagedPage], step: int) -> Tensor:
+        """The packed tensor, [3 + names that all ranks know]: see ``HEAD``, and the amaxes."""
         names = [name for page in pages for row in page.names for name in row]
         device = self.device
-        packed = torch.zeros(1 + len(self.order), device=device)
+        packed = torch.zeros(HEAD + len(self.order), device=device)
         known = [name for name in names if name in self.order]
-        packed[0] = float(len(known) < len(names))
+        packed[0], packed[1], packed[2] = float(len(known) < len(names)), step, -step
         if known:
             staged = torch.cat([page.tensor[:, history.HEADER].to(device) for page in pages])
             # NaN becomes inf, which survives any reduction: a step that overflowed on one rank is recorded on none
@@ -157,7 +188,7 @@ class Reduction:
             for name in names:
                 if name in self.order:
                     rows.append(row)
-                    places.append(1 + self.order[name])
+                    places.append(HEAD + self.order[name])
         self._found = key, torch.tensor(rows, device=device), torch.tensor(places, device=device)
         return self._found[1:]
 
@@ -176,3 +207,8 @@ class Reduction:
                 recipe, fp8_max = known[name]
                 self.absent[name] = self._absent_page(name, recipe, fp8_max)
         return [*pages, *self.absent.values()]
+
+
+def _in_words(step: int) -> str:
+    steps, ended = divmod(step, 2)
+    return f"at the end of step {steps}" if ended else f"in the middle of step {steps + 1}"

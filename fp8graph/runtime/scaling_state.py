@@ -28,6 +28,7 @@ from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState, not_shared
 from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
+from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
 
 _log = logging.getLogger("fp8graph")
@@ -36,8 +37,9 @@ _log = logging.getLogger("fp8graph")
 class State:
     """All pages of one backend."""
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, steps: Steps | None = None) -> None:
         self._epoch = epoch  # it is advanced when graphs have to look for their pages again
+        self._steps = steps if steps is not None else Steps()  # of optimizers
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
         self._loaded = LoadedRows()
@@ -61,7 +63,7 @@ class State:
         def after_step(*_: Any) -> None:
             # Dynamo would trace the commit into a compiled optimizer.step: leave it to the next forward
             if not torch.compiler.is_compiling() and (state := reference()) is not None:
-                state.commit()
+                state.commit(ends_step=True)
 
         autograd.after_optimizer_steps(self, after_step)
 
@@ -95,22 +97,21 @@ class State:
         if group not in self._reductions:
             self._reductions[group] = Reduction(group, device, self._loaded.take)
 
-    def commit(self) -> None:
-        """If a step is over, reduce its amaxes over the ranks and record them. A collective."""
+    def commit(self, *, ends_step: bool = False) -> None:
+        """If a step is over (``ends_step``: an optimizer's), reduce its amaxes over the ranks and record them."""
         if not self._step_is_over or autograd.in_backward():
             return
         self._step_is_over = False
         self._without_backward.clear()
         for stage in self.before_commit:
             stage()
-        staged = self._staged_pages()
+        step = 2 * self._steps.taken([x for _, x in self._tokens.parameters()]) + ends_step if self._reductions else 0
         with torch.no_grad():
             for group, reduction in sorted(self._reductions.items()):
-                if not collectives.ranks_of(group):
-                    continue  # destroyed
-                pages = staged.get(group, [])
+                pages = self._staged_pages().get(group, [])
                 with autograd.unnoticed_writes([page.tensor for page in pages]):
-                    reduction.commit(pages)
+                    if collectives.ranks_of(group):  # else it was destroyed
+                        reduction.commit(pages, step)
 
     def watch(self, results: Any, pages: Sequence[Tensor]) -> None:
         """Watch the results of a forward to know when its step is over.

@@ -222,7 +222,7 @@ def test_what_is_gathered_in_fp8_is_half_as_wide() -> None:
         "all_reduce", 4, 8
     )
     assert sent(work, "tp=8,sp", "delayed")["amaxes", "all_reduce", "float32"] == bytes_sent(
-        "all_reduce", 4 * (1 + 3 * len([x for x in work.linears if x.fp8])), 8
+        "all_reduce", 4 * (3 + 3 * len([x for x in work.linears if x.fp8])), 8
     )
 
 

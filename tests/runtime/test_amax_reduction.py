@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph import DelayedScaling
+from fp8graph import DelayedScaling, StateError
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
@@ -54,7 +54,7 @@ def test_a_tensor_of_several_names_takes_the_largest(reduction: Reduction) -> No
     """q, k and v share their input: on another rank only one of them may have run."""
     page, other = page_of(2.0, names=[("q", "k")]), page_of(8.0, names=[("k",)])
     reduction.order = {"q": 0, "k": 1}
-    reduction._record([page, other], torch.tensor([0.0, 2.0, 8.0]))
+    reduction._record([page, other], torch.tensor([0.0, 0.0, 0.0, 2.0, 8.0]))
     assert history(page, 0) == history(other, 0) == [0, 0, 0, 8]
 
 
@@ -71,7 +71,7 @@ def test_what_not_all_ranks_know_yet_waits(reduction: Reduction) -> None:
     """On a GPU new names are awaited no longer after the first steps."""
     page = page_of(2.0, 4.0, names=[("a",), ("new",)])
     reduction.order = {"a": 0}
-    reduction._record([page], torch.tensor([1.0, 2.0]))
+    reduction._record([page], torch.tensor([1.0, 0.0, 0.0, 2.0]))
     assert [history(page, 0), history(page, 1)] == [[0, 0, 0, 2], [4, 0, 0, 0]]
 
 
@@ -94,6 +94,30 @@ def test_a_function_without_a_name_does_not_travel(reduction: Reduction) -> None
     page = StagedPage(tensor=page_of(2.0, names=[("a",)]).tensor, layout=layout, names=[("a",)])
     reduction.commit([page])
     assert page.tensor[0, 0] == 224.0
+
+
+@pytest.mark.parametrize("other", [4, 5, 7])
+def test_ranks_that_are_out_of_step(reduction: Reduction, monkeypatch: pytest.MonkeyPatch, other: int) -> None:
+    """As if another rank, at step ``other``, took part. Nothing is recorded."""
+
+    def with_another(packed: Tensor, *_: Any, **__: Any) -> None:
+        torch.maximum(packed[1:3], torch.tensor([other, -other]), out=packed[1:3])
+
+    page = page_of(2.0, names=[("a",)])
+    reduction.commit([page], step=6)
+    before = page.tensor.clone()
+    monkeypatch.setattr(dist, "all_reduce", with_another)
+    where = {4: "middle of step 3", 5: "end of step 2", 7: "end of step 3"}[other]
+    first, last = ("middle of step 4", where) if other > 6 else (where, "middle of step 4")
+    said = f"rank 0 reduced .* in the middle of step 4, but the first of 1 ranks .*{first} and the last .*{last}"
+    with pytest.raises(StateError, match=said):
+        reduction.commit([page], step=6)
+    assert torch.equal(page.tensor, before)
+
+
+def test_steps_beyond_the_integers_of_fp32(reduction: Reduction) -> None:
+    for step in ((1 << 24) - 1, (1 << 24) + 1, 1 << 40):
+        reduction.commit([page_of(2.0, names=[("a",)])], step=step)
 
 
 def smallest(amaxes: Tensor) -> Tensor:

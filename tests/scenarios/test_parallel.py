@@ -220,9 +220,9 @@ def test_without_the_reduction_the_scales_differ(of_ranks: Any) -> None:
 
 
 def test_one_collective_a_step(of_ranks: Any) -> None:
-    """A flag, and of 4 linears 4 inputs, 4 weights and 4 gradients."""
+    """A flag, two numbers of the step, and of 4 linears 4 inputs, 4 weights and 4 gradients."""
     result = of_ranks(2)[0]["ddp"][str(RECIPES["delayed"])]
-    assert result["collectives"] == [("all_reduce", "step", "float32", (13,))]
+    assert result["collectives"] == [("all_reduce", "step", "float32", (15,))]
 
 
 @pytest.mark.parametrize("name", FIRST)
