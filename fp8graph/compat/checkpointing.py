@@ -101,6 +101,8 @@ def _functions() -> Iterator[Any]:
 def _pack_hooks() -> list[Any]:
     """The hooks that are called for tensors that autograd saves, innermost first. Torch shows only the innermost."""
     found: list[tuple[Any, Any]] = []
+    if not _autograd._saved_tensors_hooks_is_enabled():  # none could be put back
+        return []
     try:
         while (pair := _autograd._top_saved_tensors_default_hooks(True)) is not None:
             found.append(pair)

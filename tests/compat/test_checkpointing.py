@@ -108,6 +108,19 @@ def test_hooks_of_the_user_hide_nothing_and_stay() -> None:
     assert len(packed) == 2  # the hooks were on the stack again after each look at it
 
 
+def test_hooks_that_are_switched_off_stay() -> None:
+    """Torch does so while it traces."""
+    packed, x = list[Tensor](), torch.ones(3, requires_grad=True)
+    switches: Any = torch._C._autograd  # pyright: ignore
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (packed.append(x), x)[1], lambda x: x):
+        switches._saved_tensors_hooks_disable("not now", False)
+        found = checkpointing.now()
+        switches._saved_tensors_hooks_enable()
+        x.sin()
+    assert found == Checkpointing(None, [])
+    assert len(packed) == 1
+
+
 def test_a_saved_tensor_may_be_read_outside_of_backward() -> None:
     seen, x = Seen(), torch.ones(3, requires_grad=True)
     y = checkpoint(seen, x, use_reentrant=False)
