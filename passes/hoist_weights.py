@@ -1,6 +1,6 @@
 """Take the quantization of weights out of the graph: their FP8 copies become graph inputs.
 
-    qw = quantize(w, rowwise, columnwise)               ->      (runs once per update of w, ``runtime/weight_cache.py``)
+    qw = quantize(w, rowwise, columnwise)               ->      (runs when w has changed, ``runtime/weight_cache.py``)
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
     wt = columnwise(w)                                  ->      (a weight that arrives quantized: made once)
@@ -8,6 +8,9 @@
 Any tensor that is computed from parameters alone is a weight: a parameter behind views and casts, several
 concatenated, a parametrization. With too few spare inputs the graph is not changed; it is traced again with enough of
 them. With delayed scaling a weight's amax is recorded when the weight is quantized.
+
+Leaves alone a graph with a backward, unless ``cache_weights="update"``: an update follows, so that no copy would be
+used twice, and whoever writes the weights, by whatever means, the next forward reads what he wrote.
 
 Refuses (quantizes in the graph) weights whose computation also reads a buffer or an input, draws random numbers, or has
 a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the
@@ -42,14 +45,14 @@ _TRANSPOSED = "columnwise"
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.known.subgraph or not compilation.known.settings.cache_weights:
+    known = compilation.known
+    if known.subgraph or not known.settings.cache_weights:
         return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
     parameters = {
         node: index
         for node, index in inputs.items()
-        if index in compilation.known.parameters
-        and (index not in compilation.known.gathered or index in compilation.known.sent)
+        if index in known.sent or (known.keeps_weights and index in known.parameters and index not in known.gathered)
     }
     sent = _sendable(graph, inputs, compilation)
     found: dict[fx.Node, QuantizedWeight] = {}
@@ -61,7 +64,11 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             made = _extract if node.target is ops.quantize else _transposed
             found[node] = made(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
-        elif node.meta.get(OPERAND_KEY) == "weight" and (reason := why_not_cached(node, compilation, sent.get(node))):
+        elif (
+            (known.keeps_weights or known.gathered)
+            and node.meta.get(OPERAND_KEY) == "weight"
+            and (reason := why_not_cached(node, compilation, sent.get(node)))
+        ):
             if (site := site_of(node, compilation)) is not None:
                 compilation.refuse("kept weight", site, reason)
     compilation.weights = tuple(found.values())
@@ -70,7 +77,7 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         return
     with fake_mode_of(next(iter(found))):
         copies = [val for weight in found.values() for val in weight.stand_ins()]
-    taken = compilation.known.spares.take(graph, copies)
+    taken = known.spares.take(graph, copies)
     if taken is None:
         return
     for node, weight in found.items():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import OrderedDict
 from collections.abc import Iterator
-from importlib import import_module
 
 import pytest
 import torch
@@ -24,9 +22,3 @@ def fresh() -> Iterator[None]:
     torch.set_num_threads(1)  # summation order, and with it every bit, is then the same each time
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def no_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo traces the hooks of every living backend into a compiled step: those of other tests take minutes."""
-    monkeypatch.setattr(import_module("torch.optim.optimizer"), "_global_optimizer_post_hooks", OrderedDict())

@@ -125,7 +125,7 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
         key=(keys, recipe.quantizer(first.operand)),
         elements=sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views),
         fused=first.operand != "weight",
-        kept=first.operand == "weight" and compilation.known.settings.cache_weights and not compilation.known.gathered,
+        kept=first.operand == "weight" and compilation.known.keeps_weights and not compilation.known.gathered,
     )
 
 

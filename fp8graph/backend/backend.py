@@ -77,8 +77,10 @@ class Backend(Watched):
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
         epoch, policies = Epoch(), Policies(self.settings.hardware)
-        weights = Weights(epoch, strict=self.settings.strict)
-        names, state = Names(epoch), State(epoch, weights.steps)
+        names = Names(epoch)
+        trains = self.settings.keeps_weights(training=True)
+        weights = Weights(epoch, names, trains=trains, strict=self.settings.strict)
+        state = State(epoch, weights.steps, names)
         shared = Shared(
             settings=self.settings,
             policies=policies,
@@ -252,10 +254,11 @@ class Backend(Watched):
         return {"policy": asked, **settings}
 
     def refresh_weights(self) -> None:
-        """Quantize every weight again before its next use. Call it after writing to weights through ``.data``.
+        """Quantize every weight again before its next use.
 
-        Such writes change neither version nor address, and no optimizer step announces them. Updates by torch's
-        optimizers, in-place writes and PEFT's merges are detected without this call; strict mode raises for others.
+        By default no write needs this call. On a GPU it makes a write through ``.data`` or by another process seen at once
+        where no gradients are computed; without it, the numbers of all weights are looked at in one of 64 calls. With
+        ``cache_weights="update"``, call it after every write that is neither a step of an optimizer nor in place.
         """
         self._shared.weights.refresh()
 

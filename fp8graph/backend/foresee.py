@@ -36,7 +36,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
     """How many FP8 copies of weights, their scales, pages of scaling state and gradients ``module`` may take."""
     if known.subgraph:
         return 0
-    parameters = _parameters(module, known)
+    parameters, kept = _parameters(module, known), known.settings.keeps_weights(training=training)
     found: list[tuple[fx.Node, Site]] = []
     weight_of: dict[fx.Node, fx.Node] = {}
     for node, weight, op in _matmuls(module.graph, parameters):
@@ -60,7 +60,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
                 fits = fits_in_group(_rows(weight_of[node]), [quantizer.block for quantizer in own])
                 can_join = known.settings.fuse_linears and native and fits
                 joined = (fqn.rpartition(".")[0], node.args[0], _has_bias(node)) if can_join else node
-                if known.settings.cache_weights and site.parameter is not None:
+                if kept and site.parameter is not None:
                     weights[joined, recipe] = _outputs(recipe, layouts=2 if used == [recipe, recipe] else 1)
             if known.settings.accumulate_wgrad and training and recipes["wgrad"] is not None:
                 gradients.add(site.parameter)
@@ -70,7 +70,7 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
                         (recipe, device.quantizer(recipe, operand).fp8_max, operand == "grad_output")
                         for operand in OPERANDS
                         if (training or operand == "input")
-                        and (operand != "weight" or not known.settings.cache_weights or site.parameter is None)
+                        and (operand != "weight" or not kept or site.parameter is None)
                     }
     statistics = 0 if known.observed is None else 2 if training else 1
     return statistics + sum(weights.values()) + len(pages) + len(gradients - {None})

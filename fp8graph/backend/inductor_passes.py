@@ -158,8 +158,9 @@ class JointPass(_Pass):
         add_origins(self.origins, graph)
         inputs = list(graph_inputs(graph))
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
-        compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph))
-        self.training |= any(str(node.target).startswith("tangents") for node, _ in inputs)
+        training = any(str(node.target).startswith("tangents") for node, _ in inputs)
+        compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph, training=training))
+        self.training |= training
         records: list[GemmRecord] = []
         earlier = self.records or ()
         for run in JOINT_PIPELINE:

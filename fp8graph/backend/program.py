@@ -101,6 +101,8 @@ class Program:
                 asked = [row.recipe is not None or row.required for view in self.views for row in view.attention]
                 empty = not any(asked) and not any(view.gemms for view in self.views)
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
+        if self._graph.gradients is not self._shared.weights.gradients:
+            self._shared.weights.switch(gradients=self._graph.gradients)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
         observed, checkpointed = self._shared.observation.asked(gradients=self._graph.gradients), None
@@ -120,6 +122,8 @@ class Program:
             call = dataclasses.replace(call, more=[*measured, *call.more[len(measured) :]])
         if call.reduces:
             self._take_part(args, call.group)
+        if call.layouts:
+            self._pages(call.layouts, args)  # a weight that was written takes its own scale
         if checkpointed is not None:
             pages = call.more[call.pages] if call.pages is not None else ()
             checkpointed.keep(Moment(*moment), call.layouts, pages, records=self._graph.gradients)

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
-
 from fp8graph.backend.findings import Site
 from fp8graph.backend.guard import Guard, GuardSettings
 from fp8graph.backend.policies import Policies
@@ -155,8 +153,7 @@ class Watched:
         )
         shared.epoch.advance()
         if reduce:
-            listener: Any = torch.compiler.disable(guard.after_step)  # an optimizer's step may be compiled
-            shared.weights.steps.listeners.append(listener)
+            shared.weights.steps.listen(guard.after_step)
         self._guards.append(guard)
         return guard
 

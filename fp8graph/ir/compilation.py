@@ -41,9 +41,15 @@ class Known:
     gradients: Mapping[int, str | None] = field(default_factory=dict[int, "str | None"])
     observed: Observed | None = None  # what is measured in this variant
     subgraph: bool = False  # the body of a higher-order op
+    training: bool = False  # the graph has a backward
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
     spares: SpareInputs = field(default_factory=SpareInputs)  # inputs that passes can take; counts how many they want
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the graph takes kept FP8 copies of its weights, and does not quantize them itself."""
+        return self.settings.keeps_weights(training=self.training)
 
 
 @dataclass(kw_only=True)

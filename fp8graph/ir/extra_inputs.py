@@ -26,6 +26,12 @@ class StateRow:
     parameter: int | None  # graph input that the site's weight comes from
     operand: OperandName
     recipe: Recipe
+    direct: bool = field(default=False, compare=False)  # the tensor is that parameter, behind views and casts
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the amax of the parameter is that of the tensor."""
+        return self.operand == "weight" and self.parameter is not None and self.direct
 
 
 @dataclass(frozen=True, kw_only=True)

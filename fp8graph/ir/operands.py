@@ -7,16 +7,19 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from fp8graph.ir import ops
 from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, value
+from fp8graph.ir.nodes import aten, is_view, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import OperandView, Site
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
+
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,7 @@ def quantize_operand(
     outputs.meta[OPERAND_KEY] = operand
     if quantized.kind.has_state:
         whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
+        whose["direct"] = _is_an_input(view.tensor)
         outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(quantized.names):
@@ -73,3 +77,10 @@ def quantize_operand(
         scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
         global_scale_inv=named.get(f"{view.layout}_global_scale_inv"),
     )
+
+
+def _is_an_input(node: fx.Node) -> bool:
+    """Whether the numbers of ``node`` are those of a graph input: it is one, behind views and casts."""
+    while is_view(node) or node.target in _CASTS:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"

@@ -33,9 +33,12 @@ class Settings:
             fast tests.
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
         target: the hardware to decide for, such as "cpu", "sm_90" or "gfx942"; default: the device of the tensors.
-        cache_weights: keep FP8 copies of the weights, and quantize a weight once per update (see
-            ``runtime/weight_cache.py``; call ``backend.refresh_weights()`` after writing to ``.data``). They take one
-            byte per element and layout: up to the memory of bf16 weights in training, half of it in inference.
+        cache_weights: True keeps FP8 copies of the weights where no gradients are computed, and looks whether they are
+            still those of the weights (see ``runtime/weight_cache.py``); where gradients are computed, each forward
+            quantizes the weights that it reads. "update" keeps copies there too, over the micro-batches of gradient
+            accumulation, until an update of the weights is noticed: call ``backend.refresh_weights()`` after writing
+            to ``.data``. False keeps none. Copies take one byte per element and layout: half of the memory of bf16
+            weights in inference, with "update" as much as they.
         save: "speed" keeps FP8 columnwise copies of activations for backward; "memory" lets backward quantize them
             again from tensors that are kept anyway.
         save_activations_in_fp8: with "memory", keep the inputs of activation functions (SwiGLU, GELU) in FP8, too.
@@ -55,7 +58,7 @@ class Settings:
     compiler: Literal["inductor", "eager"] = "inductor"
     inductor_options: Mapping[str, Any] | None = field(default=None, repr=False)
     target: str | None = field(default=None, metadata=_DECIDES)
-    cache_weights: bool = field(default=True, metadata=_DECIDES)
+    cache_weights: bool | Literal["update"] = field(default=True, metadata=_DECIDES)
     save: Literal["speed", "memory"] = field(default="speed", metadata=_DECIDES)
     save_activations_in_fp8: bool = field(default=False, metadata=_DECIDES)
     fuse_linears: bool = field(default=True, metadata=_DECIDES)
@@ -67,7 +70,9 @@ class Settings:
                 raise ConfigError(f"{name} must be one of {', '.join(values)}, not {value!r}.")
         if self.save_activations_in_fp8 and self.save != "memory":
             raise ConfigError('save_activations_in_fp8 trades speed for memory: it needs save="memory".')
-        for name in ("strict", "cache_weights", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad"):
+        if type(self.cache_weights) is not bool and self.cache_weights != "update":
+            raise ConfigError(f'cache_weights must be True, False or "update", not {self.cache_weights!r}.')
+        for name in ("strict", "save_activations_in_fp8", "fuse_linears", "accumulate_wgrad"):
             if type(value := getattr(self, name)) is not bool:
                 raise ConfigError(f"{name} must be True or False, not {value!r}.")
         _ = self.hardware, self.inductor  # raises for an unknown target
@@ -110,6 +115,10 @@ class Settings:
         """Whether Inductor splits a gather and its GEMM into parts that overlap (asynchronous tensor parallelism)."""
         name = "_micro_pipeline_tp"
         return bool(self.inductor.get(name, inductor.default_option(name)))
+
+    def keeps_weights(self, *, training: bool) -> bool:
+        """Whether a graph takes kept FP8 copies of its weights. ``training``: it has a backward."""
+        return self.cache_weights == "update" or (self.cache_weights and not training)
 
     def decisions(self) -> dict[str, Any]:
         """The settings that decide how graphs are rewritten: equal on all ranks, part of the key of compiled code."""

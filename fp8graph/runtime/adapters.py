@@ -71,6 +71,8 @@ class Adapters:
 
     def changed(self) -> bool:
         """Whether anything was merged or taken out since the last time that this was asked."""
+        if not self._merged:
+            return False
         now: list[Any] = [*map(tuple, list(self._merged.values()))]
         if now == list(self._seen.values()):
             return False

@@ -75,6 +75,12 @@ class Names:
                 self._keep(parameter, "")  # none was found: do not search again
         return self._names[id(parameter)][1]
 
+    def held(self) -> set[int]:
+        """The ids of the parameters that bound models have now."""
+        models = (model for model, _ in self._bound())
+        parameters = (parameter for model in models for parameter in model.parameters())
+        return {id(x) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
+
     def note_graph(self, names: Iterable[str], *, bound: bool) -> None:
         """Remember that a graph has parameters of these names; not ``bound``: its parameters had no names yet."""
         self._in_graphs = {*self._in_graphs, *names} if bound and self._in_graphs is not None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -96,15 +97,19 @@ class Row:
     page: Page
     index: int
     name: str  # in a state dict
+    seen: Any = None  # the weight that it is of, when it was last looked at: see runtime/written.py
 
 
-@dataclass(frozen=True)
+@dataclass
 class FoundPages:
     """The pages of one graph for one set of parameters."""
 
     layouts: Sequence[PageLayout]  # kept alive, so that its id is not used again
     owners: Sequence[weakref.ref[Tensor]]
     pages: list[Page]
+    keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each
+    weights: Sequence[Any] = ()  # WeightRow: the rows that are the state of parameters themselves
+    turn: int = 0  # grows with each look-up of the backend
 
     def holds(self, owners: Sequence[Tensor]) -> bool:
         return not any(page.moved for page in self.pages) and all(

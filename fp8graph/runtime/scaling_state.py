@@ -27,9 +27,11 @@ from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState, not_shared
 from fp8graph.runtime.loaded import LoadedRows
+from fp8graph.runtime.names import Names
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
+from fp8graph.runtime.written import WeightRow
 
 _log = logging.getLogger("fp8graph")
 
@@ -37,20 +39,23 @@ _log = logging.getLogger("fp8graph")
 class State:
     """All pages of one backend."""
 
-    def __init__(self, epoch: Epoch, steps: Steps | None = None) -> None:
+    def __init__(self, epoch: Epoch, steps: Steps | None = None, names: Names | None = None) -> None:
         self._epoch = epoch  # it is advanced when graphs have to look for their pages again
         self._steps = steps if steps is not None else Steps()  # of optimizers
+        self._names = names  # bound names of parameters
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
         self._loaded = LoadedRows()
         self._groups: set[str | None] = set()  # groups that amaxes were reduced over; None: this rank alone
         self._found: dict[Any, FoundPages] = {}  # pages of earlier calls: to look up a thousand rows takes milliseconds
+        self._turn = 0
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
         self._step_is_over = False  # staged amaxes may be committed
         self.before_commit: list[Callable[[], None]] = []  # they stage amaxes from outside of graphs
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
+        self._commits_after_steps = False
         reference = weakref.ref(self)
 
         def gone(owner: int) -> None:
@@ -59,13 +64,6 @@ class State:
                 state._forget_rows(owner)
 
         self._tokens = Tokens(gone)
-
-        def after_step(*_: Any) -> None:
-            # Dynamo would trace the commit into a compiled optimizer.step: leave it to the next forward
-            if not torch.compiler.is_compiling() and (state := reference()) is not None:
-                state.commit(ends_step=True)
-
-        autograd.after_optimizer_steps(self, after_step)
 
     def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
         """The pages for one call of a graph.
@@ -84,7 +82,14 @@ class State:
             pages = [self._page(layout, args, anchor, names) for layout in layouts]
             calls = self._found
             alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in owners]
-            found = calls[key] = FoundPages(layouts, alive, pages)
+            keys = [[self._key(rows[0], args, anchor) for rows in layout.rows] for layout in layouts]
+            pairs = zip(layouts, keys, strict=True)
+            weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]
+            found = calls[key] = FoundPages(layouts, alive, pages, keys, weights)
+        found.turn = self._turn = self._turn + 1
+        if not autograd.in_backward():
+            for weight in found.weights:
+                weight.follow(args)
         return [page.tensor for page in found.pages]
 
     def forget(self, layouts: Sequence[PageLayout]) -> None:
@@ -96,6 +101,15 @@ class State:
         """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
         if group not in self._reductions:
             self._reductions[group] = Reduction(group, device, self._loaded.take)
+        if not self._commits_after_steps:
+            self._commits_after_steps, reference = True, weakref.ref(self)
+
+            def after_step(*_: Any) -> None:
+                # Dynamo would trace the commit into a compiled optimizer.step: leave it to the next forward
+                if not torch.compiler.is_compiling() and (state := reference()) is not None:
+                    state.commit(ends_step=True)
+
+            autograd.after_optimizer_steps(self, after_step)
 
     def commit(self, *, ends_step: bool = False) -> None:
         """If a step is over (``ends_step``: an optimizer's), reduce its amaxes over the ranks and record them."""
@@ -198,7 +212,7 @@ class State:
                 name = row_name(bound.removesuffix(".weight"), key) if bound else row_name(row.fqn, key, row.index)
                 if known is not None and not bound:
                     name = known.name  # it may have been bound to other names
-                self._rows[key] = Row(page, index, name)
+                self._rows[key] = Row(page, index, name, known and known.seen)
                 if known is None:
                     self._keys.setdefault(key.owner, []).append(key)
                 self._staged = None
@@ -250,8 +264,11 @@ class State:
     def _alive(self) -> dict[str, Row]:
         """The rows of the layers that still exist, by name."""
         self._forget_dead_layers()
+        found: dict[str, list[tuple[RowKey, Row]]] = {}
+        for key, row in list(self._rows.items()):
+            found.setdefault(row.name, []).append((key, row))
         rows: dict[str, Row] = {}
-        for row in list(self._rows.values()):
+        for row in [row for alike in found.values() for row in self._of_models(alike)]:
             if row.name in rows:
                 raise StateError(
                     f"two layers are called {row.name.partition('|')[0]!r}. Names are relative to the compiled code. "
@@ -260,6 +277,20 @@ class State:
                 )
             rows[row.name] = row
         return rows
+
+    def _of_models(self, alike: Sequence[tuple[RowKey, Row]]) -> list[Row]:
+        """The rows of one name, without those of what a bound model had there before, if there are others.
+
+        That is another parameter; or, for a module that has a parameter now and had none then (or the reverse, as
+        torch.nn.utils.prune does), what was looked up last.
+        """
+        if len(alike) > 1 and self._names is not None:
+            parameters, held = dict(self._tokens.parameters()), self._names.held()
+            alike = [(key, row) for key, row in alike if id(parameters.get(key.owner)) in held] or alike
+            if len({key.site is None for key, _ in alike}) > 1:
+                turns = {key: found.turn for found in self._found.values() for keys in found.keys for key in keys}
+                alike = [max(alike, key=lambda item: turns.get(item[0], 0))]
+        return [row for _, row in alike]
 
     def recorded_by(self, group: str | None) -> None:
         """Note that the ranks of process group ``group`` (None: this one) record the same amaxes in the next call."""

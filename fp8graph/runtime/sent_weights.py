@@ -91,8 +91,7 @@ class SentWeights:
     def _listen(self) -> None:
         if not self._listens:
             self._listens = True
-            listener: Any = torch.compiler.disable(self._after_step)
-            self._steps.listeners.append(listener)
+            self._steps.listen(self._after_step)
             self._state.before_commit.append(self._stage)
 
     def _stage(self) -> None:

@@ -1,7 +1,12 @@
-"""Detect whether parameters have changed."""
+"""Signals that parameters have changed: versions, addresses, steps of optimizers.
+
+They are cheap, and none of them is certain: ``.data`` writes, ``AdamW(fused=True)``, other processes and inference
+tensors change some or all of them without a trace. ``runtime/contents.py`` looks at the numbers themselves.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -17,25 +22,59 @@ from fp8graph.runtime.adapters import Adapters
 from fp8graph.runtime.call import picker
 
 
-class Steps:
-    """Counts the steps of optimizers, per parameter."""
+class OptimizerSteps:
+    """The steps of all optimizers of this process, per parameter. One hook counts for all backends."""
 
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
-        self.adapters: Final = Adapters()
-        # Called after a step. Where a step is compiled, Dynamo traces this class, but must not trace them.
-        self.listeners: Final[list[Callable[[Optimizer], None]]] = []
-        self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it
-        # by id: the last step of its optimizer, and how many steps its optimizers took since the last restart
-        self._held: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        # by id: the last step of its optimizer, and how many steps its optimizers took
+        self.held: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._full = 1024  # length at which freed parameters are dropped
-        reference = weakref.ref(self)
+        autograd.after_optimizer_steps(self, self._after_step)
 
-        def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-            if (steps := reference()) is not None:
-                steps._count(optimizer)
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self.count += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                reference, _, taken = self.held.get(id(parameter), (None, 0, 0))
+                taken = taken if reference is not None and reference() is parameter else 0
+                self.held[id(parameter)] = weakref.ref(parameter), self.count, taken + 1
+        if len(self.held) > self._full:
+            self.held = {key: held for key, held in self.held.items() if held[0]() is not None}
+            self._full = 2 * len(self.held) + 1024
 
-        autograd.after_optimizer_steps(self, after_step)
+    def of(self, parameter: Tensor) -> int:
+        """The last step after which ``parameter`` may be another: of the optimizer that holds it.
+
+        What no optimizer was seen to hold and trains may be held in slices: each step counts.
+        """
+        reference, step, _ = self.held.get(id(parameter), (None, 0, 0))
+        if reference is not None and reference() is parameter:
+            return step
+        return self.count if parameter.requires_grad else 0
+
+
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """The one count of this process, begun at its first use."""
+    return OptimizerSteps()
+
+
+class Steps:
+    """What one backend knows of updates: the steps since it began, and how often all weights were taken for changed."""
+
+    def __init__(self) -> None:
+        self.adapters: Final = Adapters()
+        self.all: Final = optimizer_steps()
+        self._began = self.all.count
+        self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it
+        self._listeners: list[Callable[[Optimizer], None]] = []
+        self.restart()
+
+    @property
+    def count(self) -> int:
+        """Steps of all optimizers."""
+        return self.all.count - self._began
 
     @property
     def refreshes(self) -> int:
@@ -47,45 +86,53 @@ class Steps:
         """Take all weights for changed."""
         self._refreshes += 1
 
-    def _count(self, optimizer: Optimizer) -> None:
-        self.count += 1
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                reference, _, taken = self._held.get(id(parameter), (None, 0, 0))
-                taken = taken if reference is not None and reference() is parameter else 0
-                self._held[id(parameter)] = weakref.ref(parameter), self.count, taken + 1
-        if len(self._held) > self._full:
-            self._held = {key: held for key, held in self._held.items() if held[0]() is not None}
-            self._full = 2 * len(self._held) + 1024
-        for listener in self.listeners:
-            listener(optimizer)
+    def listen(self, listener: Callable[[Optimizer], None]) -> None:
+        """Call ``listener`` after each step, as long as this object lives."""
+        disabled: Any = torch.compiler.disable(listener)
+        self._listeners.append(disabled)  # Dynamo traces the hook where a step is compiled
+        if len(self._listeners) == 1:
+            reference = weakref.ref(self)
+
+            def after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+                for listener in steps._listeners if (steps := reference()) is not None else ():
+                    listener(optimizer)
+
+            autograd.after_optimizer_steps(self, after_step)
 
     def of(self, parameter: Tensor) -> int:
-        reference, step, _ = self._held.get(id(parameter), (None, 0, 0))
-        if reference is not None and reference() is parameter:
-            return step
-        return self.count if parameter.requires_grad else 0
+        """See :meth:`OptimizerSteps.of`."""
+        return self.all.of(parameter)
 
     def taken(self, parameters: Sequence[Tensor]) -> int:
         """Steps of the optimizers that hold some of ``parameters``, since the last restart; of all, if none does."""
-        held = [self._held.get(id(parameter)) for parameter in parameters]
-        own = [h[2] for h, p in zip(held, parameters, strict=True) if h is not None and h[0]() is p]
-        return max(own or [taken for _, _, taken in self._held.values()], default=0)
+        held = [self.all.held.get(id(parameter)) for parameter in parameters]
+        own = [self._since(h) for h, p in zip(held, parameters, strict=True) if h is not None and h[0]() is p]
+        return max(own or map(self._since, list(self.all.held.values())), default=0)
 
     def restart(self) -> None:
         """Let :meth:`taken` count anew."""
-        self._held = {key: (reference, step, 0) for key, (reference, step, _) in self._held.items()}
+        self._earlier = dict(self.all.held)
+
+    def _since(self, held: tuple[weakref.ref[Tensor], int, int]) -> int:
+        reference, _, taken = held
+        if (parameter := reference()) is None:
+            return 0
+        earlier = self._earlier.get(id(parameter))
+        return taken - (earlier[2] if earlier is not None and earlier[0]() is parameter else 0)
 
 
 class Unchanged:
-    """A quick check that none of one call's parameters has changed since their copies were made.
+    """A quick check that no signal tells of a change of one call's parameters since their copies were made.
 
-    True is certain; after False, each copy is checked. An address may be used again for other memory, so weak
-    references to the storages call back when their memory is freed.
+    After False, each copy is checked. An address may be used again for other memory, so weak references to the
+    storages call back when their memory is freed.
+
+    Args:
+        counters: how often anything happened that makes every copy stale.
     """
 
-    def __init__(self, steps: Steps, positions: Sequence[int], args: Sequence[Any]) -> None:
-        self._steps = steps
+    def __init__(self, counters: Callable[[], Any], positions: Sequence[int], args: Sequence[Any]) -> None:
+        self._counters = counters
         self._pick = picker(positions)
         tensors = self._pick(args)
         self._sharded = any(local(x) is not x for x in tensors)
@@ -101,7 +148,7 @@ class Unchanged:
         tracked = tensors if self._all_tracked else [tensors[i] for i in self._tracked]
         versions = [*map(version, tracked)] if self._sharded else [*map(autograd.version, tracked)]
         shards = [*map(local, tensors)] if self._sharded else tensors
-        return self._steps.count, self._steps.refreshes, versions, [*map(Tensor.data_ptr, shards)]
+        return self._counters(), versions, [*map(Tensor.data_ptr, shards)]
 
     def __call__(self, args: Sequence[Any]) -> bool:
         return not self._lost and self._state(self._pick(args)) == self._seen
@@ -117,10 +164,3 @@ def version(parameter: Tensor) -> tuple[int, ...]:
 def storage_of(tensor: Tensor) -> StorageWeakRef:
     """A key equal for tensors of one storage. It keeps no data alive, yet no other storage becomes equal to it."""
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def samples(tensor: Tensor) -> Tensor:
-    """A few elements of a tensor, as bytes: a grid of at most 8 per dim (4, of more than two dims)."""
-    most = 8 if tensor.ndim <= 2 else 4
-    grid = tensor.detach()[tuple(slice(None, None, max(1, -(-size // most))) for size in tensor.shape)]
-    return grid.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

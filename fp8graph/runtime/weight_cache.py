@@ -1,18 +1,24 @@
-"""Cache FP8 copies of weights: they are made once per update of a weight, not once per call.
+"""Keep FP8 copies of weights where no gradients are computed: they are made once, not once per call.
 
-A graph takes the copies as inputs; ``passes/hoist_weights.py`` found how each is made. Before a call, every weight
-whose parameters may have changed since its copy was made is quantized again, into the same memory. No single signal
-shows that a parameter has changed, so three are combined:
+A graph takes the copies as inputs; ``passes/hoist_weights.py`` found how each is made. A graph with a backward takes
+none, and quantizes its weights in each forward, unless the user asks for copies (``cache_weights="update"``).
 
-* the version counter, which an in-place write bumps, but ``AdamW(fused=True)`` does not;
-* the storage and the address in it, which change when ``.data`` is replaced or the model moves (the address alone is
-  not enough: ``model.to(bfloat16).to(float32)`` may get back the memory that it has just freed);
-* steps of optimizers (torch's hook fires for fused ones too): a step makes stale what the optimizer holds, and
-  every trainable parameter that no optimizer was seen to hold (an optimizer may hold slices of it).
+A copy is never older than its weight, whoever wrote that. Before a call, weights are quantized again, into the same
+memory,
 
-Writes through ``.data`` change none of the three. Those of PEFT's merges are noticed by what else they change
-(``runtime/adapters.py``); after others, ``fp8graph.refresh_weights(backend)``, or ``cache_weights=False``. Strict mode
-compares a few elements of each weight with those of the time of its copy, and raises.
+* after any step of an optimizer, after calls with gradients (hand-written updates follow them), and after
+  ``refresh_weights()``;
+* when the version or the address of a parameter has changed, or its storage (the address alone is not enough:
+  ``model.to(bfloat16).to(float32)`` may get back the memory that it has just freed);
+* on a CPU, when the numbers are others than those that the copy was made of: they are looked at in each call;
+* elsewhere, after a pause between calls; and always for inference tensors, whose writes leave no version. In one of 64
+  calls all numbers are looked at, without waiting (``runtime/contents.py``). A write that only this shows is late by
+  some calls: a warning names the layer. Strict mode looks in each call, and waits.
+
+With ``cache_weights="update"`` the same copies serve graphs with gradients. They must not change between forward and
+backward, so that only signals of an update count: a step of the optimizer that holds the parameter (or of any, if it is
+trainable and none was seen to hold it), version, address, ``refresh_weights()``, PEFT's merges
+(``runtime/adapters.py``), and the numbers themselves.
 
 Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
 that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax; a
@@ -21,8 +27,9 @@ weight that was first quantized for evaluation is quantized again.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -32,11 +39,14 @@ from torch import Tensor, fx
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.errors import StateError
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import aten
-from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.staleness import Steps, Unchanged, samples, storage_of, version
+from fp8graph.runtime.call import Epoch, picker
+from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
+
+_log = logging.getLogger("fp8graph")
 
 BATCH: Final = 8
 Pages = Callable[[Sequence[PageLayout]], list[Tensor]]
@@ -51,8 +61,8 @@ class _Copy:
     owners: list[weakref.ref[Tensor]]
     tensors: dict[str, Tensor]  # by output name
     made_of: Any = None  # the state of the owners when it was made
+    contents: list[Any] = field(default_factory=list[Any])  # the fingerprints of the owners when it was made
     recorded: bool = False  # its amax is recorded in the scaling state
-    samples: list[Tensor] = field(default_factory=list[Tensor])  # of the owners when it was made, in strict mode
 
     def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
         return all(owner() is p for owner, p in zip(self.owners, parameters, strict=True))
@@ -74,12 +84,16 @@ class Weights:
 
     Args:
         epoch: it is advanced when graphs have to look for their copies again.
-        strict: raise where a weight was written to and nothing told of it.
+        names: bound names of parameters, for the warning.
+        trains: graphs with gradients take copies, too.
+        strict: look at the contents of weights at each call, and wait for it.
     """
 
-    def __init__(self, epoch: Epoch, *, strict: bool = False) -> None:
-        self._epoch, self._strict = epoch, strict
+    def __init__(self, epoch: Epoch, names: Names, *, trains: bool = False, strict: bool = False) -> None:
+        self._epoch, self._names, self._trains, self._strict = epoch, names, trains, strict
         self.steps: Final = Steps()
+        self.gradients: bool | None = None  # whether the last call was with gradients
+        self._switches = 0  # how often calls with and without gradients have followed each other
         self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
@@ -136,21 +150,30 @@ class Weights:
             pages: the scaling state for page layouts.
             compile: compiles a graph of dialect nodes into a function.
         """
-        found = self._find(weights, args)
+        found, counters = self._find(weights, args), self._counters()
+        counters = counters[:1] if self._trains else counters
         stale: list[tuple[QuantizedWeight, _Copy]] = []
         for weight, copy in zip(weights, found.copies, strict=True):
-            seen = self.steps.refreshes, *(self._state_of(args[index]) for index in weight.parameters)
-            if copy.made_of != seen:
+            parameters = [args[index] for index in weight.parameters]
+            seen = counters, *map(self._state_of, parameters)
+            if copy.made_of != seen or _unseen(parameters) or self._differs(copy, parameters):
                 copy.made_of, copy.recorded = seen, False
-                copy.samples = self._samples(weight, args)
                 stale.append((weight, copy))
             elif weight.records and not copy.recorded:
                 stale.append((weight, copy))
-        self._verify(weights, found.copies, args)
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
                 self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
         return found.tensors
+
+    def switch(self, *, gradients: bool) -> None:
+        """Note that the calls that begin now are with or without gradients."""
+        self.gradients = gradients
+        self._switches += 1
+
+    def _counters(self) -> tuple[int, int, int]:
+        """What may make copies stale when it changes: all of them, unless graphs with gradients take them, too."""
+        return self.steps.refreshes, self.steps.all.count, self._switches
 
     def unchanged(
         self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
@@ -159,36 +182,63 @@ class Weights:
         positions = sorted({index for weight in weights for index in weight.parameters})
         if not positions:
             return None
-        if any(isinstance(local(args[index]), FakeTensor) for index in positions):
-            return lambda _: False  # changes of a fake tensor cannot be detected
-        unchanged = Unchanged(self.steps, positions, args)
-        if not self._strict:
-            return unchanged
-        copies = self._find(weights, args).copies
-        return lambda args: unchanged(args) and self._verify(weights, copies, args)
+        parameters = [args[index] for index in positions]
+        if any(isinstance(local(x), FakeTensor) for x in parameters) or _unseen(parameters):
+            return lambda _: False  # their changes cannot be detected
+        signals = Unchanged(self._counters, positions, args)
+        made = {
+            index: contents
+            for weight, copy in zip(weights, self._find(weights, args).copies, strict=True)
+            for index, contents in zip(weight.parameters, copy.contents, strict=True)
+        }
+        layers = {index: weight for weight in weights for index in weight.parameters}
+        on_cpu = [index for index in positions if local(args[index]).is_cpu]
+        looks = [Look(picker(on_cpu), [made[index] for index in on_cpu])] if on_cpu else []
+        looks += [self._watch(own, made, layers, args) for own in _by_device(set(positions) - {*on_cpu}, args)]
 
-    def _samples(self, weight: QuantizedWeight, args: Sequence[Any]) -> list[Tensor]:
-        tensors = [local(args[index]) for index in weight.parameters] if self._strict else []
-        return [] if any(isinstance(tensor, FakeTensor) for tensor in tensors) else [*map(samples, tensors)]
-
-    def _verify(self, weights: Sequence[QuantizedWeight], copies: Sequence[_Copy], args: Sequence[Any]) -> bool:
-        """Strict mode: raise for a weight that is another than the one that its copy was made of."""
-        if not any(made := [copy.samples for copy in copies]):
+        def unchanged(args: Sequence[Any]) -> bool:
+            if not signals(args):
+                return False
+            if self._trains and autograd.in_backward():
+                return True  # a recomputation takes the copies of its forward
+            for look in looks:  # noqa: SIM110 (fewer calls than all() makes)
+                if not look(args):
+                    return False
             return True
-        now = [self._samples(weight, args) for weight in weights]
-        flat = [torch.cat([sample for several in found for sample in several]) for found in (made, now)]
-        if not torch.equal(*flat):  # one comparison: on a GPU it waits
-            pairs = zip(weights, made, now, strict=True)
-            first = next(w for w, a, b in pairs if not all(map(torch.equal, a, b)))
-            fused = f" or of one of the {first.linears} linears fused with it" if first.linears > 1 else ""
-            raise StateError(
-                f"strict mode: the weight of {first.name}{fused} was written to, and nothing told of it "
-                "(.data?). Call backend.refresh_weights() after such writes, or compile with cache_weights=False."
-            )
-        return True
+
+        return unchanged
+
+    def _watch(
+        self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, QuantizedWeight], args: Sequence[Any]
+    ) -> Watch:
+        """Watch the parameters at the positions ``own``, which are on one device."""
+        bound = {index: self._names.get(args[index]) if self._names else "" for index in own}
+        names = [bound[index].removesuffix(".weight") or layers[index].name for index in own]
+
+        def changed(positions: Sequence[int]) -> None:
+            self.steps.refresh()
+            if positions and not self._strict:
+                more = f" and {len(positions) - 1} more layers" if len(positions) > 1 else ""
+                _log.warning(
+                    "the weight of %s%s was written to, and nothing showed it at once (.data, another process?): up to "
+                    "%d calls may have multiplied the old numbers. Its FP8 copy is made again now. Call "
+                    "backend.refresh_weights() after such writes, or compile with cache_weights=False.",
+                    names[positions[0]], more, 2 * EVERY,
+                )  # fmt: skip
+
+        tensors = [local(args[index]) for index in own]
+        pauses = None if self._trains else self.steps.refresh
+        return Watch(tensors, [made[index] for index in own], changed, pauses, every=self._strict)
+
+    def _differs(self, copy: _Copy, parameters: Sequence[Tensor]) -> bool:
+        """Whether parameters on a CPU hold other numbers than those that ``copy`` was made of."""
+        tensors = [*map(local, parameters)]
+        if autograd.in_backward() or any(isinstance(x, FakeTensor) or not x.is_cpu for x in tensors):
+            return False
+        return contents_of(tensors) != copy.contents
 
     def _state_of(self, parameter: Tensor) -> tuple[Any, ...]:
-        tensor, steps = local(parameter), self.steps.of(parameter)
+        tensor, steps = local(parameter), self.steps.of(parameter) if self._trains else 0
         if isinstance(tensor, FakeTensor):
             return version(parameter), steps
         return version(parameter), storage_of(tensor), tensor.data_ptr(), steps
@@ -229,6 +279,7 @@ class Weights:
     ) -> None:
         # Copies of one weight with several paddings share one row, whatever its name in each of them: all are made with
         # its scale before one of them records.
+        self._note_contents(stale, args)
         last = {
             (storage_of(pages[weight.page]), *(id(args[index]) for index in weight.parameters)): copy
             for weight, copy in stale
@@ -257,6 +308,29 @@ class Weights:
                 function(*inputs, *buffers)
                 torch.autograd.graph.increment_version(buffers)  # generated code does not
         self.quantized += sum(weight.linears for weight, _ in stale)
+
+    def _note_contents(self, stale: Sequence[tuple[QuantizedWeight, _Copy]], args: Sequence[Any]) -> None:
+        """Keep the fingerprints of the weights that copies are made of now."""
+        owners = {index: local(args[index]) for weight, _ in stale for index in weight.parameters}
+        found: dict[int, Any] = {}
+        if not any(isinstance(x, FakeTensor) for x in owners.values()):
+            for own in _by_device(owners, args):
+                found.update(zip(own, contents_of([owners[index] for index in own]), strict=True))
+        for weight, copy in stale:
+            copy.contents = [found.get(index) for index in weight.parameters]
+
+
+def _by_device(positions: Iterable[int], args: Sequence[Any]) -> list[list[int]]:
+    """The positions of parameters, those of one device together."""
+    found: dict[torch.device, list[int]] = {}
+    for index in sorted(positions):
+        found.setdefault(local(args[index]).device, []).append(index)
+    return [*found.values()]
+
+
+def _unseen(parameters: Sequence[Tensor]) -> bool:
+    """Whether writes to some parameters leave no trace, and their numbers are not looked at in each call."""
+    return any(x.is_inference() and not x.is_cpu for x in parameters)
 
 
 def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:

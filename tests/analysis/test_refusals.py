@@ -103,7 +103,7 @@ PARTS = [
 @pytest.mark.parametrize(("body", "reason"), PARTS)
 def test_weights_that_are_not_kept(body: Any, reason: str) -> None:
     policy = Policy([Rule("*", "tensorwise", op="*")])
-    (found,) = view_of(Weight(body, 48, 32), x(), policy=policy, cache_weights=True).refusals
+    (found,) = view_of(Weight(body, 48, 32), x(), policy=policy, cache_weights="update").refusals
     assert found.what == "kept weight"
     assert re.search(reason, found.reason)
 
@@ -128,5 +128,5 @@ def test_activations_are_no_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.q(x) @ (self.k(x) * 2).t()
 
-    view = view_of(Attention(), x(), policy=Policy([Rule("*", "tensorwise", op="*")]), cache_weights=True)
+    view = view_of(Attention(), x(), policy=Policy([Rule("*", "tensorwise", op="*")]), cache_weights="update")
     assert [refusal for refusal in view.refusals if refusal.what == "kept weight"] == []

@@ -175,7 +175,7 @@ def test_two_models_with_one_backend_are_told_apart_by_name() -> None:
 
 def test_layers_bound_after_their_first_step_have_their_full_names_at_once() -> None:
     model = nn.Sequential(*(MLP(32, 64) for _ in range(3)))
-    backend = eager_backend(fp8graph.Policy(default="delayed", min_speedup=0), cache_weights=True)
+    backend = eager_backend(fp8graph.Policy(default="delayed", min_speedup=0), cache_weights="update")
     for layer in model:
         layer.compile(backend=backend)
     model(torch.randn(16, 32)).sum().backward()

@@ -47,7 +47,7 @@ def test_foreseeing_wrongly_changes_no_number(recipe: str, foreseen: int, monkey
         if guess is not None:
             monkeypatch.setattr(compiling, "spare_inputs", lambda *_, guess=guess, **__: guess)
         runs = counted_passes(monkeypatch)
-        run = torch.compile(model, backend=eager_backend(Policy(default=recipe), cache_weights=True))
+        run = torch.compile(model, backend=eager_backend(Policy(default=recipe), cache_weights="update"))
         results.append([t for _ in range(3) for t in step(run, x, parameters=model.parameters())])
         assert len(runs) >= 1 + (guess is not None and guess < 5)
     assert same_bits(*results)

@@ -23,7 +23,7 @@ def test_twenty_sequence_lengths_compile_twice(dynamic: bool | None, training: b
     """Once for the first and once for all others; Dynamo alone does the same."""
     torch.manual_seed(0)
     model = causal_lm("Llama")(1).bfloat16().train(training)
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     compiled: Any = torch.compile(model, backend=backend, dynamic=dynamic)
     counters.clear()
     compiled_so_far: list[int] = []

@@ -19,7 +19,7 @@ from helpers import Two, eager_backend
 
 def decided(policy: Policy, layer: torch.nn.Module | None = None) -> Decided:
     """Of a layer that is called "0"."""
-    backend, model = eager_backend(policy, cache_weights=True), torch.nn.Sequential(layer or Two(72))
+    backend, model = eager_backend(policy, cache_weights="update"), torch.nn.Sequential(layer or Two(72))
     backend.bind(model)
     model[0].compile(backend=backend)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()

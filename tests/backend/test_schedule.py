@@ -23,7 +23,7 @@ X = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
 def model_and(policy: Any = WARM_UP) -> tuple[MLP, fp8graph.Backend]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, backend = MLP(), eager_backend(policy, cache_weights=True)
+    model, backend = MLP(), eager_backend(policy, cache_weights="update")
     backend.bind(model)
     model.compile(backend=backend)
     return model, backend
@@ -105,7 +105,6 @@ def test_an_optimizer_of_copies_counts() -> None:
     assert train(model, [torch.optim.SGD([flat])], backend, 3)[0] == [False, False, True]
 
 
-@pytest.mark.usefixtures("no_other_backends")
 def test_a_compiled_step_counts() -> None:
     model, backend = model_and()
     optimizer = torch.optim.SGD(model.parameters())

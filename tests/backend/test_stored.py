@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def found(recipe: str = "delayed") -> Stored:
     """Copies of joined weights, and pages."""
-    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
+    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights="update")
     torch.compile(MLP(128, 256), backend=backend)(torch.randn(16, 128, requires_grad=True))
     ((program,),) = [list(backend.programs)]
     ((_, variant),) = program._variants.items()

@@ -185,7 +185,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
         linears=(Linear(inputs=3, outputs=3, trains=False),),
         recipe="delayed_recent",
         group=False,
-        cache_weights=True,
+        cache_weights="update",
     ),
     # under delayed scaling the root's matmul and the first weight's layer had one row of state: one scale for both
     "the root's matmul beside the first weight": Program(

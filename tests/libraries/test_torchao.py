@@ -42,7 +42,7 @@ def test_a_linear_of_a_checkpoint(name: str, recipe: str | None, tmp_path: Path)
 
 def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
     FORMATS["torchao-tensorwise"].write(tmp_path)
-    model: Any = fp8graph.compile(load(tmp_path), compiler="eager", fullgraph=True)
+    model: Any = fp8graph.compile(load(tmp_path), compiler="eager", cache_weights="update", fullgraph=True)
     for _ in range(2):
         model(inputs_embeds=torch.randn(1, 16, 256, dtype=torch.bfloat16, requires_grad=True)).logits.sum().backward()
     backend = fp8graph.backend_of(model)

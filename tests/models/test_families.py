@@ -142,7 +142,7 @@ def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     """With the counts of two: what is said of each further layer, and of everything else."""
     traced = counted_passes(monkeypatch)
     model, inputs = model_and_inputs(FAMILIES[name], 1)
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     torch.compile(model, backend=backend)(**inputs)
     assert_counts(backend.report, FAMILIES[name], 1)
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
@@ -167,7 +167,7 @@ def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPat
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
     traced = counted_passes(monkeypatch)
     model, inputs = model_and_inputs(FAMILIES[name])
-    backend = eager_backend(None, recipe="rowwise", cache_weights=True)
+    backend = eager_backend(None, recipe="rowwise", cache_weights="update")
     compiled = torch.compile(model, backend=backend)
     assert_agrees(agreement(model, compiled, inputs), name)
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen

@@ -230,7 +230,7 @@ def test_no_weight_is_quantized_twice_where_results_are_no_slices() -> None:
     """Nothing is one GEMM then, but the weights are one tensor: what quantized them one by one goes."""
     model = Projections(mix=lambda q, k, v: (q, k, v))
     model.v = Halved(32, 32, bias=False)
-    backend = eager_backend(cache_weights=True)
+    backend = eager_backend(cache_weights="update")
     with torch.no_grad():
         torch.compile(model, backend=backend)(torch.randn(16, 32))
     after = backend.report.graphs[0].stages["fuse_linears"]

@@ -103,7 +103,7 @@ def test_square_tiles_travel_once_for_both_directions() -> None:
 
 def test_a_shard_of_a_weight_is_kept_in_fp8() -> None:
     """Its quantization runs once per update; what is gathered is not kept."""
-    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager")
+    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager", cache_weights="update")
     model = Sharded()
     compiled = torch.compile(model, backend=backend)
     for _ in range(3):
@@ -165,7 +165,7 @@ def test_casts_are_done_before() -> None:
 
 
 def test_without_fsdp2_a_weight_is_kept() -> None:
-    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager")
+    backend = fp8graph.Backend(Policy(default="tensorwise"), compiler="eager", cache_weights="update")
     block = nn.Linear(32, 48, bias=False)
     torch.compile(block, backend=backend)(torch.randn(16, 32, requires_grad=True)).sum().backward()
     assert backend.weights.bytes > 0

@@ -39,7 +39,7 @@ def x(*shape: int, requires_grad: bool = False) -> Tensor:
 
 def around(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[list[str], list[str]]:
     """The lines of the graph before and after the pass."""
-    stages = view_of(module, *args, policy=policy, cache_weights=True).stages
+    stages = view_of(module, *args, policy=policy, cache_weights="update").stages
     return stages["fuse_linears"].splitlines(), stages["hoist_weights"].splitlines()
 
 
@@ -212,6 +212,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
         pytest.param({"parameters": {}}, id="no parameter"),
         pytest.param({"gathered": {0: Shard(24, None)}}, id="gathered by FSDP2"),
         pytest.param({"subgraph": True}, id="the body of a higher-order op"),
+        pytest.param({"training": True}, id="a graph with a backward"),
     ],
 )
 def test_what_is_not_kept(known: dict[str, Any]) -> None:
@@ -247,7 +248,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
 
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:
     """What a graph of ``body`` takes, as the backend finds it."""
-    backend = Backend(policy, compiler="eager")
+    backend = Backend(policy, compiler="eager", cache_weights="update")
     model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it
     model(x(16, 32))
     return [copy.weight for found in backend.weights._found.values() for copy in found.copies]
@@ -298,7 +299,7 @@ def test_parts_of_one_parameter_are_weights_of_their_own(sizes: tuple[int, int],
     model = Packed(sizes)
     x, y = torch.randn(16, 32), torch.randn(16, 32)
     expected = model(x, y)
-    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
+    backend = eager_backend(Policy(default=recipe, min_speedup=0), cache_weights="update")
     compiled = torch.compile(model, backend=backend)
     for a, b in zip(compiled(x, y), expected, strict=True):
         assert sqnr_db(a, b) > 24
@@ -318,7 +319,7 @@ class Decoder(nn.Module):
 def test_attention_across_tensors() -> None:
     """torch packs q, k and v into one parameter and splits it: into three equal parts, or into q and k, v."""
     torch._dynamo.reset()
-    model, backend = Decoder(), eager_backend(ALL, cache_weights=True)
+    model, backend = Decoder(), eager_backend(ALL, cache_weights="update")
     tensors = torch.randn(3, 2, 16, 32)
     compiled = torch.compile(model, backend=backend)
     assert sqnr_db(compiled(*tensors), model(*tensors)) > 20

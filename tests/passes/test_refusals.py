@@ -26,7 +26,7 @@ def x() -> torch.Tensor:
 def test_what_passes_do_has_no_reason() -> None:
     every: dict[str, Any] = {"cache_weights": True, "save": "memory", "save_activations_in_fp8": True}
     assert view_of(MLP(), x(), **every).refusals == ()
-    assert view_of(nn.Linear(32, 48), x(), cache_weights=True).refusals == ()
+    assert view_of(nn.Linear(32, 48), x(), cache_weights="update").refusals == ()
 
 
 def test_reasons_are_folded_in_the_report(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def by_tensor(backend: Backend) -> dict[str, tuple[float, list[float]]]:
 
 
 def compiled(
-    net: Net, recipe: DelayedScaling = RECIPE, compiler: Any = "eager", cache_weights: bool = True, **kwargs: Any
+    net: Net, recipe: DelayedScaling = RECIPE, compiler: Any = "eager", cache_weights: Any = "update", **kwargs: Any
 ) -> tuple[Any, Backend]:
     backend = Backend(Policy(default=recipe), compiler=compiler, cache_weights=cache_weights)
     return torch.compile(net, backend=backend, dynamic=False, **kwargs), backend

@@ -20,7 +20,7 @@ from helpers import ALL, MLP, compiled_step, eager_backend, same_bits, step
 
 
 def compiled(module: nn.Module, **kwargs: Any) -> tuple[Any, fp8graph.Backend]:
-    backend = eager_backend(ALL, cache_weights=True, **kwargs)
+    backend = eager_backend(ALL, cache_weights="update", **kwargs)
     return torch.compile(module, backend=backend), backend
 
 

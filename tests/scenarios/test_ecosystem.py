@@ -65,7 +65,7 @@ def trained_by_trainer(folder: Path, backend: fp8graph.Backend | None, **argumen
 def test_trainer(compiler: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     """Master weights under autocast, fused AdamW (the default), a schedule, clipping."""
     reference, expected = trained_by_trainer(tmp_path, None, **arguments)
-    backend = fp8graph.Backend(compiler=compiler)
+    backend = fp8graph.Backend(compiler=compiler, cache_weights="update")
     trainer, losses = trained_by_trainer(tmp_path, backend, **arguments)
     assert trainer.args.optim == "adamw_torch_fused"
     assert furthest(expected, losses) < 0.002
@@ -140,7 +140,7 @@ def trained_by_accelerate(backend: fp8graph.Backend | None) -> list[float]:
 
 def test_accelerate() -> None:
     expected = trained_by_accelerate(None)
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     losses = trained_by_accelerate(backend)
     assert furthest(expected, losses) < 0.002
     assert losses[-1] < 0.95 * losses[0]
@@ -181,7 +181,7 @@ def trained_adapters(backend: fp8graph.Backend | None) -> tuple[Any, list[float]
 def test_lora() -> None:
     """Frozen weights in FP8, quantized once; adapters in high precision."""
     _, expected = trained_adapters(None)
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     model, losses = trained_adapters(backend)
     assert furthest(expected, losses) < 0.002
     assert losses[-1] < 0.98 * losses[0]
@@ -200,7 +200,7 @@ def test_lora() -> None:
 
 def test_frozen_weights_need_no_columnwise_copy_of_the_input() -> None:
     model = with_adapters()
-    model.compile(backend=eager_backend(None, cache_weights=True))
+    model.compile(backend=eager_backend(None, cache_weights="update"))
     ids = torch.stack([entry["input_ids"][:15] for entry in DATA[:4]])  # 60 rows: no weight has a multiple of that
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
@@ -213,7 +213,7 @@ def test_frozen_weights_need_no_columnwise_copy_of_the_input() -> None:
 def test_merged_adapters_and_back() -> None:
     """PEFT merges through ``.data``; its lists show it."""
     model = with_adapters().eval()
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     model.compile(backend=backend)
     ids = DATA[0]["input_ids"][None]
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_ddp(order: str) -> None:
     model, x = nn.Sequential(MLP(), MLP()), torch.randn(16, 32, requires_grad=True)
     expected = step(torch.compile(model, backend=eager_backend(ALL)), x, parameters=model.parameters())
     torch._dynamo.reset()
-    backend = eager_backend(ALL, cache_weights=True)
+    backend = eager_backend(ALL, cache_weights="update")
     backend.bind(model)
     wrapped: Any
     if order == "compile inside":
@@ -296,7 +296,7 @@ def generated(backend: Any, cache: str) -> tuple[Any, Tensor]:
 def test_text_generation_pipeline(cache: str) -> None:
     counter = CompileCounter()
     generated(counter, cache)
-    backend = eager_backend(None, cache_weights=True)
+    backend = eager_backend(None, cache_weights="update")
     model, ids = generated(backend, cache)
     assert ids.shape == (12,)
     assert backend.weights.quantized == LINEARS

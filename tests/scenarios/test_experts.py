@@ -127,7 +127,7 @@ def test_one_gemm_can_stay_in_high_precision() -> None:
 
 
 def test_weights_of_experts_are_quantized_once_per_update() -> None:
-    module, backend = Experts(), eager_backend(policy("tensorwise"), cache_weights=True)
+    module, backend = Experts(), eager_backend(policy("tensorwise"), cache_weights="update")
     compiled = torch.compile(module, backend=backend)
     x = torch.randn(32, 32, requires_grad=True)
     first = step(compiled, x, offsets(SIZES[0]), parameters=[module.w])

@@ -140,7 +140,7 @@ def test_copies_of_a_compiled_model(how: str, recipe: str) -> None:
     (The scaling state of a deep copy is its own and starts anew: tests/runtime/test_scaling_state.py.)
     """
     module = MLP()
-    backend = eager_backend(Policy(default=recipe), cache_weights=True, save="memory", target="cpu")
+    backend = eager_backend(Policy(default=recipe), cache_weights="update", save="memory", target="cpu")
     model: Any = torch.compile(module, backend=backend)
     for step in range(3):
         model(batch(step)).sum().backward()
@@ -177,7 +177,7 @@ def test_pickled_models_compiled_by_name_or_in_place() -> None:
 def test_an_averaged_model() -> None:
     """EMA as torch does it: its in-place updates make its FP8 weights stale, nobody else's."""
     module = MLP()
-    backend = eager_backend(cache_weights=True)
+    backend = eager_backend(cache_weights="update")
     model: Any = torch.compile(module, backend=backend)
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
@@ -195,7 +195,7 @@ def test_an_averaged_model() -> None:
 
 def test_two_optimizers_make_their_own_weights_stale() -> None:
     module = MLP()
-    backend = eager_backend(cache_weights=True, fuse_linears=False)
+    backend = eager_backend(cache_weights="update", fuse_linears=False)
     model = torch.compile(module, backend=backend)
     optimizers = [
         torch.optim.AdamW([module.gate.weight, module.up.weight], lr=0.1, fused=True),

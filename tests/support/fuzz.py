@@ -110,7 +110,7 @@ class Program:
     rules: tuple[RuleSpec, ...] = ()
     group: bool = True
     save: Literal["speed", "memory"] = "speed"
-    cache_weights: bool = True
+    cache_weights: bool | Literal["update"] = True
     magnitude: float = 1.0  # of the inputs
     seed: int = 0
 

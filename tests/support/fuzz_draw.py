@@ -277,7 +277,7 @@ def programs(draw: Any, recipe: str) -> Program:
         rules=tuple(rules),
         group=draw(strategies.booleans()),
         save=builder.one_of(("speed", "speed", "memory")),
-        cache_weights=not builder.often(),
+        cache_weights=builder.one_of((True, "update", False)),
         magnitude=builder.one_of((1.0, 1.0, 0.05, 4.0)),
         seed=draw(strategies.integers(0, 999)),
     )

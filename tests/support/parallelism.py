@@ -60,7 +60,7 @@ def model_and_data(ranks: int) -> tuple[Net, Tensor]:
 
 
 def backend_for(recipe: Any, *, compiler: Any = "eager", **kwargs: Any) -> fp8graph.Backend:
-    return fp8graph.Backend(recipe=recipe, compiler=compiler, **kwargs)
+    return fp8graph.Backend(recipe=recipe, compiler=compiler, **{"cache_weights": "update", **kwargs})
 
 
 def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def trained(backend: fp8graph.Backend | None, folder: str) -> dict[str, Any]:
 def main(folder: str) -> None:
     found = {
         "bf16": trained(None, folder),
-        "delayed": trained(fp8graph.Backend(recipe="delayed", compiler="eager"), folder),
+        "delayed": trained(fp8graph.Backend(recipe="delayed", compiler="eager", cache_weights="update"), folder),
     }
     (Path(folder) / f"{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
     torch.distributed.destroy_process_group()

@@ -98,7 +98,7 @@ def test_every_ablation_is_a_backend() -> None:
 
 
 def test_an_update_quantizes_the_weights_again() -> None:
-    backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager")
+    backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager", cache_weights="update")
     linear = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     step = contenders.training_step(torch.compile(linear, backend=backend), x)
