@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import uuid
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 import torch
@@ -22,3 +24,15 @@ def fresh() -> Iterator[None]:
     torch.set_num_threads(1)  # summation order, and with it every bit, is then the same each time
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def empty_cache() -> Iterator[None]:
+    """torch's compile cache, in which nothing is found that was compiled before."""
+    functorch, inductor = import_module("torch._functorch.config"), import_module("torch._inductor.config")
+    with (
+        torch.compiler.config.patch(cache_key_tag=str(uuid.uuid4())),  # pyright: ignore[reportAttributeAccessIssue]
+        functorch.patch(enable_autograd_cache=True),
+        inductor.patch(fx_graph_cache=True),
+    ):
+        yield

@@ -1,4 +1,4 @@
-"""Compile one variant of a Dynamo graph: passes, code generation, and the findings stored beside the code."""
+"""Compile one variant of a Dynamo graph: passes, code generation, and the findings stored with the code."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs,
 from fp8graph.backend.renaming import Decided
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
-from fp8graph.backend.stored import Stored, read
-from fp8graph.compat import attention, inductor, torch_build
+from fp8graph.backend.stored import Stored
+from fp8graph.compat import attention, cache_entry, inductor, torch_build
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
@@ -73,11 +73,10 @@ class Compiler:
     def variant(self, situation: Situation, names: tuple[str, ...], inputs: Sequence[Any]) -> Variant:
         """Compile the graph for ``inputs``, whose values do not matter."""
         shared, graph, settings = self._shared, self._graph, self._shared.settings
-        options = dict(settings.inductor)
+        options, first = self._options()
         identity = self._identity(situation, names)
         recipes = graph.recipes(situation.in_force.of(graph.families)[0], situation)
         spares = spare_inputs(graph.module, self.known(situation, names), training=graph.gradients)
-        first = options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
         if situation.in_force.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
         while True:
@@ -90,12 +89,17 @@ class Compiler:
             )
             try:
                 compiled = self._run_compile_fx(
-                    joint, options, inputs, spares, inner_compile=shared.generator.inner_compile
+                    joint,
+                    options,
+                    inputs,
+                    spares,
+                    inner_compile=shared.generator.inner_compile,
+                    after_passes=lambda joint=joint: self._carry(situation, joint),
                 )
                 break
             except TooFewInputs as found:
                 spares = found.wanted
-        stored = self._stored(situation, names, joint, self._key(identity, options, spares), spares)
+        stored = self._stored(situation, names, joint, compiled, spares)
         delayed_scaling = any(isinstance(recipe, DelayedScaling) and recipe.reduce_amax for recipe in recipes)
         return Variant(
             run=compiled,
@@ -103,6 +107,11 @@ class Compiler:
             decided=Decided.of(stored.findings, self.known(situation, names), stored.view),
             reduces=graph.gradients and delayed_scaling and situation.amax_group is not None,
         )
+
+    def _options(self) -> tuple[dict[str, Any], Any]:
+        """The user's options of Inductor, and the pass that the user runs before ours."""
+        options = dict(self._shared.settings.inductor)
+        return options, options.pop("joint_custom_pre_pass", inductor.default_option("joint_custom_pre_pass"))
 
     def _run_compile_fx(
         self,
@@ -112,6 +121,7 @@ class Compiler:
         spares: int,
         *,
         inner_compile: Callable[..., Any] | None,
+        after_passes: Callable[[], None] | None = None,
     ) -> Callable[..., Any]:
         options = dict(options)
         first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
@@ -125,50 +135,64 @@ class Compiler:
         # compile_fx takes the module; Dynamo reads its graph again
         module = copy_dynamo_graph(self._graph.module, self._graph.gradients)
         more = add_spare_inputs(module, spares, inputs)
-        inner = joint.noting_saved(with_taken_inputs(inner_compile or compile_fx_inner), tell=inner_compile is not None)
+        inner = with_taken_inputs(inner_compile or compile_fx_inner)
+        inner = joint.noting_saved(inner, tell=inner_compile is not None, then=after_passes)
         return cast(
             Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
         )
 
     @torch.inference_mode(False)  # whatever runs around ``.module``
     def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
-        """Run the passes without code generation: for a report that was not kept, for ``.module``."""
-        joint = JointPass(self.known(situation, names, spares), "", keep_module=True, stopwatch=self._shared.stopwatch)
+        """Run the passes without code generation: for findings that were not kept, for ``.module``."""
+        known, (_, first) = self.known(situation, names, spares), self._options()
+        joint = JointPass(known, "", first=first, keep_module=True, stopwatch=self._shared.stopwatch)
         with torch.set_grad_enabled(self._graph.gradients), self._graph.tracing_anew():
             self._run_compile_fx(joint, {}, self._graph.fake_inputs, spares, inner_compile=run_eagerly)
         return joint
 
-    def _stored(self, situation: Situation, names: tuple[str, ...], joint: JointPass, key: str, spares: int) -> Stored:
-        """The findings of the passes. On a compile cache hit no pass ran, and they are read from beside the code."""
-        keeps = self._shared.settings.compiler == "inductor" and joint.uuid() is not None
-        found = read(key) if keeps and joint.records is None else None
-        if found is None:
-            if joint.records is None:
-                joint = self._trace(situation, names, spares)
-            view = GraphView(
-                name=self._graph.name,
-                training=joint.training,
-                inputs=joint.inputs,
-                gemms=joint.records or (),
-                attention=joint.attention,
-                collectives=joint.collectives,
-                refusals=joint.refusals,
-                before=joint.before,
-                after=list(joint.stages.values())[-1],
-                stages=joint.stages,
-                origins=joint.origins,
-                saved=joint.saved,
-                policy=situation.policy,
-            )
-            found = Stored(view=view, findings=joint.findings)
-            if keeps:
-                found.write(key)
+    def _stored(
+        self, situation: Situation, names: tuple[str, ...], joint: JointPass, compiled: Callable[..., Any], spares: int
+    ) -> Stored:
+        """The findings of the passes. On a compile cache hit no pass ran, and torch's entry carries them."""
+        found = None
+        if joint.records is None:
+            content = cache_entry.carried(compiled)
+            found = None if content is None else Stored.loaded(content)
+            joint = joint if found is not None else self._trace(situation, names, spares)
+        found = found or self._found(situation, joint)
         inputs = found.findings.inputs
 
         def module() -> fx.GraphModule:
             return cast(fx.GraphModule, self._trace(situation, names, inputs).module)
 
-        return dataclasses.replace(found, view=dataclasses.replace(found.view, load_module=module))
+        # whoever compiled it first may have called the model something else
+        view = dataclasses.replace(found.view, name=self._graph.name, load_module=module)
+        return dataclasses.replace(found, view=view)
+
+    def _carry(self, situation: Situation, joint: JointPass) -> None:
+        """Put the findings into torch's entry, if torch keeps one of this graph."""
+        keeps = self._shared.settings.compiler == "inductor" and joint.uuid() is not None
+        if keeps and (content := self._found(situation, joint).dumped()) is not None:
+            cache_entry.carry(content)
+
+    def _found(self, situation: Situation, joint: JointPass) -> Stored:
+        """The findings of passes that ran."""
+        view = GraphView(
+            name=self._graph.name,
+            training=joint.training,
+            inputs=joint.inputs,
+            gemms=joint.records or (),
+            attention=joint.attention,
+            collectives=joint.collectives,
+            refusals=joint.refusals,
+            before=joint.before,
+            after=list(joint.stages.values())[-1],
+            stages=joint.stages,
+            origins=joint.origins,
+            saved=joint.saved,
+            policy=situation.policy,
+        )
+        return Stored(view=view, findings=joint.findings)
 
     def _identity(self, situation: Situation, names: tuple[str, ...]) -> str:
         """The part of the cache key that torch does not know: our code, the policy, and the names it is applied to."""
@@ -177,12 +201,7 @@ class Compiler:
         parts = (
             source_hash(),
             repr((situation, names, decides, torch_build.multiplies_bf16_on_cpu(), attention.active_implementation())),
+            repr(cache_entry.state_that_decides()),
             self._graph.identity(),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    def _key(self, identity: str, options: dict[str, Any], spares: int) -> str:
-        """The name under which the report of this graph is stored beside torch's compiled code."""
-        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        settings = repr((state, spares, sorted((name, str(value)) for name, value in options.items())))
-        return hashlib.sha256("\n".join((identity, self._graph.code(), settings)).encode()).hexdigest()

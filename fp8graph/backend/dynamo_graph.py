@@ -80,7 +80,7 @@ class DynamoGraph:
     @property
     def name(self) -> str:
         """A name for people to read: the class of the outermost module, and whether it trains."""
-        kind = "training" if torch.is_grad_enabled() else "inference"
+        kind = "training" if self.gradients else "inference"
         for node in self.module.graph.nodes:
             if stack := node.meta.get("nn_module_stack"):
                 owner = next(iter(stack.values()))[1]
@@ -114,15 +114,6 @@ class DynamoGraph:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""
             digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
-        return digest.hexdigest()
-
-    def code(self) -> str:
-        """The code of this graph, and the shapes and dtypes of its inputs."""
-        digest = hashlib.sha256(self.module.code.encode())
-        for x in self.fake_inputs:
-            if isinstance(x, torch.Tensor):
-                facts = tuple(map(str, x.shape)), tuple(map(str, x.stride())), x.dtype, x.requires_grad
-                digest.update(repr((facts, str(x.device))).encode())
         return digest.hexdigest()
 
 

@@ -193,16 +193,22 @@ class JointPass(_Pass):
             copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))
             self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
 
-    def noting_saved(self, inner_compile: Callable[..., Any], *, tell: bool) -> Callable[..., Any]:
+    def noting_saved(
+        self, inner_compile: Callable[..., Any], *, tell: bool, then: Callable[[], None] | None = None
+    ) -> Callable[..., Any]:
         """The same ``inner_compile``, which sees the partitioned graphs; forward's results are noted on the way.
 
-        ``tell``: leave the text in the metadata of each (``TEXT_KEY``). Only without torch's cache, whose key it is in.
+        Args:
+            tell: leave the text in the metadata of each (``TEXT_KEY``). Only without torch's cache, whose key it is in.
+            then: called when all is noted, and before torch makes a cache entry of the graph.
         """
 
         @functools.wraps(inner_compile)
         def compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
             if not kwargs.get("is_backward"):
                 self.saved = tuple(node.name for node in module.graph.output_node().all_input_nodes)
+                if then is not None:
+                    then()
             if tell:
                 module.meta[TEXT_KEY] = list(self.stages.values())[-1]
             return inner_compile(module, inputs, **kwargs)

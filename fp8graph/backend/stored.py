@@ -1,38 +1,33 @@
-"""Store the findings of the passes beside torch's compiled code.
+"""Store the findings of the passes in torch's compile cache.
 
 With a warm compile cache no pass runs, yet the report must be right, and the inputs of the code must be known.
 
-There is one file per graph, in Inductor's cache folder, named by a hash of all that decides about the graph. The files
-travel with torch's code in ``torch.compiler.save_cache_artifacts``. They are pickles (like everything that torch keeps
-there): whoever can write to the folder can run code.
+They are bytes inside torch's own entry of the graph (``compat/cache_entry.py``), behind their checksum. So whoever gets
+the code gets the findings of the very passes that it was generated from, and no key is made here that could read less
+than torch's does. They are pickled, like all that torch keeps there: whoever can write to its folder can run code.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
+import hashlib
 import io
-import json
-import os
+import logging
 import pickle
-import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fp8graph.compat import cache_artifacts, inductor
 from fp8graph.compat.fakes import FakeTensorMode
 from fp8graph.compat.ops import OpOverload
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.keys import PASS_KEY
 from fp8graph.report import GraphView
 
-# raised by reading a damaged file or the pickle of another version
-_DAMAGED: Final = (LookupError, ValueError, TypeError, AttributeError, EOFError, pickle.PickleError, ImportError)
+_log = logging.getLogger("fp8graph")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,47 +37,33 @@ class Stored:
     view: GraphView
     findings: Findings
 
-    def write(self, key: str) -> None:
-        """Write it for other processes. If it cannot be written, they trace the graph again and find the same."""
-        with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
-            findings = base64.b64encode(_dumped(self.findings)).decode()
-            content = json.dumps(self.view.to_dict() | {"findings": findings}).encode()
-            cache_artifacts.record(key, content)
-            _write(key, content)
+    def dumped(self) -> bytes | None:
+        """It as bytes, for other processes; None if it cannot be pickled, and they trace the graph again."""
+        stream = io.BytesIO()
+        try:
+            _Pickler(stream).dump((self.view.to_dict(), self.findings))
+        except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:  # the last is pybind11's
+            _log.debug("The findings in %s are not cached: %s", self.view.name, error)
+            return None
+        packed = zlib.compress(stream.getvalue())
+        return hashlib.sha256(packed).digest() + packed
+
+    @staticmethod
+    def loaded(content: bytes) -> Stored | None:
+        """The inverse of :meth:`dumped`; None if the bytes are damaged or another version wrote them."""
+        checksum, packed = content[:_CHECKSUM], content[_CHECKSUM:]
+        if hashlib.sha256(packed).digest() != checksum:
+            _log.debug("The findings in torch's compile cache are damaged: the graph is traced again.")
+            return None
+        try:
+            view, findings = pickle.loads(zlib.decompress(packed))
+            return Stored(view=GraphView.from_dict(view), findings=findings)
+        except Exception as error:  # whatever unpickling raises: the bytes are whole, but say something else here
+            _log.debug("The findings in torch's compile cache cannot be read, and the graph is traced again: %r", error)
+            return None
 
 
-def read(key: str) -> Stored | None:
-    """The findings stored under ``key``; None if there are none, or the file is damaged."""
-    with contextlib.suppress(OSError, *_DAMAGED):
-        content = _path(key).read_bytes()
-        values = json.loads(content)
-        findings = pickle.loads(base64.b64decode(values.pop("findings")))
-        stored = Stored(view=GraphView.from_dict(values), findings=findings)
-        cache_artifacts.record(key, content)
-        return stored
-    return None
-
-
-def _path(key: str) -> Path:
-    return inductor.inductor_cache_folder() / "fp8graph" / f"{key}.json"
-
-
-def _write(key: str, content: bytes) -> None:
-    """Write atomically: another process may read or write the same file."""
-    path = _path(key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.{time.monotonic_ns()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
-
-
-def _write_loaded(key: str, content: bytes) -> None:
-    """Write what came with torch's cache artifacts. If it cannot be written, the graph is traced again."""
-    with contextlib.suppress(OSError):
-        _write(key, content)
-
-
-cache_artifacts.register(_write_loaded)
+_CHECKSUM: Final = hashlib.sha256().digest_size
 
 
 class _Pickler(pickle.Pickler):
@@ -94,12 +75,6 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, OpOverload):
             return _op_of, tuple(str(obj).split("."))
         return NotImplemented
-
-
-def _dumped(findings: Findings) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream).dump(findings)
-    return stream.getvalue()
 
 
 def _op_of(namespace: str, name: str, overload: str) -> Any:

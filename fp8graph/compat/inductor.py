@@ -24,7 +24,6 @@ from torch._inductor.dependencies import StarDep as StarDep
 from torch._inductor.dependencies import WeakDep as WeakDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.hints import DeviceProperties
 from torch.utils import _triton
 from torch.utils._sympy.functions import FloorDiv
@@ -44,11 +43,6 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """Tell torch that ``function`` takes its arguments as one list, which it empties."""
     function._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
-
-
-def inductor_cache_folder() -> Path:
-    """The folder in which Inductor keeps its compiled code."""
-    return Path(cache_dir())
 
 
 def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any]:

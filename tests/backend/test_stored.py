@@ -1,27 +1,22 @@
-"""What is kept beside compiled code: findings with their graphs come back as they were, or not at all."""
+"""The findings in torch's compile cache: with their graphs they come back as they were, or not at all."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+import hashlib
+import logging
+import pickle
+import random
+import zlib
 from typing import Any
 
 import pytest
 import torch
 
 from fp8graph import Policy
-from fp8graph.backend import stored
 from fp8graph.backend.stored import Stored
-from fp8graph.compat import inductor
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.text import graph_text
 from helpers import MLP, eager_backend
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(inductor, "inductor_cache_folder", lambda: tmp_path)
-    return tmp_path / "fp8graph"
 
 
 def found(recipe: str = "delayed") -> Stored:
@@ -44,42 +39,87 @@ def described(findings: Findings) -> list[Any]:
     return [*weights, findings.pages, [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
 
 
+def dumped(stored: Stored) -> bytes:
+    content = stored.dumped()
+    assert content is not None
+    return content
+
+
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_what_is_kept_comes_back(recipe: str) -> None:
     kept = found(recipe)
-    kept.write("key")
-    again = stored.read("key")
+    again = Stored.loaded(dumped(kept))
     assert again is not None
     assert len(kept.findings.weights) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
     assert described(again.findings) == described(kept.findings)
     assert again.view.to_dict() == kept.view.to_dict()
 
 
-def cut(values: dict[str, Any]) -> str:
-    return json.dumps(values)[:-20]
+def test_damaged_bytes_are_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flipped bit may name another weight, and nothing else would notice."""
+    content = dumped(found())
+    monkeypatch.setattr(pickle, "loads", None)
+    monkeypatch.setattr(zlib, "decompress", None)
+    generator = random.Random(0)
+    for bit in [*range(512), *generator.sample(range(len(content) * 8), 2000)]:  # the checksum's own bits, and others
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        assert Stored.loaded(bytes(damaged)) is None, bit
+    for length in (0, 1, 31, 32, 33, len(content) // 2, len(content) - 1):
+        assert Stored.loaded(content[:length]) is None, length
 
 
-def without_findings(values: dict[str, Any]) -> str:
-    return json.dumps({key: value for key, value in values.items() if key != "findings"})
+def with_its_checksum(packed: bytes) -> bytes:
+    return hashlib.sha256(packed).digest() + packed
 
 
-def cut_findings(values: dict[str, Any]) -> str:
-    return json.dumps(values | {"findings": values["findings"][:400]})
+class Raises:
+    """Something that does not come back: unpickling it raises an error."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return raising, (self.error,)
 
 
-def of_a_class_that_is_gone(values: dict[str, Any]) -> str:
-    import base64
-
-    pickled = base64.b64decode(values["findings"]).replace(b"fp8graph.ir.compilation", b"fp8graph.ir.compilatiom")
-    return json.dumps(values | {"findings": base64.b64encode(pickled).decode()})
+def raising(error: type[Exception]) -> Any:
+    raise error("from the pickle")
 
 
-@pytest.mark.parametrize("damage", [cut, without_findings, cut_findings, of_a_class_that_is_gone])
-def test_what_is_damaged_is_not_there(damage: Any, folder: Path) -> None:
-    found().write("key")
-    file = folder / "key.json"
-    text = damage(json.loads(file.read_text(encoding="utf-8")))
-    assert stored.read("key") is not None
-    file.write_text(text, encoding="utf-8")
-    assert stored.read("key") is None
-    assert stored.read("another") is None
+def of_a_class_that_is_gone(pickled: bytes) -> bytes:
+    return pickled.replace(b"fp8graph.ir.compilation", b"fp8graph.ir.compilatiom")
+
+
+def without_the_report(pickled: bytes) -> bytes:
+    return pickle.dumps(({}, None))
+
+
+def something_else(pickled: bytes) -> bytes:
+    return pickle.dumps(3)
+
+
+def no_pickle(pickled: bytes) -> bytes:
+    return b"not pickled"
+
+
+OTHERS = (of_a_class_that_is_gone, without_the_report, something_else, no_pickle)
+ERRORS = (MemoryError, OverflowError, AssertionError, RuntimeError, OSError)
+
+
+@pytest.mark.parametrize("change", [*OTHERS, *ERRORS])
+def test_what_another_version_wrote_is_not_there(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    pickled = zlib.decompress(dumped(found())[32:])
+    changed = pickle.dumps(Raises(change)) if change in ERRORS else change(pickled)
+    assert changed != pickled
+    with caplog.at_level(logging.DEBUG, "fp8graph"):
+        assert Stored.loaded(with_its_checksum(zlib.compress(changed))) is None
+    assert "the graph is traced again" in caplog.text
+
+
+def test_what_cannot_be_pickled_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    kept = found()
+    object.__setattr__(kept.findings, "sites", (lambda: None,))
+    with caplog.at_level(logging.DEBUG, "fp8graph"):
+        assert kept.dumped() is None
+    assert "are not cached" in caplog.text
