@@ -170,7 +170,7 @@ def test_tests_have_rooms_too() -> None:
 TESTED_ELSEWHERE = set(
     """
     __main__ face records version
-    backend.compiling backend.dynamo_graph backend.program
+    backend.dynamo_graph backend.program
     compat.lowerings
     ir.keys ir.places
     libraries.linear

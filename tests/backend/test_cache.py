@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from cache_state import STATES
+
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
@@ -91,24 +93,53 @@ CHANGES: dict[str, dict[str, Any]] = {
 LONGER = {"policy": {"default": {"type": "DelayedScaling", "amax_history_len": 8}}}
 
 
+# One training step of a linear in each of the states; prints a hash of all results and the number of hits as JSON.
+IN_STATES = """
+import contextlib, hashlib, json, sys
+import torch
+from torch._dynamo.utils import counters
+import fp8graph
+from cache_state import STATES
+
+for name in json.load(sys.stdin):
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, x = torch.nn.Linear(32, 64, bias=False), torch.randn(32, 32)
+    backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"))
+    with STATES[name][1]() if name else contextlib.nullcontext():
+        y = torch.compile(model, backend=backend)(x)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+    results = [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    values = b"".join(str(t.dtype).encode() + t.float().numpy().tobytes() for t in results)
+    print(json.dumps([hashlib.sha256(values).hexdigest(), counters["aot_autograd"]["autograd_cache_hit"]]))
+"""
+
+
 def run(cache: Path, steps: dict[str, dict[str, Any]], artifacts: str = os.devnull) -> dict[str, dict[str, Any]]:
     """One new process that runs all of ``steps``: what it saw of each. It loads ``artifacts``, and saves them."""
+    return dict(zip(steps, lines_of(cache, SCRIPT, [*steps.values()], artifacts), strict=True))
+
+
+def lines_of(cache: Path, script: str, steps: list[Any], *arguments: str) -> list[Any]:
+    """What a new process with the folder ``cache`` printed, a line for each of ``steps``."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
     }
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, artifacts],
-        input=json.dumps(list(steps.values())),
+        [sys.executable, "-c", script, *arguments],
+        input=json.dumps(steps),
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()[-len(steps) :]
-    return dict(zip(steps, map(json.loads, lines), strict=True))
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(steps) :]]
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +225,14 @@ def test_artifacts_carry_code_and_reports_to_another_machine(tmp_path: Path) -> 
             assert (again["hits"], again["misses"], again["passes"]) == (1, 0, 0)
             assert again["report"] == first[name]["report"]
             assert again["values"] == first[name]["values"]
+
+
+def test_no_state_changes_what_another_finds(tmp_path: Path) -> None:
+    """Runs in every state share one folder, with a run in the usual state after each; then a process in reverse."""
+    order = ["", *(name for state in STATES for name in (state, ""))]
+    first, second = (lines_of(tmp_path, IN_STATES, names) for names in (order, order[::-1]))
+    values = dict(zip(order, (value for value, _ in first), strict=True))
+    assert [name for name, (value, _) in zip(order, first, strict=True) if value != values[name]] == []
+    assert [hits for name, (_, hits) in zip(order, first, strict=True) if not name] == [0] + [1] * len(STATES)
+    again = {name: (value, hits) for name, (value, hits) in zip(order[::-1], second, strict=True)}
+    assert again == {name: (value, 1) for name, value in values.items()}

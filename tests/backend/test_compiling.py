@@ -1,0 +1,143 @@
+"""The keys of compiled code: whatever changes our graphs changes torch's key, and the entry that it finds is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import autograd_cache
+
+import fp8graph
+from cache_state import NOT_VARIED, STATES, must_differ, read_by_torch
+from fp8graph import Backend, Policy, Rule
+from fp8graph.backend import compiling
+from fp8graph.backend.codegen import run_eagerly
+from fp8graph.ir.settings import Settings
+from helpers import ALL, MLP
+
+
+def test_the_list_holds_all_that_torchs_key_reads() -> None:
+    """If this fails, torch reads something else: add it to ``STATES``, with a way to vary it."""
+    known = {name for names, _ in STATES.values() for name in names.split()}
+    known |= {name for names in NOT_VARIED.values() for name in names.split()}
+    assert read_by_torch() - known == set()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    key: str  # torch's, of the graph
+    view: dict[str, Any]
+    results: list[Tensor]
+
+    def is_like(self, other: Run) -> bool:
+        return self.view == other.view and all(map(torch.equal, self.results, other.results))
+
+
+def run(
+    state: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    policy: Policy = ALL,
+    *,
+    dynamic: bool = False,
+    **options: Any,
+) -> Run:
+    """Compile a small MLP without generating code: torch computes its key, and nothing is found or kept under it."""
+    compute, keys = autograd_cache.autograd_cache_key, list[str]()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        keys.append(compute(*args, **kwargs)[0])
+        raise autograd_cache.BypassAOTAutogradCache("a test")
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = MLP(), torch.randn(16, 32)
+    backend = Backend(policy, **options)
+    with pytest.MonkeyPatch.context() as patch, state():
+        patch.setattr(autograd_cache, "autograd_cache_key", noted)
+        patch.setattr(compiling, "compile_fx_inner", run_eagerly)
+        y = torch.compile(model, backend=backend, dynamic=dynamic)(x)
+        if y.requires_grad:
+            y.float().square().sum().backward()
+    (key,) = keys
+    (view,) = backend.report.graphs
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return Run(key, view.to_dict() | {"policy": ""}, [y.detach(), *gradients])
+
+
+@functools.cache
+def first_run() -> Run:
+    return run()
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_is_in_the_key_or_changes_nothing(name: str) -> None:
+    names, state = STATES[name]
+    first, varied, again = first_run(), run(state), run()
+    assert again.key == first.key
+    assert again.is_like(first)
+    assert varied.key != first.key or not must_differ(names)
+    assert varied.key != first.key or varied.is_like(first)
+
+
+# A value other than the default for each option of ours that may decide about code.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "strict": {"strict": True},
+    "inductor_options": {"inductor_options": {"epilogue_fusion": False}},
+    "target": {"target": "sm_90"},
+    "cache_weights": {"cache_weights": False},
+    "save": {"save": "memory"},
+    "save_activations_in_fp8": {"save": "memory", "save_activations_in_fp8": True},
+    "fuse_linears": {"fuse_linears": False},
+    "accumulate_wgrad": {"accumulate_wgrad": True},
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "rules": {"policy": Policy([Rule("up", None)], default="tensorwise", min_speedup=0)},
+    "default": {"policy": Policy(default="rowwise", min_speedup=0)},
+    "min_speedup": {"policy": Policy(default="tensorwise", min_speedup=1.5)},
+    "extends": {"policy": Policy(extends="default", min_speedup=0)},
+    "keep_heads": {"policy": Policy(default="tensorwise", min_speedup=0, keep_heads=True)},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "dynamic shapes": {"dynamic": True},
+    "a region": {"state": lambda: fp8graph.autocast(recipe="rowwise")},
+    "no region": {"state": lambda: fp8graph.autocast(enabled=False)},
+}
+
+
+def test_every_option_of_ours_is_varied() -> None:
+    assert {*OPTIONS} == {*Settings.names()} - {"compiler"}  # its graphs are not cached
+    assert {*CHOICES} == {field.name for field in dataclasses.fields(Policy)}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, *CHOICES, *OTHERS])
+def test_our_options_are_in_the_key(name: str) -> None:
+    assert run(**(OPTIONS | CHOICES | OTHERS)[name]).key != first_run().key
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_autocast_in_another_dtype_leaves_the_entry_as_it_was() -> None:
+    """The copy of the weight was made by the other graph once, and 541 of these numbers were others."""
+
+    def under(dtype: torch.dtype) -> tuple[Tensor, tuple[str, ...], int]:
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model, x = torch.nn.Linear(32, 64, bias=False), torch.randn(32, 32)
+        backend = Backend(Policy(default="tensorwise"))
+        with torch.no_grad(), torch.autocast("cpu", dtype=dtype):
+            y = torch.compile(model, backend=backend)(x)
+        (gemm,) = backend.report.gemms
+        return y, gemm.dtypes, counters["aot_autograd"]["autograd_cache_hit"]
+
+    (first, dtypes, _), (other, *_), (again, same, hits) = map(under, (torch.bfloat16, torch.float16, torch.bfloat16))
+    assert (other.dtype, hits) == (torch.float16, 1)
+    assert dtypes == same == ("e4m3", "e4m3", "bf16")
+    assert torch.equal(first, again)
