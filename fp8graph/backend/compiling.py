@@ -142,10 +142,15 @@ class Compiler:
         )
 
     @torch.inference_mode(False)  # whatever runs around ``.module``
-    def _trace(self, situation: Situation, names: tuple[str, ...], spares: int) -> JointPass:
-        """Run the passes without code generation: for findings that were not kept, for ``.module``."""
+    def _trace(
+        self, situation: Situation, names: tuple[str, ...], spares: int, *, keep_module: bool = False
+    ) -> JointPass:
+        """Run the passes without code generation: for findings that were not kept, for ``.module``.
+
+        A module that is kept has inputs for all ``spares``: let there be as many as the graph takes.
+        """
         known, (_, first) = self.known(situation, names, spares), self._options()
-        joint = JointPass(known, "", first=first, keep_module=True, stopwatch=self._shared.stopwatch)
+        joint = JointPass(known, "", first=first, keep_module=keep_module, stopwatch=self._shared.stopwatch)
         with torch.set_grad_enabled(self._graph.gradients), self._graph.tracing_anew():
             self._run_compile_fx(joint, {}, self._graph.fake_inputs, spares, inner_compile=run_eagerly)
         return joint
@@ -163,7 +168,7 @@ class Compiler:
         inputs = found.findings.inputs
 
         def module() -> fx.GraphModule:
-            return cast(fx.GraphModule, self._trace(situation, names, inputs).module)
+            return cast(fx.GraphModule, self._trace(situation, names, inputs, keep_module=True).module)
 
         # whoever compiled it first may have called the model something else
         view = dataclasses.replace(found.view, name=self._graph.name, load_module=module)

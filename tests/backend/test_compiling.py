@@ -21,8 +21,9 @@ from cache_state import NOT_VARIED, STATES, must_differ, read_by_torch
 from fp8graph import Backend, Policy, Rule
 from fp8graph.backend import compiling
 from fp8graph.backend.codegen import run_eagerly
+from fp8graph.backend.inductor_passes import JointPass
 from fp8graph.ir.settings import Settings
-from helpers import ALL, MLP
+from helpers import ALL, MLP, eager_backend
 
 
 def test_the_list_holds_all_that_torchs_key_reads() -> None:
@@ -120,6 +121,22 @@ def test_every_option_of_ours_is_varied() -> None:
 @pytest.mark.parametrize("name", [*OPTIONS, *CHOICES, *OTHERS])
 def test_our_options_are_in_the_key(name: str) -> None:
     assert run(**(OPTIONS | CHOICES | OTHERS)[name]).key != first_run().key
+
+
+def test_findings_that_were_not_kept_are_found_again() -> None:
+    """The graph may have been compiled with more spare inputs than it takes."""
+    model, backend = torch.nn.Sequential(MLP(), torch.nn.GELU(), torch.nn.Linear(32, 32)), eager_backend(ALL)
+    torch.compile(model, backend=backend)(torch.randn(16, 32))
+    ((program,), (view,)) = [*backend.programs], backend.report.graphs
+    (((situation, names), variant),) = program._variants.items()
+    compiler, spares = program._compiler, variant.spares + 2
+    never_ran = JointPass(compiler.known(situation, names, spares), "")
+    with program._graph.tracing():
+        again = compiler._stored(situation, names, never_ran, torch.sin, spares)
+    assert (again.view.gemms, again.view.inputs) == (view.gemms, view.inputs)
+    assert again.findings.inputs == variant.findings.inputs
+    for module in (view.module, again.view.module):
+        assert len(module.graph.find_nodes(op="placeholder")) == len(view.inputs)
 
 
 @pytest.mark.usefixtures("empty_cache")
