@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.backend.inductor_passes import LowerPass, source_hash
+from fp8graph.backend.inductor_passes import LowerPass, code_identity
 from fp8graph.compat import dynamo, inductor
 from fp8graph.compat.autograd import unnoticed_writes
 from fp8graph.compat.fakes import TracingContext, detect_fake_mode
@@ -47,7 +47,7 @@ def compile_dialect(
     """Generate code for a graph of dialect nodes that has no gradients."""
     options = {**inductor.codegen_patches(settings.hardware, inputs), **settings.inductor}
     options["triton.cudagraphs"] = False  # the graph writes into tensors that stay: torch would skip them and warn
-    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), passes=WEIGHT_LOWERING)
+    options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
 

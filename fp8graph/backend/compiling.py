@@ -15,12 +15,12 @@ from fp8graph.backend.codegen import add_spare_inputs, copy_dynamo_graph, run_ea
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.foresee import spare_inputs
-from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, source_hash
+from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, code_identity
 from fp8graph.backend.renaming import Decided
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.backend.stored import Stored
-from fp8graph.compat import attention, cache_entry, inductor, torch_build
+from fp8graph.compat import cache_entry, inductor
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
@@ -128,7 +128,7 @@ class Compiler:
         patches = {
             **options,
             "joint_custom_pre_pass": joint,
-            "post_grad_custom_pre_pass": LowerPass(source_hash(), first, self._shared.stopwatch),
+            "post_grad_custom_pre_pass": LowerPass(code_identity(), first, self._shared.stopwatch),
         }
         if inner_compile is not None:
             patches["force_disable_caches"] = True
@@ -204,9 +204,8 @@ class Compiler:
         settings = self._shared.settings
         decides = settings.strict, settings.decisions(), settings.hardware, settings.cuda_graphs
         parts = (
-            source_hash(),
-            repr((situation, names, decides, torch_build.multiplies_bf16_on_cpu(), attention.active_implementation())),
-            repr(cache_entry.state_that_decides()),
+            code_identity(),
+            repr((situation, names, decides, cache_entry.state_that_decides())),
             self._graph.identity(),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8graph.compat import attention, torch_build
 from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import verify
@@ -36,6 +37,14 @@ GraphPass = Callable[[fx.Graph], None]
 def source_hash() -> str:
     """A hash of every source file of the package, at any depth: passes, their order, the numerics."""
     return hash_of(Path(__file__).parent.parent)
+
+
+def code_identity() -> str:
+    """A text that differs where our passes may make other code of one graph: another source, CPU or process.
+
+    Whatever they read of those has its place here, unless torch's own key reads it.
+    """
+    return repr((source_hash(), torch_build.multiplies_bf16_on_cpu(), attention.active_implementation()))
 
 
 def hash_of(package: Path) -> str:

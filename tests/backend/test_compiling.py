@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +24,8 @@ from cache_state import NOT_VARIED, STATES, must_differ, read_by_torch
 from fp8graph import Backend, Policy, Rule
 from fp8graph.backend import compiling
 from fp8graph.backend.codegen import run_eagerly
-from fp8graph.backend.inductor_passes import JointPass
+from fp8graph.backend.inductor_passes import JointPass, code_identity
+from fp8graph.compat import attention, torch_build
 from fp8graph.ir.settings import Settings
 from helpers import ALL, MLP, eager_backend
 
@@ -111,6 +115,54 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a region": {"state": lambda: fp8graph.autocast(recipe="rowwise")},
     "no region": {"state": lambda: fp8graph.autocast(enabled=False)},
 }
+
+
+# What our passes read of the CPU and the process, under the names by which they read it: its owner, another value.
+MACHINE: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "torch_build.multiplies_bf16_on_cpu": (torch_build, lambda: not torch_build.multiplies_bf16_on_cpu()),
+    "attention.active_implementation": (attention, lambda: "another"),
+}
+# Not varied: a table of torch's, a check of names, and what an operator reads when the code runs.
+NOT_DECIDING = {"select_decomp_table", "inductor.option_names", "random_bits.rank"}
+STATE = re.compile(
+    r"torch\.(is_(?!tensor)|are_|get_|backends\.|cuda\.|utils\.deterministic)|os\.(environ|getenv)|sys\.|platform\."
+)
+
+
+def state_read_by(file: Path) -> Iterator[str]:
+    """The functions without arguments that a file calls of ``fp8graph.compat``, and the state that it reads itself."""
+    tree, compat = ast.parse(file.read_text(encoding="utf-8")), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fp8graph.compat"):
+            compat |= {alias.name for alias in node.names}
+        if isinstance(node, ast.Call) and not (node.args or node.keywords):
+            name = ast.unparse(node.func)
+            if name.split(".")[0] in compat:
+                yield f"{file.stem}.{name}" if name == "rank" else name
+        if isinstance(node, ast.Attribute) and STATE.match(name := ast.unparse(node)):
+            yield name
+
+
+def test_all_that_our_passes_read_of_the_machine_is_varied() -> None:
+    """If this fails, a decision depends on something else: add it to ``code_identity``, and here."""
+    rooms = ("analysis", "hardware", "ir", "models", "numerics", "passes", "recipes")
+    read = {
+        name
+        for room in rooms
+        for file in Path(fp8graph.__file__).parent.joinpath(room).rglob("*.py")
+        for name in state_read_by(file)
+        if not name.startswith("torch.cuda.")  # of a device, whose name and properties torch's key reads
+    }
+    assert read == {*MACHINE} | NOT_DECIDING
+
+
+@pytest.mark.parametrize("name", MACHINE)
+def test_the_machine_is_in_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, other = MACHINE[name]
+    value, first, weights = other(), first_run(), code_identity()
+    monkeypatch.setattr(owner, name.split(".")[1], lambda: value)
+    assert run().key != first.key
+    assert weights != code_identity()  # in the key of all other code of ours
 
 
 def test_every_option_of_ours_is_varied() -> None:
