@@ -163,7 +163,8 @@ class Backend(Watched):
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
 
         It is cheap if the new policy decides as the last one did: a training loop can call it at every step, with
-        ``policy.at_step(step)``. A policy with a schedule advances by itself, with the steps of optimizers.
+        ``policy.at_step(step)``. A policy with a schedule advances by itself, with the steps of optimizers. Graphs keep
+        their code for the last four policies that they ran under: going back to one of these compiles nothing.
         """
         self._shared.policies.set(policy, recipe)
         self._shared.epoch.advance()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -32,9 +32,13 @@ from fp8graph.runtime.call import Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.sent_weight import SentWeight
 
+KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
+
 
 class Program:
     """A callable with the signature of the Dynamo graph.
+
+    It keeps its variants for the last ``KEPT_POLICIES`` policies that it was called under.
 
     Args:
         inputs: what to compile it for now; None: it is compiled when it is called.
@@ -54,6 +58,7 @@ class Program:
         shared.policies.of(graph.families)  # it may be asked for all of them
         self._compiled: Variants = {} if variants is None else variants
         self._variants: dict[tuple[Situation, tuple[str, ...]], Variant] = {}  # variants by the names of the parameters
+        self._policies: list[str] = []  # those of the variants, the last one used at the end
         self._empty = torch.empty(0, device=self._graph.device)  # stands in for inputs that no pass took
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
         self._strict = shared.settings.strict
@@ -63,7 +68,9 @@ class Program:
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
         if inputs is not None:
             moment = self._moment(shared.recomputations.of_call(is_made=False))
-            self._variant(self._situation(moment, self._sent(inputs)), self._names(inputs), inputs)
+            situation = self._situation(moment, self._sent(inputs))
+            self._variant(situation, self._names(inputs), inputs)
+            self._use(situation.policy)
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -239,7 +246,27 @@ class Program:
         if variant is None:
             with self._graph.tracing():
                 variant = self._variant(situation, names, self._graph.fake_inputs)
+        self._use(situation.policy)
         return variant
+
+    def _use(self, policy: str) -> None:
+        """Note that calls run under ``policy`` now, and drop the variants of those that were last used long ago."""
+        if self._policies[-1:] != [policy]:
+            self._policies = [*(known for known in self._policies if known != policy), policy]
+            for old in self._policies[:-KEPT_POLICIES]:
+                self._drop(old)
+            del self._policies[:-KEPT_POLICIES]
+
+    def _drop(self, policy: str) -> None:
+        """Free the variants for a policy, the data prepared for their calls, and their rows in the report."""
+        gone = [key for key in self._variants if key[0].policy == policy]
+        dropped = [self._variants.pop(key).findings for key in gone]
+        for situation, _ in gone:  # other programs of this graph that run them hold them, too
+            self._compiled.pop(situation, None)
+        self._taken[:] = [taken for taken in self._taken if not any(taken is findings for findings in dropped)]
+        self.texts[:] = [view for view in self.texts if view.policy != policy]
+        _forget(self._shared, dropped)
+        self._prepared.drop_outdated()
 
     def _sent(self, args: Sequence[Any]) -> dict[int, SentWeight]:
         """The parameters that FSDP2 gathered in FP8 for this call, by position."""
@@ -285,7 +312,7 @@ class Program:
 
 
 def _forget(shared: Shared, taken: Sequence[Findings]) -> None:
-    """Drop the data prepared for calls of a program that is gone. State and parameters may live on."""
+    """Drop the data prepared for calls of code that is gone. State and parameters may live on."""
     for findings in taken:
         shared.weights.forget(findings.own_weights)
         shared.state.forget(findings.pages)

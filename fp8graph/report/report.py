@@ -45,24 +45,29 @@ class Report:
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
     @property
+    def in_force(self) -> list[GraphView]:
+        """The graphs under the policy in force. Those of an earlier policy stay in ``graphs``, and run no more."""
+        return [graph for graph in self.graphs if graph.policy in self.identities]
+
+    @property
     def gemms(self) -> list[GemmRecord]:
-        """All GEMMs of all graphs."""
-        return [gemm for graph in self.graphs for gemm in graph.gemms]
+        """All GEMMs of the graphs under the policy in force."""
+        return [gemm for graph in self.in_force for gemm in graph.gemms]
 
     @property
     def attention(self) -> list[AttentionRecord]:
-        """All attentions of all graphs, which are not counted as GEMMs; one row for each direction."""
-        return [attention for graph in self.graphs for attention in graph.attention]
+        """All attentions of these graphs, which are not counted as GEMMs; one row for each direction."""
+        return [attention for graph in self.in_force for attention in graph.attention]
 
     @property
     def collectives(self) -> list[CollectiveRecord]:
-        """All collectives of all graphs, and the bytes that each rank sends. DDP's and FSDP2's are not in graphs."""
-        return [*(collective for graph in self.graphs for collective in graph.collectives), *self.reductions]
+        """All collectives of these graphs, and the bytes that each rank sends. DDP's and FSDP2's are not in graphs."""
+        return [*(collective for graph in self.in_force for collective in graph.collectives), *self.reductions]
 
     @property
     def refusals(self) -> list[RefusalRecord]:
         """Why linears were not fused, weights not kept, activations not saved in FP8."""
-        return [refusal for graph in self.graphs for refusal in graph.refusals]
+        return [refusal for graph in self.in_force for refusal in graph.refusals]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
@@ -78,12 +83,7 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, except optional rules."""
-        used = {
-            gemm.rule
-            for graph in self.graphs
-            if graph.policy in self.identities
-            for gemm in (*graph.gemms, *graph.attention)
-        }
+        used = {record.rule for record in (*self.gemms, *self.attention)}
         return [
             f"rule {rule}" for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional
         ]
@@ -99,7 +99,7 @@ class Report:
         problems += [
             f"{record.name} attention: not in FP8: {record.reason}" for record in self.attention if record.missing
         ]
-        if self.graphs:
+        if self.in_force:
             names = sorted({record.fqn for record in (*self.gemms, *self.attention)})
             some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
@@ -111,6 +111,7 @@ class Report:
         """The report as plain values, ready for JSON."""
         return {
             "graphs": [graph.to_dict() for graph in self.graphs],
+            "in_force": [index for index, graph in enumerate(self.graphs) if graph.policy in self.identities],
             "policy": self._plain_policy(),
             "unused_rules": self.unused_rules,
             "eager_frames": self.eager_frames,
@@ -151,8 +152,16 @@ class Report:
         Path(path).write_text(page(page_data(self, statistics, losses)), encoding="utf-8")
 
     def summary(self) -> str:
-        """One line: how many GEMMs run in FP8, and how much of the multiplying that is."""
-        return summary(self.gemms, len(self.graphs))
+        """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and
+        what Dynamo runs in eager instead."""
+        parts = [summary(self.gemms, len(self.in_force))]
+        if older := len(self.graphs) - len(self.in_force):
+            parts.append("1 graph of an earlier policy" if older == 1 else f"{older} graphs of earlier policies")
+            parts[-1] += ", not counted"
+        if self.eager_frames:
+            first, *others = self.eager_frames
+            parts.append(f"not compiled: {first}" + (f", and {len(others)} more" if others else ""))
+        return "; ".join(parts)
 
     def __repr__(self) -> str:
         return f"<Report: {self.summary()}>"
@@ -166,7 +175,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """What else there is to know: one sentence each."""
-        waiting = [] if self.graphs else ["no graph yet: nothing is compiled before the model is called"]
+        waiting = [] if self.in_force else ["no graph yet: nothing is compiled before the model is called"]
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
         lines = waiting + [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))

@@ -99,6 +99,12 @@ class PreparedCalls:
             watched = self._pick(args) if prepared.parameters else ()
             alive[key] = [weakref.ref(parameter, forget) for parameter in watched]
 
+    def drop_outdated(self) -> None:
+        """Drop the calls that policy, names or state have changed since: they hold the code that they ran."""
+        for key in [key for key, call in list(self._calls.items()) if call.epoch != self._epoch.now]:
+            self._calls.pop(key, None)
+            self._alive.pop(key, None)
+
     def ids(self, args: Sequence[Any]) -> tuple[int, ...]:
         """The ids of the parameters among ``args``."""
         return tuple(map(id, self._pick(args)))

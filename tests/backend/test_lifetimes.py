@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.backend import named_backend
-from fp8graph.backend.program import Program
+from fp8graph.backend.program import KEPT_POLICIES, Program
 from fp8graph.runtime.pages import Page
-from helpers import ALL, MLP, same_bits
+from helpers import ALL, MLP, counted_passes, same_bits
 
 DELAYED = Policy(default="delayed", min_speedup=0)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -191,3 +191,45 @@ def test_a_backend_by_name_lives_as_long_as_what_was_compiled_with_it() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert reference() is None
+
+
+def test_a_graph_keeps_its_variants_for_the_last_policies_only() -> None:
+    """And their FP8 copies of the weights, of which each of these policies has its own."""
+    policies = [Policy(default=fp8graph.Float8CurrentScaling(amax_epsilon=0.125 * i)) for i in range(2 * KEPT_POLICIES)]
+    model, x, found = MLP(), torch.randn(16, 32), list[tuple[dict[str, int], int]]()
+    fp8graph.compile(model, policies[0], compiler="eager")
+    backend = fp8graph.backend_of(model)
+
+    def call_under(policy: Policy) -> list[str]:
+        backend.set_policy(policy)
+        model(x).sum().backward()
+        return [graph.policy for graph in backend.report.graphs]
+
+    for policy in policies:
+        call_under(policy)
+        found.append((alive(), backend.weights.bytes))
+    assert found[KEPT_POLICIES:] == found[KEPT_POLICIES - 1 : KEPT_POLICIES] * KEPT_POLICIES
+    last = [policy.identity() for policy in policies[-KEPT_POLICIES:]]
+    assert [*dict.fromkeys(call_under(policies[-2]))] == last  # a switch back compiles nothing
+    kept = last[1:2] + last[-1:] + last[-2:-1]
+    assert sorted(call_under(policies[0])) == sorted([*kept, policies[0].identity()])
+    torch._dynamo.reset()
+    gc.collect()
+    assert len(backend.report.graphs) == KEPT_POLICIES  # those of a graph that is gone, too
+
+
+def test_a_model_that_changes_policies_takes_no_variant_from_another_of_its_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"policy": ALL, "compiler": "eager"}
+    models, x = [MLP(), MLP()], torch.randn(16, 32)
+    still, moves = (torch.compile(model, backend="fp8graph", options=options) for model in models)
+    for compiled in (still, moves):
+        compiled(x).sum().backward()
+    for i in range(KEPT_POLICIES + 1):
+        fp8graph.backend_of(moves).set_policy(Policy(default="tensorwise", min_speedup=i / 8))
+        moves(x).sum().backward()
+    passes = counted_passes(monkeypatch)
+    still(x).sum().backward()
+    assert len(fp8graph.backend_of(still).report.graphs) == 1
+    assert passes == []

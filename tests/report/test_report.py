@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -243,3 +244,31 @@ def test_strict_mode_raises_for_an_unused_rule_at_the_second_call() -> None:
 def test_before_the_first_call_it_says_why_it_is_empty() -> None:
     report = fp8graph.Backend(compiler="eager").report
     assert report.notes() == ["no graph yet: nothing is compiled before the model is called"]
+
+
+def test_it_counts_the_graphs_under_the_policy_in_force() -> None:
+    """After a warm-up in high precision, a schedule's or the user's: what ran before is listed, and not counted."""
+    model, x = MLP(), torch.randn(8, 32)
+    backend = eager_backend(fp8graph.Policy([fp8graph.Rule("down", "rowwise")], default=None))
+    compiled = torch.compile(model, backend=backend)
+    compiled(x).sum().backward()
+    assert backend.report.summary() == "3 of 7 GEMMs in FP8, 42 % of their FLOPs, in 1 graph"
+    backend.set_policy(ALL)
+    report = backend.report
+    assert report.summary() == "0 of 0 GEMMs in FP8, in 0 graphs; 1 graph of an earlier policy, not counted"
+    assert report.notes() == ["no graph yet: nothing is compiled before the model is called"]
+    report.check()
+    compiled(x).sum().backward()
+    report = backend.report
+    expected = "7 of 7 GEMMs in FP8, 100 % of their FLOPs, in 1 graph; 1 graph of an earlier policy, not counted"
+    assert report.summary() == str(report).splitlines()[0] == expected
+    assert {gemm.recipe for gemm in report.gemms} == {"tensorwise"}
+    assert "rowwise" not in str(report)
+    assert [graph in report.in_force for graph in report.graphs] == [False, True]
+    assert report.to_dict()["in_force"] == [1]
+
+
+def test_the_summary_says_what_runs_in_eager() -> None:
+    report = fp8graph.explain(MLP(), torch.randn(8, 32))
+    eager = dataclasses.replace(report, eager_frames=["frame 0: new shapes run in eager", "frame 1: so do these"])
+    assert eager.summary() == f"{report.summary()}; not compiled: frame 0: new shapes run in eager, and 1 more"
