@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.report.tables import sites
 
 _log = logging.getLogger("fp8graph")
@@ -19,6 +19,25 @@ def texts(call: str, name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(given, Sequence) or not given or not all(isinstance(text, str) for text in given):
         raise ConfigError(f"{call}({name}={value!r}): expected a string or a list of strings.")
     return tuple(given)
+
+
+def check_globs(call: str, patterns: Sequence[str], known: Collection[str]) -> None:
+    """Raise for a glob that matches none of the layers of the bound models.
+
+    Args:
+        known: the names of all their modules; none if no model is bound.
+
+    Raises:
+        ConfigError: with the globs or names that may have been meant.
+    """
+    names = sorted(filter(None, known))
+    for pattern in patterns if names else ():
+        if not fnmatch.filter(known, pattern):
+            anywhere = f"*.{pattern}"
+            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(names, anywhere) else names)
+            raise ConfigError(
+                f"{call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(names)}."
+            )
 
 
 class UnmatchedLayers:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
 
 from fp8graph.compat import distributed
+from fp8graph.errors import ConfigError
 from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, Parts, finished
 from fp8graph.records import StatisticRecord
 from fp8graph.runtime.observation import Measured, Observation, Request
@@ -45,12 +47,16 @@ class JsonLines:
 
     Writing waits for the device, so it waits once per observed step. Steps that were written are not kept in memory.
     With several ranks each writes a file of its own: "statistics.rank1.jsonl".
+
+    Raises:
+        ConfigError: no file can be written there. (The first step to write may be hours away.)
     """
 
     def __init__(self, path: Path, names: Collection[str]) -> None:
         self._path, self._names = path, names
         self._rank: int | None = None  # of several; remembered, since the process group may be gone at exit
-        self._own_path()
+        if why := "it is a folder" if path.is_dir() else _obstacle(self._own_path()):
+            raise ConfigError(f"observe(to_jsonl={str(path)!r}): {why}. Give the path of a file to append to.")
 
     def write(self, observation: Observation, request: Request, now: int | None) -> None:
         """Append the steps that are over; ``now``: the step that is not (None: all of them are)."""
@@ -69,3 +75,13 @@ class JsonLines:
             self._rank = dist.get_rank()
         own = "" if self._rank is None else f".rank{self._rank}"
         return self._path.with_name(f"{self._path.stem}{own}{self._path.suffix}")
+
+
+def _obstacle(path: Path) -> str:
+    """Why no file can be written at ``path``, whose folders may be missing; "" if one can."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if found != path and not found.is_dir():
+        return f"{found} is a file, not a folder"
+    return "" if os.access(found, os.W_OK) else f"{found} cannot be written"

@@ -9,6 +9,7 @@ from typing import Any, Final, cast
 
 from fp8graph.backend.findings import Site
 from fp8graph.backend.guard import Guard, GuardSettings
+from fp8graph.backend.observed_layers import check_globs, texts
 from fp8graph.backend.policies import Policies
 from fp8graph.backend.programs import Programs
 from fp8graph.backend.shared import Shared
@@ -26,6 +27,7 @@ class Watched:
         self.programs: Final = Programs()
         self._statistics: Statistics | None = None
         self._guards: list[Guard] = []
+        self._layers: list[tuple[str, tuple[str, ...]]] = []  # "observe" or "guard", and the globs it was given
 
     @property
     def report(self) -> Report:
@@ -38,6 +40,21 @@ class Watched:
             self.observe(**asked["observe"])
         if "guard" in asked:
             self.guard(**asked["guard"])
+
+    def check_layers(self) -> None:
+        """Raise for globs of :meth:`observe` and :meth:`guard` that match no layer of the bound models.
+
+        Raises:
+            ConfigError: names the glob.
+        """
+        for call, patterns in self._layers:
+            self._check_globs(call, patterns)
+
+    def _check_globs(self, call: str, patterns: Sequence[str]) -> None:
+        modules = self._shared.names.modules()
+        if modules:
+            modules |= {site.fqn for site in sites_of(self.programs, self._shared.policies).values()}
+        check_globs(call, patterns, modules)
 
     @property
     def statistics(self) -> Statistics | None:
@@ -69,7 +86,8 @@ class Watched:
             every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
                 of the optimizers'.
             stats: names of statistics, or "all": see ``docs/statistics.md``.
-            layers: globs of the layers' names. A warning names those that match no layer.
+            layers: globs of the layers' names. One that matches no layer of a bound model (:meth:`bind`,
+                ``fp8graph.compile``) is an error; if no model is bound, a warning after the first observed step.
             what_if: recipes. What they would make of each tensor is measured, too.
             to_jsonl: a file to which each observed step is appended when the next one begins.
 
@@ -77,6 +95,8 @@ class Watched:
             ConfigError: for arguments that cannot be used.
         """
         shared, programs, policies = self._shared, self.programs, self._shared.policies
+        globs = texts("observe", "layers", layers)
+        self._check_globs("observe", globs)
         shared.epoch.advance()
         reference = weakref.ref(self)  # its statistics must not keep a backend alive
 
@@ -97,6 +117,7 @@ class Watched:
             owner=self,
             path=to_jsonl,
         )
+        self._layers.append(("observe", globs))
         return self._statistics
 
     def guard(
@@ -144,6 +165,7 @@ class Watched:
             underflows=underflows, saturated=saturated, sqnr=sqnr,
         )  # fmt: skip
         shared, programs, policies = self._shared, self.programs, self._shared.policies
+        self._check_globs("guard", settings.layers)
         guard = Guard(
             settings=settings,
             guarded=shared.guarded,
@@ -154,6 +176,7 @@ class Watched:
         shared.epoch.advance()
         if reduce:
             shared.weights.steps.listen(guard.after_step)
+        self._layers.append(("guard", settings.layers))
         self._guards.append(guard)
         return guard
 

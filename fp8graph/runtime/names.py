@@ -103,6 +103,16 @@ class Names:
                             layers[fqn.rpartition(".")[0] or fqn] = fp8
         return {"in_no_graph": list(layers), "fp8_in_no_graph": [layer for layer, fp8 in layers.items() if fp8]}
 
+    def modules(self) -> set[str]:
+        """The names of all modules of the bound models, and of the matrices in them that are no module's ``weight``."""
+        found: set[str] = set()
+        for model, name in self._bound():
+            for prefix, module in model.named_modules(prefix=name):
+                own = module.named_parameters(prefix=prefix, recurse=False)
+                names = [fqn for fqn, x in own if x.ndim > 1 and fqn.rpartition(".")[2] != "weight"]
+                found.update(wrappers.name_in_original(f"{fqn}.")[:-1] for fqn in (prefix, *names))
+        return found
+
     def _bound(self) -> list[tuple[nn.Module, str]]:
         return [(model, name) for reference, name in self._models.items() if (model := reference()) is not None]
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
+import fp8graph
 from fp8graph import Backend
+from fp8graph.backend.copies import is_compiled
 from fp8graph.backend.observed_layers import UnmatchedLayers, texts
 from fp8graph.errors import ConfigError
 from helpers import ALL, MLP
@@ -43,3 +46,40 @@ def test_statistics_say_it_after_the_first_observed_step(caplog: pytest.LogCaptu
     assert [r.getMessage() for r in caplog.records if "matches no layer" in r.getMessage()] == [
         "observe(layers=['dwn']) matches no layer, so nothing is measured for it. Layers: down, gate, up."
     ]
+
+
+@pytest.mark.parametrize("call", ["observe", "guard"])
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("dwn", "matches no layer of the model. Did you mean 'down'?"),
+        (["u*", "proj"], "matches no layer of the model. Did you mean '*.proj'?"),
+        ("nosuch", "matches no layer of the model. Its modules: attention, attention.proj, attention.scale, down, ..."),
+    ],
+)
+def test_a_bound_model_has_no_such_layer(call: str, layers: Any, message: str) -> None:
+    model = MLP()
+    attention = model.attention = torch.nn.Module()
+    attention.proj, attention.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8, 8))
+    last = layers if isinstance(layers, str) else layers[-1]
+    error = pytest.raises(ConfigError, match="^" + re.escape(f"{call}(layers=[{last!r}]) {message}"))
+    asked: dict[str, Any] = {call: {"layers": layers}}
+    with error:
+        fp8graph.compile(model, compiler="eager", **asked)
+    assert not is_compiled(model)
+    fp8graph.compile(model, compiler="eager")
+    backend = fp8graph.backend_of(model)
+    with error:
+        getattr(backend, call)(layers=layers)
+    assert (backend.statistics, backend.guards) == (None, ())
+    for known in ("up", "*.proj", "attention.scale", "*"):
+        getattr(backend, call)(layers=known)
+
+
+def test_a_layer_may_be_of_a_graph_that_is_compiled_beside_the_model() -> None:
+    """A function that multiplies activations, or another model that nobody bound."""
+    torch._dynamo.reset()
+    backend = Backend(ALL, compiler="eager")
+    backend.bind(torch.nn.ModuleDict({"teacher": MLP()}))
+    torch.compile(MLP(), backend=backend)(torch.randn(16, 32))
+    backend.observe(layers="gate")

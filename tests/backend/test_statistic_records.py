@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8graph import Backend
+from fp8graph import Backend, ConfigError
 from helpers import ALL, MLP
 from ranks import run_ranks
 
@@ -91,3 +92,20 @@ def _rank(rank: int, path: str) -> None:
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     run_ranks(_rank, 2, tmp_path, str(tmp_path / "s.jsonl"))
     assert sorted(file.name for file in tmp_path.glob("*.jsonl")) == ["s.rank0.jsonl", "s.rank1.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [("folder", "it is a folder"), (".", "it is a folder"), ("file/statistics.jsonl", "file is a file, not a folder")],
+)
+def test_a_path_that_no_file_can_have_is_an_error_at_once(
+    given: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the first observed step, which may be hours away."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=re.escape(f"observe(to_jsonl={given!r}): {why}. Give the path of a file")):
+        Backend(ALL, compiler="eager").observe(to_jsonl=given)
+    Backend(ALL, compiler="eager").observe(to_jsonl="made/later/statistics.jsonl")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

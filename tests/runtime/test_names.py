@@ -65,3 +65,12 @@ def test_torch_refuses_to_swap_a_bound_parameter() -> None:
     with pytest.raises(RuntimeError, match="weakref"):
         torch.utils.swap_tensors(model.up.weight, nn.Parameter(torch.zeros_like(model.up.weight)))
     model.to(torch.float64)
+
+
+def test_the_modules_of_bound_models_and_their_own_matrices() -> None:
+    names, model = Names(Epoch()), nn.Sequential(nn.Linear(2, 2))
+    model.scale, model.mixing = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
+    assert names.modules() == set()
+    compiled = cast(nn.Module, torch.compile(model))
+    names.bind(compiled, "teacher")
+    assert names.modules() == {"teacher", "teacher.0", "teacher.mixing"}
