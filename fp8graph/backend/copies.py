@@ -26,6 +26,10 @@ _WITHIN: Final = (
     "%s is compiled again, by torch.compile(backend=%s), and runs in high precision there: the outer compilation "
     "decides. Leave it out: fp8graph.compile has compiled the model in place."
 )
+_TRANSFORMED: Final = (
+    "%s is called by a transform of torch.func (vmap, grad, ...). torch does not compile there: the call runs in "
+    "eager, in high precision. To transform it in FP8, compile the function that calls the transform."
+)
 _log = logging.getLogger("fp8graph")
 
 
@@ -56,6 +60,13 @@ def check_within(backend: Backend, model: str) -> None:
 def marks(model: nn.Module) -> list[Compiled]:
     """The marks of all modules of ``model``."""
     return [mark for module in model.modules() if (mark := module.__dict__.get(_ATTRIBUTE)) is not None]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether ``model`` itself has a backend of fp8graph, or modules inside it that were compiled with it."""
+    mark: Compiled | None = model.__dict__.get(_ATTRIBUTE)
+    in_place = mark is not None and mark.holds()
+    return in_place or wrappers.fp8graph_backends(wrappers.orig_backend(model)) is not None
 
 
 def uncompiled_copy(model: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
@@ -93,19 +104,20 @@ class Compiled:
                 lambda: coverage.check_compiled(backend, this()),
                 lambda by: _log.warning(_EXPORTED, name, by),
                 lambda: check_within(backend, name),
+                lambda: coverage.say_once(backend, _TRANSFORMED % name),
                 backend=backend,
                 **arguments,
             )
         return Compiled(module, backend, arguments, named)
 
-    def _holds(self) -> bool:
+    def holds(self) -> bool:
         """Whether the module is compiled as it was: it may have got another backend, or none."""
         found = wrappers.orig_backend(self._module())
         return self._arguments is None or wrappers.fp8graph_backends(found) is self._backend
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
         copied = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied
-        if copied is None or not self._holds():
+        if copied is None or not self.holds():
             return None
         key = Compiled, id(self._backend)
         if key not in memo:
@@ -115,7 +127,7 @@ class Compiled:
 
     def __reduce__(self) -> tuple[Any, ...]:
         module = self._module()
-        if not self._holds():
+        if not self.holds():
             return type(None), ()
         try:
             pickle.dumps((self._backend, self._arguments))

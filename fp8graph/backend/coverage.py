@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from typing import Final, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 
@@ -33,6 +33,7 @@ class Reports(Protocol):
 
 
 _told: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they compiled nothing
+_said: Final[WeakKeyDictionary[Reports, set[str]]] = WeakKeyDictionary()  # what else was said of a backend
 
 
 def check_compiled(backend: Reports, model: nn.Module | None) -> None:
@@ -75,3 +76,11 @@ def say(backend: Reports, text: str) -> None:
     if backend.settings.strict:
         raise Fp8CoverageError(f"strict mode: {text}")
     _log.warning("%s", text)
+
+
+def say_once(backend: Reports, text: str) -> None:
+    """:func:`say`, with one warning for each text."""
+    said = _said.setdefault(backend, set())
+    if backend.settings.strict or text not in said:
+        said.add(text)
+        say(backend, text)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +18,12 @@ from fp8graph.errors import ConfigError
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
+
+_AGAIN: Final = (
+    "%s was compiled with fp8graph before. Its new backend takes the place of the old one, whose policy, report and "
+    "scaling state it does not have. To go on with the old scales, load backend_of(model).state_dict() of before."
+)
+_log = logging.getLogger("fp8graph")
 
 
 def backend_of(compiled: Any) -> Backend:
@@ -92,6 +99,9 @@ def compile(  # noqa: A001  (the public name is torch's)
         options["mode"] = mode
     backend = NamedBackend().make(None, options)
     backend.bind(adopt(model))
+    backend.check_layers()
+    if copies.is_compiled(model):
+        _log.warning(_AGAIN, type(model).__name__)
     compiled = [model] if regions is None else regions_of(model, regions)
     for module in compiled:
         copies.compile_in_place(module, backend, kwargs, named=module is model)

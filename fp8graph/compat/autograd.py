@@ -39,6 +39,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) runs the caller. Compiled code runs in eager there."""
+    return cast(Any, torch._C)._functorch.peek_interpreter_stack() is not None
+
+
 def saved_tensors_hooks() -> bool:
     """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
     return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None

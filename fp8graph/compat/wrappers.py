@@ -9,12 +9,15 @@ from typing import Any, cast
 import torch
 from torch._dynamo.external_utils import wrap_inline
 
+from fp8graph.compat import autograd
+
 
 def compile_in_place(
     module: torch.nn.Module,
     after_first_call: Callable[[], None],
     at_export: Callable[[str], None],
     within: Callable[[], None],
+    in_transform: Callable[[], None],
     **kwargs: Any,
 ) -> None:
     """``module.compile(...)``, also of modules of torch.nn.
@@ -27,6 +30,7 @@ def compile_in_place(
         after_first_call: called once, when the module has been called.
         at_export: called with "torch.export" or "torch.jit.script", which read the module and leave compiled code out.
         within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
+        in_transform: called when a transform of torch.func calls the module, which then runs in eager.
     """
     function: Any = module._call_impl
     if type(module).__module__.startswith("torch.nn."):
@@ -43,6 +47,8 @@ def compile_in_place(
             within()
         elif torch.compiler.is_exporting():  # asked second: to Dynamo of torch 2.11 every trace is an export
             at_export("torch.export")
+        elif autograd.in_transform():
+            in_transform()
         elif first:
             first = False
             after_first_call()

@@ -132,3 +132,32 @@ def test_what_cannot_be_pickled_says_so(caplog: pytest.LogCaptureFixture) -> Non
     copied(torch.randn(16, 32))
     with pytest.raises(fp8graph.ConfigError, match="was not compiled"):
         fp8graph.backend_of(copied)
+
+
+def test_a_transform_of_a_compiled_model_is_said_to_run_in_eager(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = MLP(), torch.randn(4, 16, 32)
+    plain = model(x)
+    fp8graph.compile(model, compiler="eager")
+    mapped = [torch.vmap(model)(x) for _ in range(2)]
+    torch.func.grad(lambda x: model(x).sum())(x)
+    messages = [r.getMessage() for r in caplog.records if "torch.func" in r.getMessage()]
+    assert messages == [
+        "MLP is called by a transform of torch.func (vmap, grad, ...). torch does not compile there: the call runs in "
+        "eager, in high precision. To transform it in FP8, compile the function that calls the transform."
+    ]
+    assert all(torch.equal(y, plain) for y in mapped)
+    caplog.clear()
+    backend = fp8graph.Backend(compiler="eager")
+    outer = torch.compile(lambda x: torch.vmap(model)(x), backend=backend)
+    assert not torch.equal(outer(x), plain)
+    assert len(backend.report.gemms) == 7
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_transform_of_a_compiled_model_is_an_error_in_strict_mode() -> None:
+    model = MLP()
+    fp8graph.compile(model, compiler="eager", strict=True)
+    model(torch.randn(16, 32))
+    for _ in range(2):
+        with pytest.raises(fp8graph.Fp8CoverageError, match=r"^strict mode: MLP is called by a transform"):
+            torch.vmap(model)(torch.randn(4, 16, 32))

@@ -83,3 +83,23 @@ def test_the_backend_of_a_model_whose_blocks_are_compiled() -> None:
         fp8graph.backend_of(model)
     model[1].compile(backend=backend)
     assert fp8graph.backend_of(model) is backend
+
+
+@pytest.mark.parametrize("first", ["whole", "regions", "by name"])
+def test_it_is_said_that_a_second_compilation_begins_anew(first: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Its delayed scales too: nothing else would tell that they are gone."""
+    model = nn.Sequential(MLP(), MLP())
+    if first == "by name":
+        model.compile(backend="fp8graph")
+    else:
+        fp8graph.compile(model, compiler="eager", regions=["MLP"] if first == "regions" else None)
+    assert caplog.records == []
+    fp8graph.compile(model, compiler="eager")
+    assert [record.getMessage().partition(".")[0] for record in caplog.records] == [
+        "Sequential was compiled with fp8graph before"
+    ]
+    caplog.clear()
+    model[0].compile(backend="eager")
+    fp8graph.compile(model[0], compiler="eager")
+    fp8graph.compile(nn.Sequential(model[1]), compiler="eager")
+    assert caplog.records == []
