@@ -12,8 +12,8 @@ from torch import fx
 
 from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.compiling import Variants
-from fp8graph.backend.coverage import check_compiled
-from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.coverage import check_compiled, check_quantized_once
+from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
 from fp8graph.backend.eager_frames import EagerFrames
 from fp8graph.backend.guarded import Guarded
 from fp8graph.backend.policies import Policies, PolicyLike
@@ -144,6 +144,7 @@ class Backend(Watched):
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
             self.weights.steps.adapters.watch(model, compiled=compiled)
+        check_quantized_once(self, graph.layers().items())
         program = Program(self._shared, graph, inputs, variants)
         self.programs.add(program)
         return program
@@ -177,6 +178,7 @@ class Backend(Watched):
         reports see the modules' full names. ``name`` tells models apart that share this backend: the names of their
         layers then begin with it, for policies, too ("teacher.model.layers.0").
         """
+        check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         self.names.bind(model, name)
         self.state.rename(self.names)
         self.weights.steps.adapters.watch(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,6 +12,7 @@ from torch import nn
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
+from fp8graph.libraries import converted_for_training
 from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report import Report
 
@@ -58,6 +59,24 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     say(backend, "\n  ".join(lines))
 
 
+def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) -> None:
+    """Before layers are compiled: warn, once for each backend, if some quantize their operands themselves.
+
+    Args:
+        layers: the name and the full name of the class of each.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    if layer := converted_for_training(layers):
+        say_once(
+            backend,
+            f"{layer} quantizes its operands itself, and so do layers like it: some of their GEMMs are then quantized "
+            "twice, the others are not in the report. Compile the model without that conversion.",
+            key="quantized twice",
+        )
+
+
 def check_records(records: Sequence[GemmRecord | AttentionRecord]) -> None:
     """In strict mode, raise if GEMMs or attentions of one graph that a rule or region asks for do not run in FP8."""
     if missing := [record for record in records if record.missing]:
@@ -78,9 +97,9 @@ def say(backend: Reports, text: str) -> None:
     _log.warning("%s", text)
 
 
-def say_once(backend: Reports, text: str) -> None:
-    """:func:`say`, with one warning for each text."""
+def say_once(backend: Reports, text: str, key: str | None = None) -> None:
+    """:func:`say`, with one warning for each ``key`` (None: for each text)."""
     said = _said.setdefault(backend, set())
-    if backend.settings.strict or text not in said:
-        said.add(text)
+    if backend.settings.strict or (key or text) not in said:
+        said.add(key or text)
         say(backend, text)

@@ -17,6 +17,7 @@ from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.places import Parameter
+from fp8graph.ir.sources import split_source
 from fp8graph.models.general import families_of
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
@@ -87,6 +88,12 @@ class DynamoGraph:
                 return f"{owner if isinstance(owner, str) else owner.__name__} {kind}".rpartition(".")[2]
         return f"function {kind}"
 
+    def layers(self) -> dict[str, str]:
+        """The modules that the graph was traced through: full names of their classes, by name relative to the frame."""
+        stacks = (node.meta.get("nn_module_stack") or {} for node in self.module.graph.nodes)
+        found = (entry for stack in stacks for entry in stack.values())
+        return {split_source(path)[1]: class_name(owner) for path, owner in found}
+
     @functools.cached_property
     def regions(self) -> frozenset[Any]:
         """The autocast regions inside the graph; None is among them if some of its nodes are in no region."""
@@ -115,6 +122,11 @@ class DynamoGraph:
             path = next(reversed(stack.values()))[0] if stack else ""
             digest.update(f"{path} {(node.meta.get('custom') or {}).get(REGION_KEY)};".encode())
         return digest.hexdigest()
+
+
+def class_name(owner: type | str) -> str:
+    """The full name of a class. Dynamo's graph has some classes as names."""
+    return owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _called_classes() -> Iterator[type]:

@@ -10,7 +10,7 @@ There is one file per library. None imports its library: layers are known by the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any, Final, TypeVar
 
@@ -44,3 +44,9 @@ def adopt(model: _Model) -> _Model:
             module.__dict__["forward"] = MethodType(forward, module)
     compressed_tensors.keep_compressed(model)
     return model
+
+
+def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
+    """The first of ``layers`` (name, full name of its class) that another library trains in FP8; "" if none is."""
+    found = (f"{name or 'the model'} ({kind})" for name, kind in layers if torchao.trains_in_fp8(kind))
+    return next(found, "")

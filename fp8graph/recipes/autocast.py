@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Never
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 
 from fp8graph.compat import checkpointing
 from fp8graph.compat.dynamo import never_a_root_frame
-from fp8graph.errors import UnsupportedRecipeError
+from fp8graph.errors import UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, GemmRecipe
@@ -38,6 +38,12 @@ class _Open(NamedTuple):
     region: str | Recipe
     group: Any  # its amax_reduction_group
     task: int  # the backward in which it was opened
+
+_TRANSFORMER_ENGINE: Final = {
+    "fp8_recipe": " Here it is recipe.",
+    "fp8_group": " Here it is amax_reduction_group.",
+    "calibrating": " Amaxes are recorded by training in FP8; backend.observe() measures tensors.",
+}  # arguments of its autocast and fp8_autocast
 
 
 class _Stack(threading.local):
@@ -64,7 +70,7 @@ def _regions() -> list[_Open]:
 
 @never_a_root_frame
 def autocast(
-    enabled: bool = True, recipe: RecipeLike = None, amax_reduction_group: Any = None
+    enabled: bool = True, recipe: RecipeLike = None, amax_reduction_group: Any = None, **unknown: Never
 ) -> AbstractContextManager[None]:
     """Run the GEMMs of a region with ``recipe``, whatever the policy says. Their backward uses it, too.
 
@@ -83,8 +89,10 @@ def autocast(
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a value that is not a group, or a
             group given inside compiled code.
-        TypeError: a recipe in the place of ``enabled``.
+        TypeError: a recipe in the place of ``enabled``, or an argument that does not exist.
     """
+    if unknown:
+        raise TypeError(_unknown_argument(next(iter(unknown))))
     given: object = enabled
     if isinstance(given, (str, Recipe)):  # would be true, and the recipe would be lost
         raise TypeError("the first argument of autocast is enabled, not a recipe: write autocast(recipe=...)")
@@ -102,6 +110,12 @@ def autocast(
         return _Region(POLICY, amax_reduction_group)
     resolved = resolve_recipe(recipe)
     return _Region(recipe if isinstance(recipe, str) else resolved or DISABLED, amax_reduction_group)
+
+
+def _unknown_argument(name: str) -> str:
+    known = ("enabled", "recipe", "amax_reduction_group")
+    hint = _TRANSFORMER_ENGINE.get(name) or f"{did_you_mean(name, known)} Fields of a recipe go into the recipe."
+    return f"autocast has no argument {name!r}.{hint} Arguments: {', '.join(known)}."
 
 
 def names_a_group() -> bool:

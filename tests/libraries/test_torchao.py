@@ -49,3 +49,28 @@ def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
     assert backend.report.in_no_graph == []
     stored = [module for name, module in model.named_modules() if name.endswith("_proj")]
     assert backend.weights.bytes == sum(module.weight.qdata.numel() for module in stored)  # transposed once, for dgrad
+
+
+@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+def test_a_model_that_torchao_converted_for_training(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It quantizes its operands itself: said once, however many layers and graphs there are."""
+    from torchao.float8 import convert_to_float8_training  # pyright: ignore
+
+    torch._dynamo.reset()
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "0")
+
+    def compiled(**kwargs: Any) -> Any:
+        if how == "compile":
+            return fp8graph.compile(model, compiler="eager", **kwargs)
+        return torch.compile(model, backend=fp8graph.Backend(compiler="eager", **kwargs))
+
+    run = compiled()
+    run(torch.randn(16, 32)).sum().backward()
+    with torch.no_grad():
+        run(torch.randn(16, 32))
+    (message,) = [r.getMessage() for r in caplog.records if "quantizes" in r.getMessage()]
+    assert message.startswith("1 (torchao.float8.float8_linear.Float8Linear) quantizes its operands itself, ")
+    torch._dynamo.reset()
+    with pytest.raises(fp8graph.Fp8CoverageError, match=r"^strict mode: 1 \(torchao\.float8.* quantizes"):
+        compiled(strict=True)(torch.randn(16, 32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -196,3 +197,29 @@ def test_an_amax_reduction_group_is_a_group_around_compiled_code() -> None:
 
     with pytest.raises(Exception, match="can only surround compiled code, not be inside it"):
         torch.compile(inside, backend=eager_backend(), fullgraph=True)(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("fp8_recipe", "'fp8_recipe'. Here it is recipe. Arguments: enabled, recipe, amax_reduction_group."),
+        ("fp8_group", "'fp8_group'. Here it is amax_reduction_group."),
+        ("calibrating", "'calibrating'. Amaxes are recorded by training in FP8; backend.observe() measures tensors."),
+        ("enable", "'enable'. Did you mean 'enabled'?"),
+        ("interval", "'interval'. Fields of a recipe go into the recipe."),
+    ],
+)
+def test_an_argument_that_does_not_exist(name: str, hint: str) -> None:
+    """Transformer Engine's names among them."""
+    wrong: Any = {name: None}
+    error = pytest.raises(TypeError, match="^" + re.escape(f"autocast has no argument {hint}"))
+    with error:
+        fp8graph.autocast(**wrong)
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        with fp8graph.autocast(**wrong):
+            return m.a(x)
+
+    torch._dynamo.reset()
+    with error:
+        torch.compile(Three(body), backend=eager_backend())(torch.randn(4, 32))
