@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import MLP, eager_backend, through_torch_save
+from helpers import MLP, eager_backend, same_bits, through_torch_save
 
 
 def batch(step: int) -> Tensor:
@@ -231,3 +231,32 @@ def test_modes_of_torch_compile(mode: str) -> None:
         if named:
             assert {g.recipe for g in fp8graph.backend_of(model).report.gemms} == {"tensorwise"}
     assert max(abs(b / a - 1) for a, b in zip(*losses, strict=True)) < 1e-3
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_a_resumed_run_under_nvfp4_needs_torchs_rng_state(restored: bool) -> None:
+    """Gradients are rounded stochastically, with numbers of torch's generator; scales need no state."""
+
+    def steps(model: nn.Module, compiled: Any, numbers: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in numbers:
+            compiled(batch(number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def compiled(model: nn.Module) -> Any:
+        return torch.compile(model, backend=eager_backend(Policy(default="nvfp4", min_speedup=0)))
+
+    model = MLP()
+    run = compiled(model)
+    steps(model, run, range(1))
+    saved, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    steps(model, run, range(1, 3))
+    other = MLP()
+    other.load_state_dict(saved)
+    resumed = compiled(other)
+    torch.manual_seed(2)
+    if restored:
+        torch.set_rng_state(random)
+    steps(other, resumed, range(1, 3))
+    assert same_bits(model.parameters(), other.parameters()) == restored
