@@ -235,7 +235,7 @@ class Program:
             return variant.run(*args, *taken, *dead)
 
     def _pages(self, layouts: Sequence[PageLayout], args: Sequence[Any]) -> list[torch.Tensor]:
-        return self._shared.state.tensors(layouts, args, self._shared.names)
+        return self._shared.state.tensors(layouts, args, self._shared.names) if layouts else []
 
     def _situation(self, moment: Moment, sent: Mapping[int, SentWeight]) -> Situation:
         _, policy = moment.in_force.of(self._graph.families)

@@ -73,6 +73,9 @@ class ScalingState:
     def items(self) -> ItemsView[str, Tensor]:
         return self._entries.items()
 
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._entries.get(name, default)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._entries!r})"
 

@@ -196,7 +196,7 @@ def test_a_backend_by_name_lives_as_long_as_what_was_compiled_with_it() -> None:
 def test_a_graph_keeps_its_variants_for_the_last_policies_only() -> None:
     """And their FP8 copies of the weights, of which each of these policies has its own."""
     policies = [Policy(default=fp8graph.Float8CurrentScaling(amax_epsilon=0.125 * i)) for i in range(2 * KEPT_POLICIES)]
-    model, x, found = MLP(), torch.randn(16, 32), list[tuple[dict[str, int], int]]()
+    model, x, found = MLP(), torch.randn(16, 32), list[tuple[dict[str, int], int, int]]()
     fp8graph.compile(model, policies[0], compiler="eager")
     backend = fp8graph.backend_of(model)
 
@@ -207,7 +207,7 @@ def test_a_graph_keeps_its_variants_for_the_last_policies_only() -> None:
 
     for policy in policies:
         call_under(policy)
-        found.append((alive(), backend.weights.bytes))
+        found.append((alive(), backend.weights.bytes, len(backend.state._found)))
     assert found[KEPT_POLICIES:] == found[KEPT_POLICIES - 1 : KEPT_POLICIES] * KEPT_POLICIES
     last = [policy.identity() for policy in policies[-KEPT_POLICIES:]]
     assert [*dict.fromkeys(call_under(policies[-2]))] == last  # a switch back compiles nothing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import checkpointing
 from fp8graph import Backend, StateError
+from fp8graph.runtime.checkpoint import ScalingState
 from ranks import run_each, run_ranks
 
 KINDS = [*checkpointing.KINDS, checkpointing.WITHOUT_STATE]
@@ -175,3 +177,11 @@ def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(two: Any) -> 
         assert "DelayedScaling(reduce_amax=False) lets each rank have its own scales" in by_recipe
         assert "its amaxes were reduced over 1 of 2 ranks" in by_group
     assert not (folder / "refused" / ".metadata").exists()
+
+
+def test_a_state_reads_as_a_dict_does() -> None:
+    """It is no Mapping, whose entries DCP would store one by one."""
+    state = ScalingState({"a": torch.ones(1)})
+    assert (state.get("a"), state.get("b"), state.get("b", 3)) == (state["a"], None, 3)
+    assert {**state} == dict(state)
+    assert not isinstance(state, Mapping)
