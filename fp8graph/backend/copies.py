@@ -63,7 +63,7 @@ def marks(model: nn.Module) -> list[Compiled]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether ``model`` itself has a backend of fp8graph, or modules inside it that were compiled with it."""
+    """Whether fp8graph compiled ``model``: in place, its blocks for it, or by name."""
     mark: Compiled | None = model.__dict__.get(_ATTRIBUTE)
     in_place = mark is not None and mark.holds()
     return in_place or wrappers.fp8graph_backends(wrappers.orig_backend(model)) is not None

@@ -21,7 +21,7 @@ from fp8graph.recipes import RecipeLike
 
 _AGAIN: Final = (
     "%s was compiled with fp8graph before. Its new backend takes the place of the old one, whose policy, report and "
-    "scaling state it does not have. To go on with the old scales, load backend_of(model).state_dict() of before."
+    "scaling state it does not have. To keep the scales, take backend_of(model).state_dict() before, and load it after."
 )
 _log = logging.getLogger("fp8graph")
 

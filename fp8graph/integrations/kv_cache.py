@@ -43,7 +43,7 @@ except ImportError as error:
     ) from error
 
 from fp8graph.integrations.kv_layer import Fp8Layer
-from fp8graph.integrations.kv_scales import FixedScales, HeadScales, calibrate_head_scales
+from fp8graph.integrations.kv_scales import FixedScales, HeadScales, cache_argument, calibrate_head_scales
 from fp8graph.numerics import sqnr_db
 
 __all__ = [
@@ -232,13 +232,13 @@ def compare_logits(
             f"prompt must be a whole number from 1 to {input_ids.shape[1] - 1}, as there are {input_ids.shape[1]} "
             f"tokens, not {prompt!r}"
         )
-    reference = cache.without_fp8()
+    reference, argument = cache.without_fp8(), cache_argument(model)
     sqnr: list[float] = []
     same: list[Tensor] = []
     calls = [input_ids[:, :prompt], *input_ids[:, prompt:].split(1, 1)]
     for ids in calls:
         exact, found = (
-            model(ids, past_key_values=each, use_cache=True, **inputs).logits[:, -1] for each in (reference, cache)
+            model(ids, **{argument: each}, use_cache=True, **inputs).logits[:, -1] for each in (reference, cache)
         )
         sqnr.append(sqnr_db(exact, found))
         same.append(exact.argmax(-1) == found.argmax(-1))

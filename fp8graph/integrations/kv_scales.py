@@ -11,6 +11,7 @@ again. So larger numbers saturate, and are counted.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -155,10 +156,15 @@ def calibrate_head_scales(
             if hasattr(layer, "update"):  # recurrent layers have no keys
                 layer.update = _recording(layer.update, amaxes, index)
         given = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-        model(**given, past_key_values=cache, use_cache=True)
+        model(**given, **{cache_argument(model): cache}, use_cache=True)
     if not amaxes:
         raise ConfigError("calibrate_head_scales needs a batch at least, of a model that keeps keys and values")
     return HeadScales(dict(_scales(amaxes, margin)))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The argument by which ``model`` takes a cache: transformers 5.24 renamed it to "cache"."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _recording(update: Any, amaxes: dict[int, list[Tensor]], index: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import platform
 import shutil
 
 import torch
@@ -12,6 +11,7 @@ from fp8graph import hardware
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.support import support_of
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
+from fp8graph.tools import tested
 from fp8graph.version import __version__
 
 
@@ -48,12 +48,13 @@ def trainer() -> list[str]:
 
 def machine() -> list[tuple[str, str]]:
     """This machine's hardware and software. Optional packages: see ``fp8graph/cli/doctor.py``."""
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    supported = (2, 11) <= (major, minor) <= (2, 15)
+    of_torch, python, transformers = tested.here()
     rows = [
         ("fp8graph", __version__),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__ + ("" if supported else ": untested, 2.11 to 2.15 are supported")),
+        ("python", python),
+        ("torch", of_torch),
+        *([("transformers", transformers)] if transformers is not None else []),
+        ("these versions", tested.remark(of_torch, python, transformers)),
     ]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)

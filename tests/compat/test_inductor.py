@@ -182,8 +182,8 @@ def test_two_amaxes_of_the_columns_of_one_tensor_through_inductor(dtype: torch.d
 def test_inductor_warns_about_tf32_as_the_filter_expects() -> None:
     """pyproject.toml ignores this warning: tests on a GPU would fail by it. Only Inductor for a GPU gives it.
 
-    Torch 2.15 logs it instead: without older ones the filter can go.
+    Torch 2.14 logs it instead: without older ones the filter can go.
     """
     source = inspect.getsource(compile_fx._warn_tf32_disabled)
-    assert ("warnings.warn" in source) == (torch.__version__ < "2.15")
+    assert ("warnings.warn" in source) == (torch.__version__ < "2.14")
     assert '"TensorFloat32 tensor cores' in source

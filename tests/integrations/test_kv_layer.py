@@ -154,7 +154,8 @@ def test_changes_are_those_of_transformers(kind: str, change: str) -> None:
     """And an update after them."""
     layer, reference = layers(kind)
     static = kind.startswith("static")
-    if static and change in ("crop", "batch_repeat_interleave", "batch_select_indices"):
+    refused = ("crop", "batch_repeat_interleave", "batch_select_indices")
+    if static and change in refused and not hasattr(reference, change):  # 5.24 crops static layers
         layer.update(states(9), states(9))
         with pytest.raises(ConfigError, match=rf"Layer, of which this FP8 cache is made, has no {change}\(\): use Fp8"):
             CHANGES[change](layer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from fp8graph.integrations.kv_cache import (
     calibrate_head_scales,
     compare_logits,
 )
-from fp8graph.integrations.kv_scales import FixedScales
+from fp8graph.integrations.kv_scales import FixedScales, cache_argument
 from kv_caches import E4M3, IDS, generate, model_of
 
 SCALES = torch.tensor([0.02, 0.01]), torch.tensor([0.005, 0.5])
@@ -200,3 +201,16 @@ def test_fixed_scales_do_not_move() -> None:
     keys, values = scales.update()
     assert torch.equal(keys.flatten(), SCALES[0])
     assert torch.equal(values.flatten(), SCALES[1])
+
+
+def test_a_model_takes_its_cache_by_the_name_of_its_transformers() -> None:
+    """5.24 renamed the argument, and warns of the old name, which is the only one before."""
+
+    class Former(torch.nn.Module):
+        def forward(self, input_ids: Tensor, past_key_values: object = None) -> None: ...
+
+    class Present(torch.nn.Module):
+        def forward(self, input_ids: Tensor, cache: object = None) -> None: ...
+
+    assert [cache_argument(model) for model in (Former(), Present())] == ["past_key_values", "cache"]
+    assert cache_argument(model_of("llama")) in inspect.signature(model_of("llama").forward).parameters
