@@ -28,3 +28,16 @@ def test_hooks_that_wait_for_a_gradient() -> None:
     hooked.register_hook(lambda grad: grad)
     told.register_post_accumulate_grad_hook(lambda _: None)
     assert [autograd.has_gradient_hooks(x) for x in (plain, hooked, told)] == [False, True, True]
+
+
+def test_a_transform_of_torch_func_is_seen_inside_it_only() -> None:
+    seen: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        seen.append(autograd.in_transform())
+        return x.sum()
+
+    torch.vmap(function)(torch.ones(2, 3))
+    torch.func.grad(function)(torch.ones(3))
+    function(torch.ones(3, requires_grad=True)).backward()
+    assert seen == [True, True, False]

@@ -34,7 +34,7 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     elif kind == "function":
         model = torch.compile(lambda x: x, backend=backend)
     else:
-        wrappers.compile_in_place(model, lambda: None, lambda by: None, lambda: None, backend=backend)
+        wrappers.compile_in_place(model, lambda: None, lambda by: None, lambda: None, lambda: None, backend=backend)
     assert wrappers.fp8graph_backends(wrappers.orig_backend(model)) is backend
 
 
@@ -53,12 +53,16 @@ def test_compiling_in_place_can_be_undone() -> None:
         return module.forward
 
     linear = nn.Linear(4, 4)
-    wrappers.compile_in_place(linear, lambda: seen.append(2), seen.append, lambda: seen.append(4), backend=backend)
+    wrappers.compile_in_place(
+        linear, lambda: seen.append(2), seen.append, lambda: seen.append(4), lambda: seen.append(8), backend=backend
+    )
     for _ in range(3):
         linear(torch.ones(2, 4))
     assert seen == [1, 2]
     torch.export.export(linear, (torch.ones(2, 4),))
     assert seen == [1, 2, "torch.export"]
+    torch.vmap(linear)(torch.ones(3, 2, 4))
+    assert seen[-1] == 8
     wrappers.undo_compile_in_place(linear)
     assert wrappers.orig_backend(linear) is None
 
@@ -69,7 +73,7 @@ def test_a_compilation_around_one_in_place() -> None:
         torch._dynamo.reset()
         seen: list[int] = []
         within = cast(Any, lambda seen=seen: seen.append(1))
-        wrappers.compile_in_place(model, lambda: None, lambda by: None, within, backend="eager")
+        wrappers.compile_in_place(model, lambda: None, lambda by: None, within, lambda: None, backend="eager")
         outer = nn.Sequential(model) if inside else model
         torch.compile(outer, backend="eager")(torch.ones(2, 32))
         assert bool(seen) == noted
