@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import LayerFormat
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
 from fp8graph.checkpoints.quantization import Quantization
-from fp8graph.checkpoints.shards import Shards
+from fp8graph.checkpoints.shards import Shards, read_json
 from fp8graph.checkpoints.weights import QuantizedWeight, dequantize, is_packed
 from fp8graph.checkpoints.writing import SHARD_BYTES, write_json, write_shards
 from fp8graph.errors import CheckpointError
@@ -74,6 +74,17 @@ class Checkpoint:
         if self.problems:
             more = f" And {len(self.problems) - 1} more: fp8graph inspect shows all." if self.problems[1:] else ""
             raise CheckpointError(f"{self.folder}: {self.problems[0]}.{more}")
+
+    def check_scales(self) -> None:
+        """Read all scales.
+
+        Raises:
+            CheckpointError: a scale is NaN, infinite or negative, or zero and not of zeros.
+        """
+        read = functools.lru_cache(maxsize=4)(self.shards.tensor)  # experts share a tensor of scales
+        for layer, stored in self.layers.items():
+            for problem in stored.wrong_scales(layer, self.shards.tensors, read):
+                raise CheckpointError(f"{problem}.")
 
     def _find_layers(self) -> None:
         tensors = self.shards.tensors
@@ -133,26 +144,9 @@ def quantization_of(folder: Path) -> Quantization:
     producer = said.get("producer")
     of_producer = producer.get("name") if isinstance(producer, Mapping) else None
     method = said.get("quant_method", of_producer)
-    if method not in FORMATS:
-        raise CheckpointError(f"{where}: quant_method is {method!r}. Known: {', '.join(FORMATS)}.")
+    if not isinstance(method, str) or method not in FORMATS:
+        raise CheckpointError(f"{where}: quant_method is {method!r:.200}. Known: {', '.join(FORMATS)}.")
     return FORMATS[method].parse(said, where)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The table in a JSON file.
-
-    Raises:
-        CheckpointError: there is no such file, or no table in it.
-    """
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: there is no such file, and it says which format the checkpoint has.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}).") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: there is no table of fields in it.")
-    return values
 
 
 def write_checkpoint(

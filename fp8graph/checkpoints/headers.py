@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +39,8 @@ _TYPES: Final[dict[str, tuple[int, str]]] = {
     "F6_E3M2": (6, ""),
 }
 _LARGEST: Final = 100_000_000  # bytes of a header: safetensors' own limit
+_MOST: Final = 100_000  # tensors of one file; a shard of the largest models has 5,000
+_LONGEST: Final = 1_000  # characters of a name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,8 @@ def tensors_of(file: Path) -> list[TensorInfo]:
     """
     try:
         size = file.stat().st_size
+        if not file.is_file():  # a pipe would wait for its writer
+            raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _LARGEST):
@@ -87,23 +92,24 @@ def tensors_of(file: Path) -> list[TensorInfo]:
 
 def _entries(file: Path, text: bytes) -> list[tuple[str, Any]]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        if (
-            twice := next((name for name in names if names.count(name) > 1), None)
-            if len(set(names)) < len(names)
-            else None
-        ):
-            raise CheckpointError(f"{file}: damaged. Its header names {twice!r} twice.")
-        return dict(pairs)
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise CheckpointError(f"{file}: damaged. Its header names {twice!r:.200} twice.")
+        return table
 
+    if (count := text.count(b'"data_offsets"')) > _MOST:
+        raise CheckpointError(f"{file}: its header has {count} tensors. At most {_MOST} are read from one file.")
     try:
         header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except ValueError as error:  # of the encoding, too
+    except (ValueError, RecursionError) as error:  # of the encoding, too
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{file}: damaged. Its header is not JSON ({error}). Download it again.") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: damaged. Its header is no table of tensors.")
+        raise CheckpointError(f"{file}: damaged. Its header is not a table of tensors.")
+    if long := next((name for name in header if len(name) > _LONGEST), None):
+        raise CheckpointError(f"{file}: damaged. A tensor has a name of {len(long)} characters: {long!r:.100}.")
     return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
 
 
@@ -115,9 +121,9 @@ def _tensor(file: Path, name: str, entry: Any) -> TensorInfo:
         stored_as, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise damaged("The entry") from None
-    if stored_as not in _TYPES:
-        raise CheckpointError(f"{file}: tensor {name!r} has dtype {stored_as!r}. Known: {', '.join(_TYPES)}.")
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+    if not isinstance(stored_as, str) or stored_as not in _TYPES:
+        raise CheckpointError(f"{file}: tensor {name!r} has dtype {stored_as!r:.200}. Known: {', '.join(_TYPES)}.")
+    if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
         raise damaged("The entry")
     bits, known_as = _TYPES[stored_as]
     if (end - start) * 8 != math.prod(shape) * bits:

@@ -51,7 +51,8 @@ class Inspection:
     """What :func:`inspect` found.
 
     ``dtypes``: (tensors, bytes) by safetensors' names. ``quantized_share``: of all numbers, how many are in FP8 or FP4.
-    ``high_precision``: the matrices that are not. ``problems``: what does not fit together; ``layers`` lacks those.
+    ``high_precision``: the matrices that are not. ``problems``: what does not fit together, and scales that no weight
+    has; ``layers`` lacks layers whose tensors do not fit.
     """
 
     folder: str
@@ -99,12 +100,13 @@ def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None =
         count, size = dtypes.get(info.stored_as, (0, 0))
         dtypes[info.stored_as] = count + 1, size + info.bytes
     sizes = {layer: _bytes(checkpoint, layer) for layer in checkpoint.layers}
-    layers: list[LayerSummary] = []
+    layers, problems = list[LayerSummary](), [*checkpoint.problems]
     done, quantized = 0, 0
     for layer, stored in checkpoint.layers.items():
         quantized += _numbers(checkpoint, layer)
         if not any(stored.problems(layer, tensors)):
             layers.append(_summary(checkpoint, layer, sizes[layer]))
+            problems += stored.wrong_scales(layer, tensors, checkpoint.shards.tensor)
         done += sizes[layer]
         if progress is not None:
             progress(done, sum(sizes.values()))
@@ -125,7 +127,7 @@ def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None =
         ],
         ignore=list(checkpoint.quantization.ignore),
         kv_cache=checkpoint.quantization.kv_cache,
-        problems=checkpoint.problems,
+        problems=problems,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.checkpoints.headers import TensorInfo
-from fp8graph.checkpoints.weights import QuantizedWeight, is_packed
+from fp8graph.checkpoints.weights import QuantizedWeight, decoded_scales, dequantize, is_packed
 from fp8graph.errors import CheckpointError
 
 WHOLE: Final = 0  # in a block: the whole dim
@@ -89,9 +89,9 @@ class LayerFormat:
 
     def tile(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """(rows, columns) of a tile of a weight of this shape."""
-        rows, columns = (size or whole for size, whole in zip(self.block, shape[-2:], strict=True))
+        rows, columns = (size or whole or 1 for size, whole in zip(self.block, shape[-2:], strict=True))
         if -(-shape[-2] // rows) < self.least_rows:
-            rows = shape[-2] // self.least_rows
+            rows = max(1, shape[-2] // self.least_rows)
         return rows, columns
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -142,6 +142,36 @@ class LayerFormat:
                 )
             if scale.dtype not in (self.scale_dtypes if what == "scale" else FLOATS):
                 yield f"{scale.file}: tensor {name!r} is {scale.stored_as}, which no {what} of {self.scheme} is"
+
+    def wrong_scales(
+        self, layer: str, tensors: Mapping[str, TensorInfo], tensor: Callable[[str], Tensor]
+    ) -> Iterator[str]:
+        """Which tensors of a layer hold scales that no weight has, and what is wrong with them.
+
+        A scale of zero is right for a tile of zeros, and where a small scale was rounded to E4M3. ``tensor(name)``
+        reads the scales, and the weight only if a scale is zero.
+        """
+        names = self.names(layer)
+        for what, name in names.items():
+            if what == "weight":
+                continue
+            stored = tensor(name)
+            scale = decoded_scales(stored if self.part is None or what != "scale" else self.part.of(stored))
+            wrong = {"NaN": scale.isnan(), "infinite": scale.isinf(), "negative": scale < 0}
+            if (scale == 0).any() and not (what == "scale" and self._are_zeros(tensor(names["weight"]), stored, scale)):
+                wrong["zero"] = scale == 0
+            for which, found in wrong.items():
+                if count := int(found.sum()):
+                    text = f"tensor {name!r} has {count} of {scale.numel()} scales that are {which}"
+                    yield f"{tensors[name].file}: {text}"
+
+    def _are_zeros(self, data: Tensor, stored: Tensor, scale: Tensor) -> bool:
+        """Whether scales of zero change nothing."""
+        if stored.dtype == torch.float8_e4m3fn:
+            return True
+        shape = (*data.shape[:-1], data.shape[-1] * (1 + is_packed(data.dtype)))
+        there = (scale == 0).to(torch.float32).reshape(self.grid(shape))
+        return not dequantize(QuantizedWeight(data=data, scale_inv=there, block=self.tile(shape))).any()
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in which the scales of a weight of this shape are written."""

@@ -117,7 +117,7 @@ class ModelOpt(Quantization):
         algorithm = fields.take("quant_algo")
         if algorithm != MIXED:
             algorithm = _known(algorithm, fields)
-        layers = fields.take("quantized_layers", {})
+        layers = fields.checked("quantized_layers", lambda layers: isinstance(layers, Mapping), "a table of layers", {})
         excluded = fields.names("exclude_modules") or fields.names("ignore")
         kv_cache = fields.take("kv_cache_quant_algo") or fields.take("kv_cache_scheme")
         if algorithm != MIXED:
@@ -177,10 +177,10 @@ class ModelOpt(Quantization):
 
 def _known(algorithm: object, fields: Fields) -> str:
     """An algorithm by its name in ``ALGORITHMS``."""
-    name = algorithm.upper() if isinstance(algorithm, str) else algorithm
+    name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name not in ALGORITHMS:
         raise fields.unknown("quant_algo", algorithm, f"Known: {', '.join(ALGORITHMS)}, {MIXED}.")
-    return str(name)
+    return name
 
 
 def _check_group(fields: Fields, algorithm: str) -> None:

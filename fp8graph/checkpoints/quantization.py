@@ -116,7 +116,7 @@ class Fields:
             raise self.unknown(name, value, "fp8graph does not know this field.")
 
     def unknown(self, name: str, value: object, why: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} is {value!r:.200}. {why}")
+        return CheckpointError(f"{self.where}: {name:.200} is {value!r:.200}. {why}")
 
 
 def is_names(value: object) -> bool:
@@ -124,7 +124,7 @@ def is_names(value: object) -> bool:
 
 
 def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def is_pair(value: object) -> bool:

@@ -1,13 +1,14 @@
 """The tensors of a checkpoint, by name, read one at a time: one safetensors file, or shards with an index.
 
 Opening a folder reads the headers of all shards, and no tensor. What an index and the shards say of each other is
-checked then, so that a folder that opens can be read to its end.
+checked then, and safetensors opens each file, so that a folder that opens can be read to its end.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ from fp8graph.checkpoints.headers import TensorInfo, tensors_of
 from fp8graph.errors import CheckpointError, did_you_mean
 
 INDEX: Final = "model.safetensors.index.json"
+_LONGEST: Final = 255  # bytes of a file's name, on every system
 PARTIAL: Final = ".fp8graph-partial-"  # in the name of a folder that is being written
 
 
@@ -42,6 +44,9 @@ class Shards:
         index, files = _found(path)
         self._where = _of_files(files) if index is None else _of_index(index)
         self._open: tuple[Path, Any] | None = None
+        for file in self.files:  # it finds overlaps, holes and sizes that no tensor has
+            self._opened(file)
+        self.close()
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -82,14 +87,22 @@ class Shards:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has dtype {info.stored_as!r}, which torch cannot hold."
             )
-        safetensors = imported_safetensors()
+        opened = self._opened(info.file)
         try:
-            if self._open is None or self._open[0] != info.file:
-                self._open = None  # unmaps the file before
-                self._open = info.file, safetensors.safe_open(info.file, framework="pt")
-            return self._open[1].get_tensor(name)
-        except (safetensors.SafetensorError, OSError) as error:
+            return opened.get_tensor(name)
+        except (imported_safetensors().SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: tensor {name!r} cannot be read ({error}).") from None
+
+    def _opened(self, file: Path) -> Any:
+        """The file, mapped by safetensors; the one before is unmapped."""
+        if self._open is None or self._open[0] != file:
+            self._open = None
+            safetensors = imported_safetensors()
+            try:
+                self._open = file, safetensors.safe_open(file, framework="pt")
+            except (safetensors.SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file}: damaged ({error}). Download it again.") from None
+        return self._open[1]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, file by file."""
@@ -113,6 +126,27 @@ def imported_safetensors() -> Any:
     except ModuleNotFoundError as error:
         message = 'reading and writing checkpoints needs safetensors. Run: pip install "fp8graph[checkpoints]"'
         raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The table in a JSON file.
+
+    Raises:
+        CheckpointError: there is no such file, or no table in it.
+    """
+    try:
+        if file.exists() and not file.is_file():  # a pipe would wait for its writer
+            raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: there is no such file, and it says which format the checkpoint has.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: cannot be read ({error}). Download it again.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: there is no table of fields in it.")
+    return values
 
 
 def _found(path: Path) -> tuple[Path | None, list[Path]]:
@@ -146,15 +180,14 @@ def _of_files(files: list[Path]) -> dict[str, TensorInfo]:
 
 def _of_index(index: Path) -> dict[str, TensorInfo]:
     """The tensors that an index lists, in the order of its files, compared with what the files hold."""
-    try:
-        listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{index}: damaged ({type(error).__name__}: {error}). Download it again.") from None
+    listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-        raise CheckpointError(f"{index}: damaged. weight_map is no table of files.")
+        raise CheckpointError(f"{index}: damaged. weight_map is not a table of files. Download it again.")
     names = sorted(set(listed.values()))
-    if outside := [name for name in names if Path(name).name != name]:
-        raise CheckpointError(f"{index}: names a file outside of its folder: {outside[0]!r}.")
+    if outside := [name for name in names if Path(name).name != name or not name.strip(".") or "\0" in name]:
+        raise CheckpointError(f"{index}: names a file outside of its folder: {outside[0]!r:.200}.")
+    if long := [name for name in names if len(os.fsencode(name)) > _LONGEST]:
+        raise CheckpointError(f"{index}: damaged. It names a file of {len(long[0])} characters: {long[0]!r:.100}.")
     if missing := [name for name in names if not Path(index.parent, name).exists()]:
         lost = sum(file in missing for file in listed.values())
         raise CheckpointError(

@@ -39,12 +39,14 @@ def load_checkpoint(
         ``model``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, of no known format, or does not fit ``model``, which is unchanged.
+        CheckpointError: the checkpoint is damaged, of no known format, or does not fit ``model``. All headers and
+            scales are checked first, so that ``model`` is unchanged; it is not if a file becomes unreadable later.
     """
     checkpoint = Checkpoint(folder)
     checkpoint.check()
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
     _compare(checkpoint, model, targets, strict)
+    checkpoint.check_scales()
     shards = checkpoint.shards
     for name in checkpoint.others:
         if name in targets:
@@ -95,6 +97,10 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
                 f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and that of the model has "
                 f"{list(targets[name].shape)}."
             )
+        if name in targets and (info.dtype is None or _kind(info.dtype) != _kind(targets[name].dtype)):
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} is {info.stored_as}, and that of the model is {targets[name].dtype}."
+            )
     loaded = {*checkpoint.others, *(f"{layer}.weight" for layer in checkpoint.layers)}
     there = {id(targets[name]) for name in loaded if name in targets}  # tied weights are in one file once
     missing = [name for name, x in targets.items() if name not in loaded and id(x) not in there]
@@ -112,6 +118,13 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
             f"{folder}: {name} is on the meta device, and not in the checkpoint. Make the model on a real device, or "
             "with only what is saved on meta."
         )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """What numbers of a dtype are: a copy to one of another kind would change what they say."""
+    if dtype == torch.bool:
+        return "bool"
+    return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
 
 
 def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) -> None:

@@ -271,6 +271,16 @@ def test_many_problems(tmp_path: Path) -> None:
             {"quantization_config": {"quant_method": "gptq"}},
             "quant_method is 'gptq'. Known: fp8, compressed-tensors, mod",
         ),
+        ({"quantization_config": {"quant_method": []}}, r"quant_method is \[\]. Known"),
+        ({"quantization_config": {"quant_method": "fp8" * 10**6}}, "quant_method is 'fp8fp8.{0,200}. Known"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "x" * 10**6: 1}},
+            "quantization_config: x{200} is 1. fp8graph does not know this field",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [2**70, 128]}},
+            "weight_block_size is .1180591620717411303424, 128.. It must be",
+        ),
         ({"quantization_config": {}}, "there is no quantization_config|quant_method is None. Known"),
         ({"quantization_config": {"quant_method": "fp8", "scale_fmt": "x"}}, "quantization_config: scale_fmt is 'x'"),
     ],

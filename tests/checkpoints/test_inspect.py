@@ -75,6 +75,9 @@ def test_scales_that_are_not_finite(tmp_path: Path) -> None:
     )
     found = inspect(folder)
     assert found.layers[0].nan == 2
+    assert found.problems == [
+        f"{folder / 'model.safetensors'}: tensor 'a.weight_scale_inv' has 1 of 2 scales that are NaN"
+    ]
     assert found.outliers(0) == found.layers
     assert found.to_dict()["layers"][0]["scale_ratio"] is None
     json.dumps(found.to_dict(), allow_nan=False)

@@ -183,3 +183,37 @@ def test_fused_experts(tmp_path: Path) -> None:
     weight = first.read("a.experts.gate_up_proj", found.tensors, found.tensor)
     assert (weight.shape, weight.block) == ((4, 64, 256), (32, 128))
     assert dict(first.write("a.experts.gate_up_proj", weight)).keys() == tensors.keys()
+
+
+def wrong(folder: Path, stored: LayerFormat, tensors: dict[str, Tensor]) -> list[str]:
+    found = shards(folder, tensors)
+    return [text.partition(": ")[2] for text in stored.wrong_scales("a", found.tensors, found.tensor)]
+
+
+def test_a_scale_of_zero_is_right_for_zeros(tmp_path: Path) -> None:
+    scales = torch.ones(2, 3)
+    scales[1, 2] = 0
+    data = torch.ones(256, 384)
+    data[128:, 256:] = 0
+    held = {"a.weight": data.to(E4M3), "a.weight_scale_inv": scales}
+    assert wrong(tmp_path, TILES, held) == []
+    data[255, 383] = 1
+    held = {"a.weight": data.to(E4M3), "a.weight_scale_inv": scales}
+    assert wrong(tmp_path, TILES, held) == ["tensor 'a.weight_scale_inv' has 1 of 6 scales that are zero"]
+
+
+def test_small_scales_that_were_rounded_to_zero(tmp_path: Path) -> None:
+    assert wrong(tmp_path, NVFP4, {**PACKED, "a.weight_scale": torch.zeros(8, 2).to(E4M3)}) == []
+    for name in ("a.weight_scale_2", "a.input_scale"):
+        assert wrong(tmp_path, NVFP4, {**PACKED, name: torch.zeros_like(PACKED[name])}) == [
+            f"tensor {name!r} has 1 of 1 scales that are zero"
+        ]
+
+
+@pytest.mark.parametrize("stored", [TILES, replace(TILES, least_rows=2), layer_format("FP8")])
+@pytest.mark.parametrize("shape", [(0, 256), (1, 256), (256, 0)])
+def test_weights_without_rows_or_columns(stored: LayerFormat, shape: tuple[int, int], tmp_path: Path) -> None:
+    names = stored.names("a")
+    given = {names["weight"]: fp8(*shape), names["scale"]: torch.ones(9, 9)}
+    found = shards(tmp_path, given)
+    assert any("has shape [9, 9]" in text for text in stored.problems("a", found.tensors))

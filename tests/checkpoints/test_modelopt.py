@@ -119,3 +119,15 @@ def test_a_key_value_cache() -> None:
     read = parsed(own_file(kv_cache_quant_algo="FP8"))
     assert read.kv_cache == "FP8"
     assert read.files()[FILE]["quantization"]["kv_cache_quant_algo"] == "FP8"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_algo": []}, r"quant_algo is \[\]. Known: FP8, "),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": []}, r"quantized_layers is \[\]. It must be a table"),
+    ],
+)
+def test_values_of_other_types(said: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        parsed(own_file(**said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8graph.checkpoints.shards import INDEX, PARTIAL, Shards
+from fp8graph.checkpoints.shards import INDEX, PARTIAL, Shards, read_json
 from fp8graph.checkpoints.writing import write_shards
 from fp8graph.errors import CheckpointError
 
@@ -122,7 +123,7 @@ def test_a_tensor_that_the_index_lacks(folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
 def test_a_damaged_index(folder: Path, text: str) -> None:
     (folder / INDEX).write_text(text)
-    with pytest.raises(CheckpointError, match=f"{INDEX}: damaged"):
+    with pytest.raises(CheckpointError, match=f"{INDEX}: (damaged|cannot be read|there is no table)"):
         Shards(folder)
 
 
@@ -167,3 +168,55 @@ def test_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ModuleNotFoundError, match=r'Run: pip install "fp8graph\[checkpoints\]"') as caught:
         Shards(folder).tensor("layer.0.weight")
     assert caught.value.name == "safetensors"
+
+
+@pytest.mark.parametrize(
+    ("entries", "length"),
+    [
+        ({"a": ([16], [0, 64]), "b": ([4], [0, 16])}, 64),  # one in the other
+        ({"a": ([4], [0, 16]), "b": ([4], [32, 48])}, 48),  # a hole
+        ({"a": ([0, 2**70], [0, 0]), "b": ([4], [0, 16])}, 16),  # no size
+    ],
+)
+def test_files_that_safetensors_refuses_are_found_before_the_first_tensor(
+    folder: Path, entries: dict[str, tuple[list[int], list[int]]], length: int
+) -> None:
+    text = json.dumps({n: {"dtype": "F32", "shape": s, "data_offsets": o} for n, (s, o) in entries.items()}).encode()
+    last = folder / "model-00003-of-00003.safetensors"
+    last.write_bytes(len(text).to_bytes(8, "little") + text + bytes(length))
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file != last.name}
+    index["weight_map"] |= dict.fromkeys(entries, last.name)
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"{last.name}: damaged"):
+        Shards(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("..", "names a file outside of its folder: '..'"),
+        (".", "names a file outside of its folder: '.'"),
+        ("", "names a file outside of its folder: ''"),
+        ("a\0b", "names a file outside of its folder"),
+        ("x" * 100_000, "names a file of 100000 characters: 'xxx"),
+    ],
+)
+def test_names_that_no_file_has(folder: Path, name: str, message: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Shards(folder)
+    assert len(str(caught.value)) < 1000
+
+
+def test_deep_json(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map":' + "[" * 100_000)
+    with pytest.raises(CheckpointError, match=f"{INDEX}: cannot be read .*recursion"):
+        Shards(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes in folders")
+def test_a_pipe_as_a_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match="config.json: cannot be read .it is not a regular file"):
+        read_json(tmp_path / "config.json")

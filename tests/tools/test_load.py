@@ -112,6 +112,17 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
             "layer 'norm' is quantized, and in the model it is a LayerNorm",
         ),
         (
+            changed(norm__weight=torch.ones(K, dtype=torch.int64)),
+            "'norm.weight' is I64, and that of the model is torch.f",
+        ),
+        *(
+            (
+                changed(down__weight_scale_inv=torch.full((3, 2), value)),
+                f"'down.weight_scale_inv' has 6 of 6 .* are {text}",
+            )
+            for value, text in ((float("nan"), "NaN"), (float("inf"), "infinite"), (-1.0, "negative"), (0.0, "zero"))
+        ),
+        (
             changed(
                 nosuch__weight=torch.ones(128, 128).to(torch.float8_e4m3fn), nosuch__weight_scale_inv=torch.ones(1, 1)
             ),
@@ -164,3 +175,21 @@ def test_a_llama_of_the_meta_device_says_what_is_missing(tmp_path: Path) -> None
         model: Any = LlamaForCausalLM(copy.deepcopy(CONFIG))
     with pytest.raises(CheckpointError, match="the model has no such layer. Was it made from the config"):
         fp8graph.load_checkpoint(model, written(tmp_path))
+
+
+def test_a_damaged_shard_is_found_before_the_first_is_copied(tmp_path: Path) -> None:
+    held = tensors()
+    first = {name: x for name, x in held.items() if not name.startswith("down")}
+    save_file(first, tmp_path / "a.safetensors")
+    offsets = {"down.weight": ("F8_E4M3", [K, N], [0, K * N]), "down.weight_scale_inv": ("F32", [3, 2], [0, 24])}
+    text = json.dumps({n: {"dtype": d, "shape": s, "data_offsets": o} for n, (d, s, o) in offsets.items()}).encode()
+    (tmp_path / "b.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(K * N))
+    files = {**dict.fromkeys(first, "a.safetensors"), **dict.fromkeys(offsets, "b.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": HF}))
+    model = Model()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="b.safetensors: damaged .*down.weight"):
+        fp8graph.load_checkpoint(model, tmp_path)
+    assert same_bits(list(model.state_dict().values()), list(before.values()))
+    assert type(model.up) is nn.Linear
