@@ -10,6 +10,7 @@ multiplies: [1], [n, 1], tiles [n / rows, k / columns], or bytes of E8M0 [n, k /
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
+from fp8graph.checkpoints.expressions import Expressions
 from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, LayerFormat, Suffixes
 from fp8graph.checkpoints.quantization import Fields, Quantization, is_count, is_names, is_pair
 from fp8graph.errors import CheckpointError
@@ -77,6 +79,7 @@ class CompressedTensors(Quantization):
     groups: tuple[Group, ...] = ()
     ignored: tuple[str, ...] = ()
     kv_cache_scheme: Table | None = field(default=None, compare=False)
+    where: str = field(default="quantization_config", compare=False)
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -101,8 +104,10 @@ class CompressedTensors(Quantization):
             groups=tuple(_group(name, group, f"{where}: config_groups") for name, group in groups.items()),
             ignored=fields.names("ignore"),
             kv_cache_scheme=fields.take("kv_cache_scheme"),
+            where=where,
         )
         fields.end()
+        _ = parsed.matched  # raises for an expression that cannot be read
         return parsed
 
     @classmethod
@@ -121,11 +126,18 @@ class CompressedTensors(Quantization):
         return cls(groups=tuple(groups), ignored=tuple(ignore))
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
-        if any(_matches(layer, one) for one in self.ignored):
-            return ()
-        # names before patterns before classes, as compressed-tensors' match_targets
-        found = [(_rank(target), group) for group in self.groups for target in group.targets if _matches(layer, target)]
-        return (min(found, key=lambda one: one[0])[1].stored,) if found else ()
+        ignored, targets = self.matched
+        found = targets.first(layer) if ignored.first(layer) is None else None
+        return () if found is None else (self.groups[found].stored,)
+
+    @functools.cached_property
+    def matched(self) -> tuple[Targets, Targets]:
+        """What is ignored, and what belongs to which group."""
+        owners = [(target, index) for index, group in enumerate(self.groups) for target in group.targets]
+        return (
+            Targets([(target, 0) for target in self.ignored], f"{self.where}: ignore"),
+            Targets(owners, f"{self.where}: config_groups"),
+        )
 
     def config(self) -> dict[str, Any]:
         formats = [_format_name(group.stored) for group in self.groups]
@@ -254,12 +266,22 @@ def _is_known(version: object) -> bool:
     return isinstance(version, str) and re.match(r"0\.\d+", version) is not None
 
 
-def _matches(layer: str, target: str) -> bool:
-    """Whether a target means a linear layer (compressed-tensors' ``match_name`` and ``_match_class``)."""
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), layer) is not None
-    return target in (layer, "Linear", "LinearBase")
+class Targets:
+    """Which of several owners has a linear layer, by their targets (compressed-tensors' ``match_targets``).
 
+    Names come before expressions before classes, and the first owner before others.
+    """
 
-def _rank(target: str) -> int:
-    return 1 if target.startswith("re:") else 2 if target in ("Linear", "LinearBase") else 0
+    def __init__(self, targets: Sequence[tuple[str, int]], where: str) -> None:
+        self._names = dict(reversed(targets))
+        written = [(target.removeprefix("re:"), owner) for target, owner in targets if target.startswith("re:")]
+        self._expressions = Expressions([text for text, _ in written], where)
+        self._owners = [owner for _, owner in written]
+        self._of_all = next((owner for target, owner in targets if target in ("Linear", "LinearBase")), None)
+
+    def first(self, layer: str) -> int | None:
+        """The owner; None: the layer has none."""
+        if layer in self._names:
+            return self._names[layer]
+        found = self._expressions.first(layer)
+        return self._of_all if found is None else self._owners[found]

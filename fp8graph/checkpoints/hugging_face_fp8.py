@@ -11,15 +11,17 @@ their weights one by one, ``experts.0.gate_proj.weight``, and their scales as th
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
+from fp8graph.checkpoints.expressions import Expressions
 from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Part, Suffixes
-from fp8graph.checkpoints.quantization import Fields, Quantization, is_names, is_pair
+from fp8graph.checkpoints.quantization import Fields, Quantization, is_pair
 from fp8graph.errors import CheckpointError
 
 _LINEAR: Final = Suffixes(scale=".weight_scale_inv", input_scale=".activation_scale")
@@ -44,6 +46,7 @@ class HuggingFaceFP8(Quantization):
     static: bool = False
     packed_experts: bool = False
     modules_to_not_convert: tuple[str, ...] = ()
+    where: str = field(default="modules_to_not_convert", compare=False)
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -57,17 +60,17 @@ class HuggingFaceFP8(Quantization):
         fields.one_of("dequantize", [False, True], False)  # how it was loaded, not how it is stored
         fields.empty("modules_to_convert")
         block = fields.checked("weight_block_size", lambda b: b is None or is_pair(b), "null or [rows, columns]")
-        ignored = fields.checked("ignored_layers", are_patterns, "names or patterns", ())  # MiniMax's and vLLM's name
+        ignored = fields.names("ignored_layers")  # MiniMax's and vLLM's name
         parsed = cls(
             block=None if block is None else (block[0], block[1]),
             scale_format=fields.one_of("scale_fmt", ["float", "ue8m0"], "float"),
             static=fields.one_of("activation_scheme", ["dynamic", "static"], "dynamic") == "static",
             packed_experts=fields.one_of("expert_dtype", ["fp8", "fp4"], "fp8") == "fp4",
-            modules_to_not_convert=tuple(
-                fields.checked("modules_to_not_convert", are_patterns, "names or patterns", ignored)
-            ),
+            modules_to_not_convert=fields.names("modules_to_not_convert", ignored),
+            where=f"{where}: modules_to_not_convert",
         )
         fields.end()
+        _ = parsed.skipped  # raises for an expression that cannot be read
         return parsed
 
     @classmethod
@@ -90,6 +93,11 @@ class HuggingFaceFP8(Quantization):
         if replace(found.linear(), suffixes=_LINEAR, scale_dims=2) != first:
             raise CheckpointError(f"{cls.title} has no form for {first.scheme}.")
         return found
+
+    @functools.cached_property
+    def skipped(self) -> Skipped:
+        """The layers that stay in high precision."""
+        return Skipped(self.modules_to_not_convert, self.where)
 
     def linear(self) -> LayerFormat:
         """How a linear layer is stored."""
@@ -115,7 +123,7 @@ class HuggingFaceFP8(Quantization):
         return replace(fused, scale_dims=2)
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
-        if not converts(layer, self.modules_to_not_convert):
+        if layer in self.skipped:
             return ()
         if layer.rpartition(".")[2] in FUSED and layer.split(".")[-2:-1] == ["experts"]:
             # the two halves of gate_up_proj never share a scale
@@ -152,18 +160,17 @@ def _among_experts(layer: str) -> Part | None:
     return Part(tensor=f"{experts}.{fused}{_EXPERTS.scale}", expert=int(expert), half=half)
 
 
-def are_patterns(value: object) -> bool:
-    try:
-        return is_names(value) and all(re.compile(f"(?:{one})") for one in cast(Sequence[str], value))
-    except re.error:
-        return False
+class Skipped:
+    """The layers that transformers leaves in high precision (``should_convert_module``).
 
-
-def converts(layer: str, skipped: Sequence[str]) -> bool:
-    """Whether transformers makes an FP8 layer of this one (``should_convert_module``).
-
-    A name is skipped if it begins with one of ``skipped``, up to a dot; if it does as a regular expression; or if it
-    ends with it.
+    A name is skipped if it begins with one of ``names``, up to a dot; if it does as a regular expression; or if it ends
+    with it.
     """
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return not any(re.match(rf"(?:{one}){boundary}", layer) or layer.endswith(one) for one in skipped)
+
+    def __init__(self, names: Sequence[str], where: str) -> None:
+        self._endings = frozenset(names)
+        self._expressions = Expressions(dict.fromkeys(names), where, then=r"(?:(?<=\.)|(?=\.|$))")
+
+    def __contains__(self, layer: str) -> bool:
+        ends = any(layer[start:] in self._endings for start in range(len(layer) + 1))
+        return ends or self._expressions.first(layer) is not None

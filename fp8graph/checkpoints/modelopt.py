@@ -11,7 +11,7 @@ read them, in FP32.
 
 from __future__ import annotations
 
-import fnmatch
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
+from fp8graph.checkpoints.expressions import Expressions
 from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Suffixes
 from fp8graph.checkpoints.quantization import Fields, Quantization
 from fp8graph.errors import CheckpointError
@@ -94,6 +95,7 @@ class ModelOpt(Quantization):
     excluded: tuple[str, ...] = ()
     kv_cache_algorithm: object | None = None
     producer: Mapping[str, str] = field(default_factory=lambda: dict(_PRODUCER), compare=False)
+    where: str = field(default="quantization_config", compare=False)
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -128,13 +130,16 @@ class ModelOpt(Quantization):
         fields.empty("has_zero_point", "pre_quant_scale", "lora_rank")
         fields.end()
         outer.end()
-        return cls(
+        parsed = cls(
             algorithm=None if algorithm == MIXED else algorithm,
             layers={name: _of_layer(name, layer, where) for name, layer in layers.items()},
             excluded=excluded,
             kv_cache_algorithm=kv_cache,
             producer=dict(producer),
+            where=where,
         )
+        _ = parsed.expressions  # raises for a pattern that cannot be read
+        return parsed
 
     @classmethod
     def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
@@ -148,10 +153,17 @@ class ModelOpt(Quantization):
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         if self.algorithm is not None:
-            excluded = any(_is_under(layer, one) or fnmatch.fnmatchcase(layer, one) for one in self.excluded)
+            names, patterns = self.expressions
+            excluded = any(owner in names for owner in _owners(layer)) or patterns.first(layer) is not None
             return () if excluded else (ALGORITHMS[self.algorithm],)
         owner = next((name for name in _owners(layer) if name in self.layers), None)
         return () if owner is None else (ALGORITHMS[self.layers[owner]],)
+
+    @functools.cached_property
+    def expressions(self) -> tuple[frozenset[str], Expressions]:
+        """The modules that are left in high precision: their names, and patterns."""
+        patterns = [of_glob(one) for one in self.excluded if any(c in one for c in "*?[")]
+        return frozenset(self.excluded), Expressions(patterns, f"{self.where}: exclude_modules", then="$")
 
     def config(self) -> dict[str, Any]:
         if self.algorithm is None:
@@ -216,5 +228,13 @@ def _owners(layer: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _is_under(layer: str, module: str) -> bool:
-    return layer == module or layer.startswith(f"{module}.")
+def of_glob(pattern: str) -> str:
+    """The expression that matches what a pattern of ``fnmatch`` does."""
+
+    def part(found: re.Match[str]) -> str:
+        if found["among"] is None:
+            return {"*": ".*", "?": "."}.get(found[0], re.escape(found[0]))
+        among = found["among"].replace("\\", "\\\\").replace("^", "\\^")
+        return f"[{'^' if found['none'] else ''}{among}]"
+
+    return re.sub(r"\[(?P<none>!?)(?P<among>[^\]]+)\]|.", part, pattern, flags=re.DOTALL)

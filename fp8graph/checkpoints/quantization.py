@@ -92,9 +92,9 @@ class Fields:
             raise self.unknown(name, value, f"It must be {what}.")
         return value
 
-    def names(self, name: str) -> tuple[str, ...]:
+    def names(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
         """A list of names."""
-        return tuple(self.checked(name, is_names, "a list of names", ()))
+        return tuple(self.checked(name, is_names, "a list of names", default))
 
     def unused(self, *names: str) -> None:
         """Take fields whose values have no meaning here."""

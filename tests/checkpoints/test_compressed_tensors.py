@@ -157,3 +157,21 @@ def test_a_key_value_cache() -> None:
     read = parsed(config_of(kv_cache_scheme={"num_bits": 8, "type": "float"}))
     assert read.kv_cache == {"num_bits": 8, "type": "float"}
     assert read.config()["kv_cache_scheme"] == read.kv_cache
+
+
+def test_names_come_before_expressions_before_classes() -> None:
+    preset = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK")
+    targets = (["Linear", "b.c"], ["re:a\\..*", "re:b.*"], ["a.b"])
+    read = parsed(config_of(format="mixed-precision", config_groups=dict(zip(preset, targets, strict=True))))
+    found = [read.layer_formats(name)[0].scheme for name in ("x", "b.c", "a.c", "b.d", "a.b")]
+    assert found == ["FP8", "FP8", "FP8_DYNAMIC", "FP8_DYNAMIC", "FP8_BLOCK"]
+
+
+@pytest.mark.parametrize("field", ["ignore", "config_groups"])
+def test_an_expression_that_python_would_try_for_ever(field: str) -> None:
+    expressions = ["re:(a+)+!"]
+    given: Any = expressions if field == "ignore" else {"FP8_DYNAMIC": expressions}
+    assert bool(parsed(config_of(**{field: given})).layer_formats("a" * 60)) == (field == "ignore")
+    wrong: Any = ["re:["] if field == "ignore" else {"FP8_DYNAMIC": ["re:["]}
+    with pytest.raises(CheckpointError, match=rf"here: {field}: the expression '\[' cannot be read .unterminated"):
+        parsed(config_of(**{field: wrong}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from fp8graph.checkpoints.compressed_tensors import layer_format
-from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8, converts
+from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import WHOLE
 from fp8graph.checkpoints.modelopt import ALGORITHMS
 from fp8graph.errors import CheckpointError
@@ -49,8 +50,8 @@ def test_deepseek_v3() -> None:
         ({"fmt": "e5m2"}, "fmt is 'e5m2'. Known: 'e4m3'"),
         ({"expert_dtype": "fp6"}, "expert_dtype is 'fp6'. Known: 'fp8', 'fp4'"),
         ({"modules_to_convert": ["embed"]}, r"modules_to_convert is \['embed'\]. It must be empty"),
-        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'. It must be names or patterns"),
-        ({"modules_to_not_convert": ["*.gate"]}, r"modules_to_not_convert is \['\*.gate'\]. It must be names or"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'. It must be a list of names"),
+        ({"modules_to_not_convert": ["*.gate"]}, r"modules_to_not_convert: the expression '\*.gate' cannot"),
         ({"rotation": "hadamard"}, "rotation is 'hadamard'. fp8graph does not know this field"),
     ],
 )
@@ -153,6 +154,12 @@ NAMES = """
 
 @pytest.mark.parametrize("name", NAMES.split())
 def test_skipped_layers_are_those_that_transformers_skips(name: str) -> None:
-    assert converts(name, SKIPPED) == should_convert_module(name, SKIPPED)
-    assert bool(parsed(modules_to_not_convert=SKIPPED).layer_formats(name)) == converts(name, SKIPPED)
-    assert bool(parsed(ignored_layers=SKIPPED).layer_formats(name)) == converts(name, SKIPPED)
+    for field in ("modules_to_not_convert", "ignored_layers"):
+        assert bool(parsed(**{field: SKIPPED}).layer_formats(name)) == should_convert_module(name, SKIPPED)
+
+
+def test_long_lists_of_names_are_not_compared_one_by_one() -> None:
+    names = [f"model.layers.{i}.mlp.gate" for i in range(20_000)]
+    read, started = parsed(modules_to_not_convert=names), time.process_time()
+    assert not any(map(read.layer_formats, names))
+    assert time.process_time() - started < 10  # 0.3 s; each with each: minutes
