@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
 
 from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
 
@@ -21,28 +22,33 @@ __all__ = [
     "UnsupportedRecipeError",
 ]
 
+_LONGEST: Final = 10_000  # characters of a message about an argument or a file
+
 
 class Fp8GraphError(ShortenTraceback):
     """Base of every error that fp8graph raises.
 
     ``except fp8graph.Fp8GraphError`` catches all of them. The message says where it happened, what was found and what
-    to do. Errors about an argument are a ``ValueError``, too.
+    to do. Errors about an argument are a ``ValueError``, too. Characters that would control a terminal are escaped.
     """
 
     def __init__(self, message: str) -> None:
         # first_useful_frame=None: "show the traceback as it is" to torch.
-        super().__init__(message, first_useful_frame=None)
+        super().__init__("\n".join(map(printable, message.split("\n"))), first_useful_frame=None)
 
     def __reduce__(self) -> tuple[type[Fp8GraphError], tuple[str]]:
         return type(self), (str(self),)
 
 
 class ConfigError(Fp8GraphError, ValueError):
-    """An argument, option, target, mesh or file that cannot be used as given.
+    """An argument, option, target, mesh or file that cannot be used as given. A long message is cut.
 
     Raised where the argument is given, before anything is compiled: by ``Backend``, ``compile``, ``explain``, ``tune``,
     ``planning``, and by ``torch.compile`` for options by name.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ... (cut)")
 
 
 class PolicyError(ConfigError):
@@ -84,6 +90,13 @@ class StateError(Fp8GraphError):
     Raised by ``Backend.state_dict`` and ``load_state_dict``, by the callbacks of ``fp8graph.integrations``, and by
     ``torch.distributed.checkpoint`` through them. Nothing is loaded then.
     """
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, with escapes for what is no printable character: names in files are anybody's."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

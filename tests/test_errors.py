@@ -64,3 +64,14 @@ def test_an_error_loses_nothing() -> None:
     model.float()
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     torch.compile(model, backend=eager_backend(ALL))(x)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_message_controls_no_terminal(error: type[fp8graph.Fp8GraphError]) -> None:
+    first = error("a\x1b]0;title\x07\x7f\u202e\ud800 \u00e4\nb\tc")
+    assert str(first) == "a\\x1b]0;title\\x07\\x7f\\u202e\\ud800 \u00e4\nb\\tc"
+    assert str(pickle.loads(pickle.dumps(first))) == str(first)
+
+
+def test_a_message_about_a_file_is_cut() -> None:
+    assert len(str(fp8graph.CheckpointError("x" * 50_000_000))) < 11_000

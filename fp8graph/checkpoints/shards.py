@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fp8graph.checkpoints.headers import TensorInfo, tensors_of
-from fp8graph.errors import CheckpointError, did_you_mean
+from fp8graph.errors import CheckpointError, did_you_mean, printable
 
 INDEX: Final = "model.safetensors.index.json"
 _LONGEST: Final = 255  # bytes of a file's name, on every system
@@ -192,7 +192,7 @@ def _of_index(index: Path) -> dict[str, TensorInfo]:
         lost = sum(file in missing for file in listed.values())
         raise CheckpointError(
             f"{index.parent}: {len(missing)} of {len(names)} shards are missing, with {lost} tensors: "
-            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download them again."
+            f"{', '.join(map(printable, missing[:3]))}{', ...' if len(missing) > 3 else ''}. Download them again."
         )
     where: dict[str, TensorInfo] = {}
     for one in (one for name in names for one in tensors_of(Path(index.parent, name))):

@@ -54,7 +54,7 @@ class Speed:
             speed = dict(values["speed"])
             speed["rates"] = {**RATES, **speed.get("rates", {})}
             target: str = values["target"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{path}: not a calibration file of fp8graph bench --calibrate: {error}") from None
         names = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(Speed)}
         for name in speed.keys() - names:

@@ -18,6 +18,7 @@ from fp8graph.runtime.checkpoint import ScalingState
 __all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
 
 _log = logging.getLogger("fp8graph")
+_LARGEST = 1 << 28  # bytes of a state: 60,000 tensors with 1,024 amaxes each
 
 
 def state_to_save(model: nn.Module, checkpoint: str) -> ScalingState:
@@ -67,7 +68,10 @@ def from_text(text: object, checkpoint: str) -> dict[str, torch.Tensor]:
         StateError: ``text`` is damaged.
     """
     try:
-        data = zlib.decompress(base64.b64decode(text, validate=True))  # pyright: ignore[reportArgumentType]
+        packed, inflating = base64.b64decode(text, validate=True), zlib.decompressobj()  # pyright: ignore
+        data = inflating.decompress(packed, _LARGEST)
+        if not inflating.eof:
+            raise ValueError(f"it is cut off, or larger than {_LARGEST >> 20} MiB")
         return torch.load(io.BytesIO(data), weights_only=True)
     except (TypeError, ValueError, zlib.error, RuntimeError, pickle.UnpicklingError) as error:
         raise StateError(

@@ -68,6 +68,8 @@ class HeadScales:
                         f"{other!r} and {name!r} are both {which}_scale of layer {layer}: give those of one stack "
                         "of layers and one kind of attention."
                     )
+                if not isinstance(tensor, Tensor):
+                    raise ConfigError(f"HeadScales.from_tensors(tensors): {name!r} is {tensor!r:.100}, not a tensor.")
                 found.setdefault(layer, {})[which] = tensor.to(torch.float32).reshape(-1)
         if not found:
             raise ConfigError("no tensor is named ...layers.<number>....k_scale: there are no scales of a cache")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,14 +155,17 @@ class _Done:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             self.batches = saved.pop("batches")
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"tune(resume={str(path)!r}): it is no file of tune() ({error}).") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"tune(resume={str(path)!r}): it is not a file of tune() ({error}).") from None
         for name, value in head.items():
             if saved.get(name) != value:
                 raise ConfigError(
                     f"tune(resume={str(path)!r}): it was made with {name}={saved.get(name)!r}, not {value!r}. "
                     "Give the same arguments, or another file."
                 )
+        candidates = len(head["recipes"])
+        if not all(_is_measured(row, candidates) for batch in _lists(self.batches) for row in _lists(batch)):
+            raise ConfigError(f"tune(resume={str(path)!r}): it is damaged. It holds scores that are no numbers >= 0.")
         _log.info("tune: %d batches of %s are not measured again", len(self.batches), path)
 
     def add(self, batch: list[dict[str, Any]]) -> None:
@@ -170,6 +174,23 @@ class _Done:
             draft = self._path.with_name(self._path.name + ".part")
             draft.write_text(json.dumps({**self._head, "batches": self.batches}), encoding="utf-8")
             draft.replace(self._path)  # a file that is stopped in the middle of writing is never read
+
+
+def _lists(value: Any) -> list[Any]:
+    """``value``; if it is no list, one that holds no row."""
+    return value if isinstance(value, list) else [None]
+
+
+def _is_measured(row: Any, candidates: int) -> bool:
+    """Whether a row of a file is one of those that ``Scoring.batch`` makes."""
+    if not isinstance(row, dict):
+        return False
+    numbers: list[Any] = [row.get(part) for part in ERROR_PARTS]
+    return (
+        all(isinstance(row.get(name), str) for name in ("site", "gemm", "group"))
+        and row.get("candidate") in range(candidates)
+        and all(type(x) in (int, float) and 0 <= x < math.inf for x in numbers)
+    )
 
 
 def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRecord]) -> list[Measured]:

@@ -195,10 +195,13 @@ class Policy:
                 " and ".join(tables),
             )
         rules = values.get("rules", [])
-        if not isinstance(rules, list):
-            raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")
         settings = {k: v for k, v in values.items() if k in known - {"rules"}}
-        return Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
+        try:
+            if not isinstance(rules, list):
+                raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")
+            return Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
+        except RecursionError:  # a message shows the value
+            raise PolicyError("policy: tables or lists are nested too deep.") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Policy:
@@ -233,7 +236,7 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PolicyError(f"policy file {file}: cannot be read ({error}).{hint}") from None
     try:
         values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:  # both decoders' errors
+    except (ValueError, RecursionError) as error:  # both decoders' errors
         kind = "JSON" if file.suffix == ".json" else "TOML"
         raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
     if not isinstance(values, dict):

@@ -130,7 +130,7 @@ class DelayedScaling(Recipe):
     Args:
         fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.
         margin: headroom in powers of two, >= 0.
-        amax_history_len: the number of steps in the history, >= 1.
+        amax_history_len: the number of steps in the history, from 1 to 2**20.
         amax_compute_algo: "max" over the history, "most_recent", or a function of the history [length, tensors],
             newest in row 0, that returns the amaxes [tensors].
         scaling_factor_compute_algo: a function ``(amax [tensors], old scale [tensors], fp8_max, recipe)`` that
@@ -158,8 +158,8 @@ class DelayedScaling(Recipe):
         super().__post_init__()
         if type(self.margin) not in (int, float) or not (0 <= self.margin <= 100):
             raise self._bad("margin", "a number from 0 to 100: powers of two of headroom")
-        if type(self.amax_history_len) is not int or self.amax_history_len < 1:
-            raise self._bad("amax_history_len", "a whole number >= 1")
+        if type(self.amax_history_len) is not int or not 1 <= self.amax_history_len <= 2**20:
+            raise self._bad("amax_history_len", "a whole number >= 1, and at most 2**20")
         if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
             raise self._bad("amax_compute_algo", '"max", "most_recent" or a function')
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):

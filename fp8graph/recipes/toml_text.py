@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+from fp8graph.errors import PolicyError
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
 
@@ -15,6 +16,7 @@ def policy_toml(policy: Policy) -> str:
 
     Raises:
         UnsupportedRecipeError: a recipe holds a function.
+        PolicyError: a string has no form in UTF-8.
     """
     values = policy.to_dict()
     head = [f"{name} = {_value(value)}" for name, value in values.items() if name != "rules"]
@@ -32,4 +34,6 @@ def _value(value: Any) -> str:
         return "{ " + ", ".join(f"{name} = {_value(each)}" for name, each in given.items()) + " }"
     if isinstance(value, list):
         return f"[{', '.join(map(_value, cast(list[Any], value)))}]"
-    return json.dumps(value, ensure_ascii=False)  # strings, numbers, booleans
+    if isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
+        raise PolicyError(f"{value!r} cannot be written to a file: half of a surrogate pair is no character.")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # strings, numbers, booleans

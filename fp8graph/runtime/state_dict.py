@@ -148,7 +148,7 @@ def saved_guard(state_dict: Mapping[str, Any] | ScalingState) -> list[Any]:
         rules = json.loads(bytes(text.tolist()))
         if not isinstance(rules, list):
             raise TypeError(f"found {rules!r}")
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise StateError(
             f"not a valid fp8graph state dict: {GUARD_KEY!r} is not a list of rules ({error}). Nothing was loaded."
         ) from None

@@ -43,7 +43,7 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
         file = path / "config.json" if path.is_dir() else path
         try:
             values: Any = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: not a config ({error}).") from None
         if not isinstance(values, dict) or "model_type" not in values:
             raise ConfigError(f"{file}: not a config of transformers: it has no model_type.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fp8graph.checkpoints.inspect import Inspection, LayerSummary, inspect
+from fp8graph.errors import printable
 from fp8graph.report.tables import aligned, any_layer, size_text
 from fp8graph.report.terminal import progress_console
 
@@ -45,13 +46,13 @@ def text(found: Inspection) -> str:
             ruled=True,
         ),
         [f"in high precision: {_some(found.high_precision)}", f"ignore list: {_some(found.ignore)}"],
-        *([[f"key-value cache: {found.kv_cache}"]] if found.kv_cache is not None else []),
+        *([[printable(f"key-value cache: {found.kv_cache}")]] if found.kv_cache is not None else []),
     ]
     if found.layers:
         rows = [_outlier(one) for one in found.outliers()]
         header = ("layers that stand out", "shape", "scales max/min", "max scale", "saturated", "zero", "not finite")
         parts.append(aligned([header, *rows], ruled=True))
-    some = [f"  {problem}" for problem in found.problems[:50]]
+    some = [f"  {printable(problem)}" for problem in found.problems[:50]]
     more = [f"  and {len(found.problems) - 50} more"] if len(found.problems) > 50 else []
     wrong = [f"{len(found.problems)} things do not fit together:", *some, *more]
     parts.append(wrong if found.problems else ["Nothing is missing, left over or of a wrong shape."])
@@ -66,12 +67,12 @@ def _layers(found: Inspection) -> str:
 def _outlier(one: LayerSummary) -> tuple[str, ...]:
     shape = " x ".join(map(str, one.shape))
     shares = (f"{100 * share:.2f} %" for share in (one.saturated, one.zero))
-    return one.layer, shape, f"{one.scale_ratio:.3g}", f"{one.largest_scale:.3g}", *shares, str(one.nan)
+    return printable(one.layer), shape, f"{one.scale_ratio:.3g}", f"{one.largest_scale:.3g}", *shares, str(one.nan)
 
 
 def _some(names: list[str]) -> str:
     """Names, with one entry for layers that differ only in their numbers."""
-    kinds = list(dict.fromkeys(any_layer(f"{name}.").removesuffix(".") for name in names))
+    kinds = list(dict.fromkeys(printable(any_layer(f"{name}.").removesuffix(".")) for name in names))
     return ", ".join(kinds[:12]) + (f" and {len(kinds) - 12} more" if len(kinds) > 12 else "") or "none"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
-from fp8graph.errors import CheckpointError
+from fp8graph.errors import CheckpointError, printable
 from fp8graph.libraries.linear import StoredWeight, one_scale
 from fp8graph.libraries.stored_linear import StoredLinear
 
@@ -107,7 +107,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
     unknown = [name for name in checkpoint.others if name not in targets]
     for names, text in ((missing, "the checkpoint lacks"), (unknown, "the model has no place for")):
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+            shown = ", ".join(map(printable, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
             if strict:
                 raise CheckpointError(f"{folder}: {text} {shown}. With strict=False that is a warning.")
             _log.warning("%s: %s %s", folder, text, shown)

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -147,6 +147,10 @@ NOT_SCALES: Any = {}
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (
+            lambda c: HeadScales.from_tensors(cast(Any, {"layers.3.k_scale": "1"})),
+            "'layers.3.k_scale' is '1', not a tensor",
+        ),
         (lambda c: HeadScales.from_tensors({"x.k_scale": ONE}), "there are no scales of a cache"),
         (lambda c: HeadScales.from_tensors({"layers.3.k_scale": ONE}), "layer 3 has a k_scale alone"),
         (

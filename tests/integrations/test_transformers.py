@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import shutil
+import tracemalloc
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +164,15 @@ def test_trainer_knows_no_backend_of_this_name(tmp_path: Path) -> None:
     """The reason for model.compile before Trainer; `fp8graph doctor` says so too."""
     with pytest.raises(ValueError, match="'FP8GRAPH' is not a valid DynamoBackend"):
         trainer_for(tmp_path, torch_compile_backend="fp8graph")
+
+
+def test_a_state_is_not_inflated_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few KiB of text can stand for gigabytes."""
+    monkeypatch.setattr("fp8graph.integrations._LARGEST", 1 << 20)
+    text = base64.b64encode(zlib.compress(bytes(1 << 24))).decode()
+    tracemalloc.start()
+    with pytest.raises(StateError, match="damaged .ValueError: it is cut off, or larger than 1 MiB"):
+        from_text(text, "a file")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 23

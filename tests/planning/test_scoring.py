@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from fp8graph import ConfigError
+from fp8graph.numerics.gemm_error import ERROR_PARTS
 from fp8graph.planning.scoring import measure
 from fp8graph.recipes import resolve_recipe
 
@@ -97,3 +100,34 @@ class _Nothing(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return {"logits": self.up(x)}
+
+
+ROW = {"site": "up", "gemm": "fprop", "candidate": 0, "group": "up"} | dict.fromkeys(ERROR_PARTS, 1.0)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        *([[{**ROW, "square_error": value}]] for value in (float("nan"), float("inf"), -1.0, "1", None)),
+        [[{**ROW, "candidate": 1}]],
+        [[{**ROW, "site": 3}]],
+        *([3], [[3]], {}, "x"),
+    ],
+)
+def test_a_damaged_file_is_not_gone_on_from(batches: Any, tmp_path: Path) -> None:
+    file = tmp_path / "measured.json"
+    run(Model("tensor"), [X], resume=file)
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps({**saved, "batches": [*saved["batches"]]}))
+    run(Model("tensor"), [X], resume=file)
+    file.write_text(json.dumps({**saved, "batches": batches}))
+    with pytest.raises(ConfigError, match=r"tune\(resume=.*measured.json'\): it is damaged. It holds scores"):
+        run(Model("tensor"), [X], resume=file)
+
+
+@pytest.mark.parametrize("text", ["[]", "[" * 100_000, "3", "{}"])
+def test_a_file_of_something_else(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    for file in (tmp_path / "a.json", tmp_path):
+        with pytest.raises(ConfigError, match=r"tune\(resume=.*it is not a file of tune"):
+            run(Model("tensor"), [X], resume=file)

@@ -183,7 +183,7 @@ def test_it_resumes(tmp_path: Path, target: str) -> None:
     with pytest.raises(ConfigError, match="it was made with model="):
         tune(Wide(layers=2), batches(3), **settings)
     path.write_text("nonsense")
-    with pytest.raises(ConfigError, match=r"it is no file of tune\(\)"):
+    with pytest.raises(ConfigError, match=r"it is not a file of tune\(\)"):
         tune(model, batches(3), **settings)
 
 

@@ -253,6 +253,9 @@ def test_files(tmp_path: Path) -> None:
         ("p.json", '{"rules": [{"pattern": null, "recipe": null}]}', "must be a glob"),
         ("p.json", '{"rules": null}', "'rules' must be a list"),
         ("p.json", "3", "expected a table of rules"),
+        ("p.json", '{"rules": ' + "[" * 100_000, "malformed JSON: .*recursion"),
+        ("p.toml", "rules = " + "[" * 100_000, "malformed TOML: .*recursion"),
+        ("p.json", '{"rules": "' + "x" * 10**6 + '"}', "'rules' must be a list of tables, not 'x+ ... .cut.$"),
     ],
 )
 def test_bad_files_say_which_file_and_what(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -413,3 +416,12 @@ def test_output_heads_are_kept_behind_the_users_rules_and_before_the_defaults() 
     assert Policy.from_dict(policy.to_dict()) == policy
     with pytest.raises(fp8graph.ConfigError, match="keep_heads must be True or False"):
         Policy(keep_heads="yes")  # pyright: ignore[reportArgumentType]
+
+
+def test_deep_tables() -> None:
+    deep: Any = None
+    for _ in range(100_000):
+        deep = [deep]
+    for values in ({"rules": [deep]}, {"rules": {"x": deep}}, {"default": deep}):
+        with pytest.raises(fp8graph.PolicyError, match="nested too deep"):
+            Policy.from_dict(values)

@@ -113,3 +113,20 @@ def test_many_layers_alike() -> None:
     assert inspect_checkpoint._some([]) == "none"
     assert inspect_checkpoint._some(["a.0.gate", "a.1.gate", "lm_head"]) == "a.*.gate, lm_head"
     assert inspect_checkpoint._some([f"{chr(97 + i)}.x" for i in range(15)]).endswith("l.x and 3 more")
+
+
+def test_names_control_no_terminal(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = load_file(folder / "model.safetensors")
+    name = "a\x1b[2J\nNothing is missing"
+    held |= {f"{name}.weight": torch.ones(4, 4), f"{name}.weight_scale_inv": torch.ones(1)}
+    held |= {f"{name}.q.weight": torch.zeros(128, 128).to(torch.float8_e4m3fn)}
+    held |= {f"{name}.q.weight_scale_inv": torch.full((1, 1), float("inf"))}
+    save_file(held, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"] = ["\x1bc"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert [c for c in out if not c.isprintable() and c != "\n"] == []
+    assert not any(line.startswith("Nothing is missing") for line in out.splitlines())
+    assert out.count(r"a\x1b[2J\nNothing is missing") == 4
