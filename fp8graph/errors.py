@@ -7,9 +7,11 @@ instead of wrapping them in ``BackendCompilerFailed`` (tests/test_errors.py keep
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from typing import Final
 
+import torch
 from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
 
 __all__ = [
@@ -90,6 +92,35 @@ class StateError(Fp8GraphError):
     Raised by ``Backend.state_dict`` and ``load_state_dict``, by the callbacks of ``fp8graph.integrations``, and by
     ``torch.distributed.checkpoint`` through them. Nothing is loaded then.
     """
+
+
+def expect(call: str, argument: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Check the type of an argument of a public function; ``wanted``: in words.
+
+    Raises:
+        ConfigError: ``value`` is of none of ``kinds``.
+    """
+    if not isinstance(value, kinds):
+        shown = repr(value) if value is None or isinstance(value, (str, bytes, int, float)) else type(value).__name__
+        raise ConfigError(f"{call}({argument}={shown:.100}): {argument} must be {wanted}.")
+
+
+def expect_path(call: str, argument: str, value: object) -> None:
+    """:func:`expect` the path of a file or folder."""
+    expect(call, argument, value, (str, os.PathLike), "a path")
+
+
+def expect_batches(call: str, argument: str, value: object) -> None:
+    """:func:`expect` batches. One batch is no list of them: its rows or keys would be taken for batches."""
+    wanted = "a list of batches, or another iterable"
+    expect(call, argument, value, Iterable, wanted)
+    if isinstance(value, (Mapping, torch.Tensor, str)):
+        raise ConfigError(f"{call}({argument}=...): {argument} must be {wanted}; this is one batch. Write [batch].")
+
+
+def expect_batch(call: str, argument: str, value: object) -> None:
+    """:func:`expect` one batch of those that :func:`expect_batches` let pass."""
+    expect(call, f"{argument}=[...], batch", value, (Mapping, tuple, list, torch.Tensor), "a dict, a tuple or a tensor")
 
 
 def printable(text: str) -> str:

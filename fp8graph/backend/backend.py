@@ -23,6 +23,7 @@ from fp8graph.backend.schedule import Schedule
 from fp8graph.backend.shared import Shared
 from fp8graph.backend.watched import Watched
 from fp8graph.compat import dynamo
+from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
@@ -178,6 +179,8 @@ class Backend(Watched):
         reports see the modules' full names. ``name`` tells models apart that share this backend: the names of their
         layers then begin with it, for policies, too ("teacher.model.layers.0").
         """
+        expect("Backend.bind", "model", model, torch.nn.Module, "a model, an nn.Module")
+        expect("Backend.bind", "name", name, str, "a string")
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         self.names.bind(model, name)
         self.state.rename(self.names)

@@ -14,7 +14,7 @@ from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.regions import Regions, regions_of
 from fp8graph.compat import wrappers
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
@@ -47,9 +47,10 @@ def find_backend(compiled: Any) -> Backend | None:
     return found if found is None or isinstance(found, Backend) else found.of(compiled)
 
 
-def refresh_weights(backend: Backend) -> None:
-    """:meth:`Backend.refresh_weights`."""
-    backend.refresh_weights()
+def refresh_weights(backend: Backend | Any) -> None:
+    """:meth:`Backend.refresh_weights`; of the backend behind it, if a compiled model is given."""
+    expect("refresh_weights", "backend", backend, object if callable(backend) else (), "a Backend, or what it compiled")
+    (backend if isinstance(backend, Backend) else backend_of(backend)).refresh_weights()
 
 
 def compile(  # noqa: A001  (the public name is torch's)
@@ -91,6 +92,9 @@ def compile(  # noqa: A001  (the public name is torch's)
     if unknown := sorted(kwargs.keys() - {*torchs}):
         known = ("policy", "recipe", "observe", "guard", "regions", *Settings.names(), *torchs)
         raise TypeError(f"fp8graph.compile has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
+    expect("fp8graph.compile", "options", kwargs.get("options") or {}, Mapping, "a dict of options, or None")
+    for name in ("dynamic", "fullgraph"):
+        expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
     own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
     options = {**own, **settings, **(kwargs.pop("options", None) or {})}
     if (inductor := options.pop("inductor_options", None)) is not None:

@@ -12,7 +12,7 @@ from fp8graph.backend.backend import Backend
 from fp8graph.backend.model_backends import ModelBackends
 from fp8graph.compat import wrappers
 from fp8graph.compat.inductor import options_of_mode
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, choices
 
 # Backend's arguments, and two of torch's own under short names
@@ -56,7 +56,8 @@ class NamedBackend:
         for known, reference in self._known:
             if (backends := reference()) is not None and known == kwargs:
                 return backends
-        mode, options = kwargs.get("mode"), dict(kwargs.get("options") or {})
+        mode, options = kwargs.get("mode"), kwargs.get("options") or {}
+        expect("torch.compile", "options", options, Mapping, "a dict of options")
         backends = ModelBackends(lambda: self.make(mode, dict(options)))
         self._known = [(known, reference) for known, reference in self._known if reference() is not None]
         self._known.append((dict(kwargs), weakref.ref(backends)))
@@ -74,6 +75,7 @@ class NamedBackend:
         if not isinstance(inductor, Mapping):
             raise ConfigError(f"option 'inductor' must be a dict of Inductor options, not {inductor!r}.")
         if mode is not None:
+            expect("torch.compile", "mode", mode, str, "the name of a mode")
             try:
                 inductor = {**options_of_mode(mode), **inductor}
             except KeyError as error:

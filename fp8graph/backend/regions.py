@@ -38,6 +38,8 @@ def regions_of(model: nn.Module, regions: Regions) -> list[nn.Module]:
             _log.warning("regions='auto': no block of %s repeats; it is compiled as a whole.", type(model).__name__)
             return [model]
     else:
+        if not isinstance(regions, Sequence) or not all(isinstance(name, str) for name in regions):
+            raise ConfigError(f"regions must be 'auto' or a list of class names, not {regions!r:.100}.")
         classes = sorted({type(module).__name__ for module in model.modules()})
         for name in regions:
             if name not in classes:

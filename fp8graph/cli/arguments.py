@@ -37,6 +37,13 @@ def writable(path: Path, *endings: str) -> None:
         raise ConfigError(f"{path}: must end in {', '.join(endings)}.")
 
 
+def check_recipe(name: str | None) -> None:
+    """Raise UnsupportedRecipeError before anything large is imported."""
+    from fp8graph.recipes import resolve_recipe
+
+    resolve_recipe(name)
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """A model without weights, and the inputs that it is traced with."""
     parser.add_argument("model", help="a config.json, a folder that holds one, or a model type like 'llama'")
@@ -70,16 +77,17 @@ def traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
     """The report of ``model`` on ``inputs`` that were made for it."""
     from fp8graph.cli.terminal import working
     from fp8graph.errors import ConfigError, Fp8GraphError
-    from fp8graph.tools.explain import explain
+    from fp8graph.tools.explain import InputsError, explain
     from fp8graph.tools.from_config import positions_of
 
     try:
         with working(f"tracing {type(model).__name__}"):
             return explain(model, **settings, **inputs)
-    except Fp8GraphError:
-        raise
     except Exception as error:  # made-up inputs may not be what the model takes, and its code says anything then
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+        if isinstance(error, Fp8GraphError) and not isinstance(error, InputsError):
+            raise
+        cause = error.__cause__ if isinstance(error, InputsError) and error.__cause__ is not None else error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:200]}"
         positions, tokens = positions_of(model.config), inputs.get("input_ids")
         too_long = positions is not None and tokens is not None and tokens.shape[1] > positions
         raise ConfigError(

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fp8graph.cli.arguments import command, positive
+from fp8graph.cli.arguments import check_recipe, command, positive
 
 
 def add(commands: Any) -> None:
@@ -21,6 +21,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train both."""
+    check_recipe(options.recipe)
     from fp8graph.tools.demo import run_demo
 
     return run_demo(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fp8graph.cli.arguments import add_model, add_policy, command, meta_model, traced, writable
+from fp8graph.cli.arguments import add_model, add_policy, check_recipe, command, meta_model, traced, writable
 from fp8graph.cli.extras import install
 
 
@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trace the model on the meta device, and print the report."""
+    check_recipe(options.recipe)
     from fp8graph.backend import Backend
 
     if options.html is not None:

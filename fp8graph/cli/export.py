@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fp8graph.cli.arguments import command
+from fp8graph.cli.arguments import check_recipe, command
 
 _ABOUT = "quantize a checkpoint for an inference engine (of a trained model: fp8graph.export in Python)"
 
@@ -24,6 +24,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder, and show what is in it."""
+    check_recipe(options.recipe)
+    from fp8graph.errors import ConfigError
+
+    if not options.overwrite and options.folder.is_dir() and any(options.folder.iterdir()):
+        raise ConfigError(f"{options.folder}: exists. Choose another folder, or pass --overwrite to replace it.")
     from fp8graph.tools import inspect_checkpoint
     from fp8graph.tools.export_folder import export_folder
 

@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from fp8graph.cli.arguments import add_model, add_policy, command, meta_model, traced
+from fp8graph.cli.arguments import add_model, add_policy, check_recipe, command, meta_model, traced
 
 
 def add(commands: Any) -> None:
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict each mesh under each recipe."""
+    check_recipe(options.recipe)
     from fp8graph import hardware
     from fp8graph.backend import Backend
     from fp8graph.errors import ConfigError

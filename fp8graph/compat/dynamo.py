@@ -16,6 +16,7 @@ import torch._dynamo
 from torch import fx
 from torch._dynamo import device_interface
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
@@ -23,6 +24,8 @@ from torch._guards import CompileContext
 from fp8graph.compat.wrappers import innermost_backend, original_module
 
 _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
+# what the code of a model raises for inputs that it cannot take: by itself, and in a graph on fake tensors
+ERRORS_OF_MODELS: Final = (TypeError, TorchRuntimeError)
 P = ParamSpec("P")
 R = TypeVar("R")
 

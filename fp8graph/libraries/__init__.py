@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
+from fp8graph.errors import expect
 from fp8graph.libraries import compressed_tensors, torchao, transformers
 from fp8graph.libraries.linear import StoredWeight, forward_of
 
@@ -36,6 +37,7 @@ def adopt(model: _Model) -> _Model:
     for a model that was unpickled or got new layers. The FP8 weights are frozen: they get no gradient, whatever
     ``requires_grad`` says.
     """
+    expect("adopt", "model", model, nn.Module, "a model, an nn.Module")
     for module in model.modules():
         for reader, in_eager in _READERS:
             if (read := reader(module)) is not None:

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fp8graph.errors import ConfigError, expect
 from fp8graph.numerics.decoding import dequantize_data
 from fp8graph.numerics.finished_statistics import finished, named
 from fp8graph.numerics.hadamard import hadamard, transform_rows
@@ -59,23 +60,24 @@ def quantize(
         seed: of the random numbers, for recipes that round stochastically.
 
     Raises:
-        ValueError: for a recipe, operand or layout that does not exist, an unusable dtype, or an empty tensor.
+        ConfigError: (a ``ValueError``) for a recipe, operand or layout that does not exist, an unusable dtype, or an
+            empty tensor.
     """
-    if operand not in OPERANDS:
-        raise ValueError(f"operand must be one of {', '.join(OPERANDS)}, not {operand!r}")
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, not {layout!r}")
+    expect("quantize", "x", x, Tensor, "a tensor")
+    expect("quantize", "recipe", recipe, Recipe, "a recipe object like fp8graph.Float8RowwiseScaling()")
+    expect("quantize", "scale", scale, (Tensor, type(None)), "a tensor, or None")
+    expect("quantize", "seed", seed, int, "a whole number")
+    for name, value, known in (("operand", operand, OPERANDS), ("layout", layout, LAYOUTS)):
+        if value not in known:
+            raise ConfigError(f"quantize({name}={value!r}): {name} must be one of {', '.join(known)}.")
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"cannot quantize {x.dtype}: it must be bf16, fp16 or fp32")
+        raise ConfigError(f"quantize(x=...): x is {x.dtype}, and must be bf16, fp16 or fp32.")
     if x.ndim < 2 or x.numel() == 0:
-        raise ValueError(f"cannot quantize shape {tuple(x.shape)}: it needs at least 2 dims and one element")
-    given: object = recipe
-    if not isinstance(given, Recipe):
-        raise ValueError(f"recipe must be a recipe object like fp8graph.Float8RowwiseScaling(), not {given!r}")
+        raise ConfigError(f"quantize(x=...): x has shape {list(x.shape)}, and needs at least 2 dims and one element.")
     quantizer = recipe.quantizer(operand)
     kind = SCALINGS[quantizer.scaling]
     if scale is not None and not kind.has_state:
-        raise ValueError(f"scale= is for DelayedScaling: {recipe.name} makes its own")
+        raise ConfigError(f"quantize(scale=...): scale is for DelayedScaling, and {recipe.name} makes its own.")
     extra = quantizer_kwargs(quantizer)
     if scale is not None:
         extra["scales"] = torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
@@ -104,6 +106,7 @@ def dequantize(q: QuantizedTensor) -> Tensor:
 
     A Hadamard transform of the columnwise copy is taken back, in FP32.
     """
+    expect("dequantize", "q", q, QuantizedTensor, "what quantize() returns")
     extra = decoding_kwargs(q.quantizer)
     signs = q.quantizer.rotation if q.layout == "columnwise" else None
     decoded_dtype = q.dtype if signs is None else torch.float32
@@ -146,12 +149,17 @@ def statistics(
         (dB), quantiles of the scales (scale_inv_q5 to scale_inv_q95), and scale_inv_std (octaves).
 
     Raises:
-        ValueError: see :func:`quantize`.
+        ConfigError: (a ``ValueError``) see :func:`quantize`.
     """
+    expect("statistics", "x", x, Tensor, "a tensor")
+    if type(block_size) is not int or block_size < 1:
+        raise ConfigError(f"statistics(block_size={block_size!r:.100}): block_size must be a whole number >= 1.")
     if recipe is None:
         recipe_parts = None
         if x.ndim < 2 or x.numel() == 0:
-            raise ValueError(f"cannot describe shape {tuple(x.shape)}: it needs at least 2 dims and one element")
+            raise ConfigError(
+                f"statistics(x=...): x has shape {list(x.shape)}, and needs at least 2 dims and one element."
+            )
     else:
         q = quantize(x, recipe, operand, layout, scale=scale)
         parts = quantized_parts(
@@ -173,10 +181,13 @@ def sqnr_db(reference: Tensor, approximation: Tensor) -> float:
     Equal tensors give ``inf``; shapes must agree.
 
     Raises:
-        ValueError: for shapes that differ.
+        ConfigError: (a ``ValueError``) for shapes that differ.
     """
+    expect("sqnr_db", "reference", reference, Tensor, "a tensor")
+    expect("sqnr_db", "approximation", approximation, Tensor, "a tensor")
     if reference.shape != approximation.shape:
-        raise ValueError(f"shapes differ: {tuple(reference.shape)}, {tuple(approximation.shape)}")
+        shapes = f"reference has shape {list(reference.shape)}, approximation {list(approximation.shape)}"
+        raise ConfigError(f"sqnr_db(): {shapes}: they must be equal.")
     if torch.equal(reference, approximation):
         return math.inf  # also where both are zero, empty or infinite: no noise
     signal = reference.detach().to(torch.float64)

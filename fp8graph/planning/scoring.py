@@ -18,7 +18,7 @@ from fp8graph.backend import Backend
 from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.compat import wrappers
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect_batch
 from fp8graph.ir.observed import Observed
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS
@@ -128,6 +128,7 @@ def measure(
             if count > 1 and count <= len(done.batches):
                 backend.next_batch()
                 continue
+            expect_batch("tune", "batches", batch)
             with _seeded(seed + count):
                 _loss(
                     compiled(**batch) if isinstance(batch, Mapping) else compiled(*_tuple(batch)), batch, loss

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8graph import hardware
 from fp8graph.compat import wrappers
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect, expect_batches
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
 from fp8graph.planning import walk
@@ -77,12 +77,13 @@ def tune(
         ConfigError: (a ``ValueError``) for arguments that cannot be used, a model without a loss, or if no policy is
             as fast as ``min_speedup`` says.
     """
+    expect("tune", "model", model, nn.Module, "a model, an nn.Module")
+    expect_batches("tune", "batches", batches)
+    expect("tune", "loss", loss, object if loss is None or callable(loss) else (), "a function, or None")
     target = str(target) if isinstance(target, os.PathLike) else target
     device = _device(model, target)
     candidates, labels = _candidates(recipes, device)
     budget = _budget(budget, min_speedup)
-    if isinstance(batches, Mapping):
-        raise ConfigError("tune(): batches must be a list of batches, and this is one batch: write [batch].")
     path = None if resume is None else Path(resume)
     bar: Callable[[Iterable[Any]], Iterable[Any]] = functools.partial(_bar, shown=progress)
     found, backend = measure(

@@ -21,7 +21,7 @@ from torch.fx.traceback import annotate
 
 from fp8graph.compat import checkpointing
 from fp8graph.compat.dynamo import never_a_root_frame
-from fp8graph.errors import UnsupportedRecipeError, did_you_mean
+from fp8graph.errors import ConfigError, UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, GemmRecipe
@@ -89,13 +89,16 @@ def autocast(
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an unknown recipe, a value that is not a group, or a
             group given inside compiled code.
-        TypeError: a recipe in the place of ``enabled``, or an argument that does not exist.
+        TypeError: ``enabled`` is a recipe, or another value that is not True or False; or an argument that does not
+            exist.
     """
     if unknown:
         raise TypeError(_unknown_argument(next(iter(unknown))))
     given: object = enabled
     if isinstance(given, (str, Recipe)):  # would be true, and the recipe would be lost
         raise TypeError("the first argument of autocast is enabled, not a recipe: write autocast(recipe=...)")
+    if not isinstance(given, bool):
+        raise TypeError("the first argument of autocast, enabled, must be True or False")
     if torch.compiler.is_compiling():
         # Dynamo traces these lines: use only strings and Python's exceptions. Compiling the graph checks the names.
         if amax_reduction_group is not None:
@@ -142,9 +145,10 @@ def _group_name(group: Any) -> str | None:
 
 class _Region(AbstractContextManager[None]):
     def __init__(self, region: str | Recipe, group: Any) -> None:
-        self._region, self._group = region, group
+        self._region, self._group, self._entered = region, group, 0
 
     def __enter__(self) -> None:
+        self._entered += 1
         _stack.regions.append(_Open(self._region, self._group, checkpointing.graph_task()))
 
     def __exit__(
@@ -153,6 +157,9 @@ class _Region(AbstractContextManager[None]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if not self._entered:
+            raise ConfigError("autocast(): the region was left before it was entered. Write `with autocast(...):`.")
+        self._entered -= 1
         _stack.regions.pop()
 
 

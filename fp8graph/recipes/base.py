@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final, Self, cast
 
-from fp8graph.errors import UnsupportedRecipeError
+from fp8graph.errors import UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.quantizer import FLT_MAX, GEMMS, Format, GemmName, OperandName, Quantizer
 
 
@@ -30,6 +30,18 @@ class Recipe:
     name: ClassVar[str]
     # the share of a model's blocks, the last ones, that the default policy leaves in high precision under this recipe
     last_blocks: ClassVar[float] = 0.0
+
+    def __new__(cls, *_: Any, **fields: Any) -> Self:
+        """Name the field that was probably meant.
+
+        Raises:
+            TypeError: a field does not exist.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in fields if name not in known]:
+            meant = did_you_mean(unknown[0], known)
+            raise TypeError(f"{cls.__name__} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(known))}.")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.fp8_format, str):  # a policy file says "HYBRID"

@@ -18,13 +18,14 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-from fp8graph.errors import Fp8GraphError, PolicyError
+from fp8graph.errors import Fp8GraphError, PolicyError, expect, expect_path
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import GEMMS
 from fp8graph.recipes.registry import known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
     INHERIT,
+    OPS,
     GemmRecipe,
     Resolution,
     Rule,
@@ -93,6 +94,9 @@ class Policy:
 
     def resolve(self, fqn: str, op: str, head: str = "") -> Resolution:
         """The recipes of the three GEMMs of site ``fqn``; ``head``: what shows it to be an output head."""
+        expect("Policy.resolve", "fqn", fqn, str, "the full name of a layer")
+        if op not in OPS[:-1]:
+            raise PolicyError(f"Policy.resolve(op={op!r}): op must be one of {', '.join(OPS[:-1])}.")
         if self.extends is not None:
             raise PolicyError(
                 'Policy(extends="default") depends on the model: resolve it with models.extended(policy, families).'
@@ -210,6 +214,7 @@ class Policy:
         Raises:
             PolicyError: the file is missing, malformed, or holds an unknown key; the message names the file.
         """
+        expect_path("Policy.load", "path", path)
         with in_file(path):
             return Policy.from_dict(values_of_file(path))
 

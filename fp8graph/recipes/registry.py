@@ -98,5 +98,6 @@ def recipe_from_dict(values: dict[str, Any]) -> Recipe:
     recipe_type = _TYPES[kind]
     known = {field.name for field in dataclasses.fields(recipe_type)}
     if unknown := sorted(str(name) for name in fields.keys() - known):
-        raise UnsupportedRecipeError(f"{kind} has no field {unknown[0]!r}. Fields: {', '.join(sorted(known))}.")
+        meant = did_you_mean(unknown[0], known)
+        raise UnsupportedRecipeError(f"{kind} has no field {unknown[0]!r}.{meant} Fields: {', '.join(sorted(known))}.")
     return recipe_type(**fields)

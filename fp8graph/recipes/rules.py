@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
-from fp8graph.errors import Fp8GraphError, PolicyError
+from fp8graph.errors import Fp8GraphError, PolicyError, did_you_mean
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.quantizer import GEMMS, GemmName
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
@@ -223,7 +223,8 @@ def check_keys(where: str, values: object, known: set[str]) -> None:
     if not isinstance(values, Mapping):
         raise PolicyError(f"{where}: expected a table, not {values!r}.")
     if unknown := sorted(str(k) for k in cast(Mapping[str, Any], values).keys() - known):
-        raise PolicyError(f"{where}: unknown key {unknown[0]!r}. Known: {', '.join(sorted(known))}.")
+        meant = did_you_mean(unknown[0], known)
+        raise PolicyError(f"{where}: unknown key {unknown[0]!r}.{meant} Known: {', '.join(sorted(known))}.")
 
 
 def rule_from_dict(index: int, values: Any) -> Rule:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError
+from fp8graph.errors import ConfigError, Fp8CoverageError, UnsupportedRecipeError, expect_path
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
@@ -149,7 +149,12 @@ class Report:
             statistics: of ``backend.observe()``; the page shows them as heat maps and curves.
             losses: by step, or a list that begins with step 0; drawn above the statistics.
         """
-        Path(path).write_text(page(page_data(self, statistics, losses)), encoding="utf-8")
+        expect_path("Report.to_html", "path", path)
+        text = page(page_data(self, statistics, losses))
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"Report.to_html(path={str(path)!r}): cannot be written ({error.strerror}).") from None
 
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and

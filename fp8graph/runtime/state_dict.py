@@ -81,7 +81,7 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
     if not isinstance(state_dict, Mapping | ScalingState):
         raise refuse(f"expected a mapping, not {type(state_dict).__name__}")
     version = dict(state_dict).get(VERSION_KEY)
-    if not isinstance(version, Tensor) or version.numel() != 1:
+    if not isinstance(version, Tensor) or version.numel() != 1 or not _has_numbers(version):
         raise refuse(f"{VERSION_KEY!r} is missing")
     if int(version.item()) != VERSION:
         raise refuse(f"it has version {int(version.item())}, but this fp8graph reads version {VERSION}")
@@ -92,6 +92,8 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
         name, _, field = str(key).rpartition("|")
         if field not in (*_FIELDS, _MAXIMUM) or "|" not in name:
             raise refuse(f"unknown entry {key!r}")
+        if isinstance(value, Tensor) and not _has_numbers(value):
+            raise refuse(f"{key!r} is a tensor on the device {value.device} with the layout {value.layout}")
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.ndim != 1 or value.numel() < 1:
             raise refuse(f"{key!r} is not a vector of FP32 numbers")
         low_enough = value >= 0 if field == "amax_history" else value > 0
@@ -117,6 +119,11 @@ def checked(state_dict: Mapping[str, Any] | ScalingState) -> dict[str, SavedRow]
     return rows
 
 
+def _has_numbers(x: Tensor) -> bool:
+    """Whether the numbers of a tensor are there, one after the other."""
+    return not x.is_meta and x.layout is torch.strided
+
+
 def step_entry(step: int) -> dict[str, Tensor]:
     """What a state dict has of the step of training."""
     return {STEP_KEY: torch.tensor([step])}
@@ -127,7 +134,8 @@ def saved_step(state_dict: Mapping[str, Any] | ScalingState) -> int | None:
     if not isinstance(state_dict, Mapping | ScalingState) or STEP_KEY not in state_dict:
         return None
     step: Any = state_dict[STEP_KEY]
-    if not isinstance(step, Tensor) or step.dtype != torch.int64 or step.numel() != 1 or step.item() < 0:
+    is_one = isinstance(step, Tensor) and step.dtype == torch.int64 and step.numel() == 1 and _has_numbers(step)
+    if not is_one or step.item() < 0:
         raise StateError(
             f"not a valid fp8graph state dict: {STEP_KEY!r} is not a whole number >= 0. Nothing was loaded."
         )

@@ -9,6 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8graph.errors import expect_batch, expect_batches
+
 
 def input_amaxes(model: nn.Module, layers: Iterable[str], batches: Iterable[Any]) -> dict[str, Tensor]:
     """FP32 []: the amax of the input of each of ``layers`` over ``batches``. The model runs in eager, in eval mode.
@@ -17,6 +19,7 @@ def input_amaxes(model: nn.Module, layers: Iterable[str], batches: Iterable[Any]
         batches: each a tensor, a tuple of arguments, or a dict of keyword arguments of the model.
     """
     found: dict[str, Tensor] = {}
+    expect_batches("export", "calibration", batches)
 
     def watch(layer: str) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -34,6 +37,7 @@ def input_amaxes(model: nn.Module, layers: Iterable[str], batches: Iterable[Any]
         stack.enter_context(torch.no_grad())
         model.eval()
         for batch in batches:
+            expect_batch("export", "calibration", batch)
             if isinstance(batch, Mapping):
                 model(**batch)
             else:

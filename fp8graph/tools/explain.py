@@ -18,7 +18,7 @@ from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.keys import NAMES_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
@@ -51,8 +51,10 @@ def explain(
         backend: use its policy and settings instead of all of these.
 
     Raises:
-        ConfigError, UnsupportedRecipeError: (``ValueError``) for an invalid policy or setting.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for an invalid policy or setting, or inputs with which the
+            model does not run.
     """
+    expect("explain", "model", model, nn.Module, "a model, an nn.Module")
     arguments: dict[str, Any] = Settings.taken_from(kwargs)
     if backend is not None:
         given = [name for name, value in (("policy", policy), ("recipe", recipe)) if value is not None]
@@ -69,7 +71,11 @@ def explain(
     model = wrappers.original_module(model)
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    report = _trace(tracing, model, args, kwargs, training)
+    try:
+        report = _trace(tracing, model, args, kwargs, training)
+    except dynamo.ERRORS_OF_MODELS as error:
+        name, reason = type(wrappers.original_module(model)).__name__, " ".join(str(error).split())[:400]
+        raise InputsError(f"explain(model, ...): {name} does not run with these inputs. {reason}") from error
 
     def kernels() -> list[KernelRecord]:
         generating = Generating(**arguments)
@@ -79,6 +85,10 @@ def explain(
     target = tracing.settings.hardware
     on_gpu = target is not None and target.is_gpu
     return dataclasses.replace(report, load_kernels=kernels if on_gpu else None)
+
+
+class InputsError(ConfigError):
+    """The code of the model raised an error for the inputs of :func:`explain`."""
 
 
 class Generating(Backend):

@@ -16,7 +16,7 @@ from fp8graph.checkpoints import LayerFormat, QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import original_module
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect_path
 from fp8graph.libraries.transformers import as_saved
 from fp8graph.tools.calibration import input_amaxes
 from fp8graph.tools.forms import AUTO, as_stored, chosen, kind_of
@@ -62,6 +62,7 @@ def export(
         ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, or is sharded.
         CheckpointError: no format has a form for its recipes, or the folder cannot be written.
     """
+    expect_path("export", "folder", folder)
     plan = _Plan(model, format, calibration)
     config = getattr(plan.model, "config", None)
     source = copy_from if copy_from is not None else _folder_of(config)

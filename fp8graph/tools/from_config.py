@@ -131,7 +131,8 @@ def _class_of(config: Any, name: str | None) -> Any:
     if found is not None:
         return found
     if name is not None:
-        raise ConfigError(f"transformers {transformers.__version__} has no class {name!r}.")
+        meant = did_you_mean(name, [one for one in dir(transformers) if one[0].isupper()])
+        raise ConfigError(f"transformers {transformers.__version__} has no class {name!r}.{meant}")
     for mapping in (*(f"MODEL_FOR_{task}_MAPPING" for task in _TASKS), "MODEL_MAPPING"):
         classes: Mapping[Any, Any] = getattr(transformers, mapping)
         if type(config) in classes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
-from fp8graph.errors import CheckpointError, printable
+from fp8graph.errors import CheckpointError, expect, expect_path, printable
 from fp8graph.libraries.linear import StoredWeight, one_scale
 from fp8graph.libraries.stored_linear import StoredLinear
 
@@ -42,6 +42,8 @@ def load_checkpoint(
         CheckpointError: the checkpoint is damaged, of no known format, or does not fit ``model``. All headers and
             scales are checked first, so that ``model`` is unchanged; it is not if a file becomes unreadable later.
     """
+    expect("load_checkpoint", "model", model, nn.Module, "a model, an nn.Module")
+    expect_path("load_checkpoint", "folder", folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check()
     targets: dict[str, Tensor] = model.state_dict(keep_vars=True)

@@ -15,7 +15,7 @@ from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.backend.coverage import check_compiled
 from fp8graph.compat import inductor, torch_build, wrappers
 from fp8graph.compat.ops import pytree
-from fp8graph.errors import ConfigError
+from fp8graph.errors import ConfigError, expect, expect_path
 from fp8graph.libraries import adopt
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.recipes import RecipeLike
@@ -51,6 +51,8 @@ def package(
         ConfigError: (a ``ValueError``) the model is in training mode, it writes into its inputs or buffers, or it
             returns what no file can hold.
     """
+    expect("package", "model", model, nn.Module, "a model, an nn.Module")
+    expect_path("package", "path", path)
     if Path(path).suffix != ".pt2":
         raise ConfigError(f"{path}: the name of a package ends with .pt2.")
     original = wrappers.original_module(model)

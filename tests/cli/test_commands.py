@@ -25,6 +25,14 @@ from fp8graph.cli.extras import EXTRAS, install
         (["explain", "nosuch.json"], "nosuch.json: no such file or folder."),
         (["explain", "folder/nosuch"], "folder/nosuch: no such file or folder."),
         (["explain", "llama", "--class", "NoSuch"], "has no class 'NoSuch'"),
+        (
+            ["explain", "bert", "--class", "BertForMaskedLMM"],
+            "no class 'BertForMaskedLMM'. Did you mean 'BertForMaskedLM'",
+        ),
+        (
+            ["export", "nosuch", str(Path(fp8graph.__file__).parent)],
+            "fp8graph: exists. Choose another folder, or pass --overwrite to replace it.",
+        ),
         (["explain", "llama", "--class", "AutoModelForImageClassification"], "cannot build AutoModelForImageClass"),
         (["plan", "t5", "--mesh", "dp=2"], "plan predicts causal language models, and T5ForConditionalGeneration"),
         (["explain", "llama", "--target", "sm_999"], "target: there is no 'sm_999'. Known: sm_70, "),
@@ -47,6 +55,18 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert message in error[-1]
     assert len(error[-1]) < 400
     assert all("cut to 2 layers" in line for line in error[:-1])
+
+
+def test_a_wrong_recipe_is_found_before_libraries_are_imported() -> None:
+    script = """
+import sys
+from fp8graph.cli import main
+for command in ("demo", "explain llama", "plan llama --mesh dp=2", "export a b"):
+    assert main([*command.split(), "--recipe", "foo"]) == 2
+assert not {"transformers", "matplotlib", "fp8graph.backend"} & {*sys.modules}
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stderr.count("unknown recipe 'foo'") == 4
 
 
 @pytest.mark.parametrize(("package", "extra"), [("rich", "cli"), ("transformers", "hf")])

@@ -157,7 +157,7 @@ def test_averages_of_quantiles() -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4)])
 def test_shapes_that_have_no_statistics(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"cannot describe shape .*: it needs at least 2 dims and one element"):
+    with pytest.raises(ValueError, match=r"x has shape .*, and needs at least 2 dims and one element"):
         numerics.statistics(torch.empty(shape))
 
 

@@ -205,7 +205,7 @@ def test_delayed_is_measured_with_scales_of_the_tensor(target: str) -> None:
         ({"recipes": [None]}, "high precision is always a candidate"),
         ({"target": "cpu"}, r"target='cpu'\): its speed is not known"),
         ({"batches": []}, "got no batches"),
-        ({"batches": {"x": torch.zeros(1)}}, r"this is one batch: write \[batch\]"),
+        ({"batches": {"x": torch.zeros(1)}}, r"this is one batch. Write \[batch\]"),
         ({"loss": lambda output, batch: output.detach()}, r"loss\(output, batch\) has no gradient: it is detached, or"),  # pyright: ignore
     ],
 )
