@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self, cast
 
 from fp8graph.errors import UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.quantizer import FLT_MAX, GEMMS, Format, GemmName, OperandName, Quantizer
+
+
+class _Signature:
+    """The arguments of ``__init__``, for ``help`` and the documentation, which look at ``__new__`` first."""
+
+    def __get__(self, _: object, owner: type) -> inspect.Signature:
+        _, *fields = inspect.signature(owner.__init__).parameters.values()
+        return inspect.Signature(fields)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +36,7 @@ class Recipe:
     fp8_format: Format = Format.HYBRID
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
 
+    __signature__: ClassVar = _Signature()
     name: ClassVar[str]
     # the share of a model's blocks, the last ones, that the default policy leaves in high precision under this recipe
     last_blocks: ClassVar[float] = 0.0

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,11 @@ def test_a_wrong_call_names_its_argument(number: int, tmp_path: Path) -> None:
     assert isinstance(caught.value, fp8graph.Fp8GraphError) or type(caught.value) is TypeError
     assert isinstance(caught.value, ValueError | TypeError | StateError)
     assert len(str(caught.value)) < 1000
+
+
+def test_recipes_show_their_fields() -> None:
+    for recipe in (DelayedScaling, fp8graph.Recipe):
+        assert [*inspect.signature(recipe).parameters] == [field.name for field in dataclasses.fields(recipe)]
 
 
 def test_a_compiled_model_stands_for_its_backend() -> None:
