@@ -5,7 +5,7 @@
                                                      rowwise = view(wait(all_gather(view(q.rowwise, uint8), ...)), e4m3)
                                                      columnwise = columnwise(rowwise)
 
-Every number is the same as with quantizing after the gather (a gradient with a NaN overflows as a whole). Delayed
+Every number is the same as with quantizing after the gather. Delayed
 scaling knows its scales beforehand: it needs no all-reduce, and each rank records the amax of its shard. Scales of rows
 and of tiles are sent along with the data; if each layout has tiles of its own, both layouts are sent. FP8 is sent as
 bytes, which every backend of torch.distributed can send; but as FP8 if Inductor is to fuse the gather with its GEMM
@@ -112,9 +112,9 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
         sent = emit(collectives.ALL_REDUCE, amax, "max", path.group)
         sent.meta[PURPOSE_KEY] = "one scale on all ranks that gather"
         reduced = emit(collectives.WAIT, sent, name="reduced_amax")
-        settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon, asked.carry_overflow)
+        settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon)
         scales = emit(ops.scales, reduced, *settings, name="scales")
-        asked = dataclasses.replace(asked, scales=scales, carry_overflow=False)
+        asked = dataclasses.replace(asked, scales=scales)
     if not columnwise_travels(quantized):
         asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
     args, kwargs = call(asked)

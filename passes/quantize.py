@@ -11,8 +11,8 @@
 
 Sizes that cuBLAS does not accept (``Hardware.alignment``) are padded inside the quantize, and the result is sliced
 (and copied if it leaves the graph, or if a view is impossible: ``edit.take_place``). A bias goes into the GEMM if
-cuBLAS can add it (bf16 or fp16 result, n not padded), else it is added afterwards. Gradients carry overflow: an inf in
-dy reaches the weight's gradient. A batch of one is a plain GEMM. GEMMs without a recipe are not changed.
+cuBLAS can add it (bf16 or fp16 result, n not padded), else it is added afterwards. A batch of one is a plain GEMM.
+GEMMs without a recipe are not changed.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from fp8graph.ir.nodes import aten, nodes, size_hint, value
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
 _NAME: Final = "route_in_fp8"
-_SETTINGS: Final = frozenset({"scaling", "block", "carry_overflow", "offs"})
+_SETTINGS: Final = frozenset({"scaling", "block", "offs"})
 
 
 def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:

@@ -15,7 +15,7 @@ from fp8graph.ir.nodes import aten, size_hint, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.recipes import DelayedScaling
 
-_SETTINGS: Final = frozenset({"scaling", "block", "carry_overflow"})
+_SETTINGS: Final = frozenset({"scaling", "block"})
 
 
 def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:

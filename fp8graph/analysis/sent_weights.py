@@ -15,7 +15,7 @@ from fp8graph.ir.nodes import nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 
 _CONVERT = torch.ops.prims.convert_element_type.default
-_SETTINGS = frozenset({"scaling", "block", "carry_overflow", "more", "dim"})
+_SETTINGS = frozenset({"scaling", "block", "more", "dim"})
 
 
 def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:

@@ -1,7 +1,8 @@
-"""Inductor lowerings for our own ops: how they store, divide and reduce."""
+"""Inductor lowerings for our own ops: how they store, divide, reduce and read."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -39,6 +40,16 @@ def lower_to_maximum(op: Any, few: int) -> None:
             return lowerings[torch.ops.aten.amax.default](x)
 
     register_lowering(op, type_promotion_kind=None)(maximum)
+
+
+def lower_to_visible(op: Any) -> None:
+    """``op(x)`` is x, FP32, and NaN where it is infinite. x is read once."""
+    register_lowering(op, type_promotion_kind=None)(make_pointwise(_nan_where_infinite))
+
+
+def _nan_where_infinite(x: Any) -> Any:
+    largest, nan = (ops.constant(value, torch.float32) for value in (torch.finfo(torch.float32).max, math.nan))
+    return ops.where(ops.le(ops.abs(x), largest), x, nan)
 
 
 def _rounded_to_nearest(a: Any, b: Any) -> Any:

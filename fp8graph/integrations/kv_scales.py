@@ -6,7 +6,7 @@
     cache.clipped                                                      # how many numbers were larger than that
 
 The scale must be there before the first token is, and none that is stored could be changed later without rounding it
-again. So larger numbers saturate, and are counted.
+again. So larger numbers saturate (an infinite one becomes NaN), and are counted.
 """
 
 from __future__ import annotations

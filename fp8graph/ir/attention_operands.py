@@ -84,8 +84,6 @@ def quantized_tensor(
         source = emit(aten.view.default, source, _heads(sizes, x))
     args = (source, *quantization.quantizer_args(quantizer), [1, 1], [])
     settings = quantization.quantizer_kwargs(quantizer)
-    if operand.startswith("grad"):
-        settings["carry_overflow"] = True
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
     outputs.meta[OPERAND_KEY] = operand
     data, scale_inv = (

@@ -57,8 +57,6 @@ def quantize_operand(
     rowwise, columnwise = (multiples, list[int]()) if view.layout == "rowwise" else (list[int](), multiples)
     operand = view.operand
     settings |= quantization.quantizer_kwargs(quantizer)
-    if operand == "grad_output":
-        settings["carry_overflow"] = True  # torch.amp.GradScaler must see an inf
     args = (tensor, *quantization.quantizer_args(quantizer), rowwise, columnwise)
     outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
     quantized = QuantizeNode(outputs)

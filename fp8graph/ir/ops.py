@@ -11,7 +11,7 @@
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
     hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x;  random_seed(device) -> [1]
     smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
-    amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon, carry_overflow) -> [1, 2]
+    amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     tensor_statistics(x, block_size, *, ...) -> [numbers]
     quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
@@ -89,7 +89,7 @@ def _define(
 quantize = _define(
     "quantize",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, int[] rowwise, int[] columnwise, *,"
-    ' str scaling="tensor", int[] block=[], bool carry_overflow=False, Tensor? scales=None, int row=0,'
+    ' str scaling="tensor", int[] block=[], Tensor? scales=None, int row=0,'
     " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False,"
     ' int? rotation=None, bool stochastic=False, str four_over_six="", float largest_scale=448.0,'
     " bool row_scaled=False, Tensor? matrix=None, Tensor? seed=None, int draw=0) -> Tensor[]",
@@ -192,7 +192,7 @@ smoothing = _define(
 )
 scales = _define(
     "scales",
-    "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool carry_overflow) -> Tensor",
+    "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon) -> Tensor",
     reference=quantization.scales_of_amax,
     fake=op_shapes.scales,
 )

@@ -26,8 +26,6 @@ class QuantizeArguments(Generic[T]):
             [..., rows, columns / 2] with the columns padded to a multiple of 16.
         rowwise, columnwise: empty for "not needed", else two multiples to which the sizes of the *result* are
             padded with zeros (GEMMs need 16).
-        carry_overflow: an infinite amax makes ``scale_inv`` infinite; for "delayed", whose amax is known too late
-            for that, an infinite element becomes NaN.
         scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
             ``scale_inv`` has shape [1], and one amax per row is returned. For other kinds with ``takes_scale``,
             ``scales`` replace those from amaxes: of all rows or tiles, or nvfp4's scale of the whole tensor.
@@ -53,7 +51,6 @@ class QuantizeArguments(Generic[T]):
     _: KW_ONLY
     scaling: str = "tensor"
     block: Sequence[int] = ()
-    carry_overflow: bool = False
     scales: T | None = None
     row: int = 0
     keep_scales: bool = False

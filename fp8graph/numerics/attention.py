@@ -84,7 +84,7 @@ def rounded_attention(
     """
     shared = _Sharing(k.shape[1], power_2_scale, amax_epsilon, scaling)
     _, probabilities = _probabilities(q, k, mask, is_causal, scale)
-    rounded = shared.round(probabilities, dtype, carry_overflow=False)
+    rounded = shared.round(probabilities, dtype)
     return (rounded @ _repeated(v, q)).to(q.dtype)
 
 
@@ -109,11 +109,11 @@ def rounded_attention_backward(
     """
     shared = _Sharing(k.shape[1], power_2_scale, amax_epsilon, scaling)
     factor, probabilities = _probabilities(q, k, mask, is_causal, scale)
-    rounded = shared.round(probabilities, dtype, carry_overflow=False)
-    of_result = shared.round(grad.to(torch.float32), grad_dtype, carry_overflow=True)
+    rounded = shared.round(probabilities, dtype)
+    of_result = shared.round(grad.to(torch.float32), grad_dtype)
     of_probabilities = of_result @ _repeated(v, q).transpose(-2, -1)
     of_scores = probabilities * (of_probabilities - (probabilities * of_probabilities).sum(-1, keepdim=True))
-    of_scores = shared.round(of_scores, grad_dtype, carry_overflow=True) * factor
+    of_scores = shared.round(of_scores, grad_dtype) * factor
     gradients = (
         of_scores @ _repeated(k, q),
         _summed(of_scores.transpose(-2, -1) @ q.to(torch.float32), k),
@@ -131,12 +131,12 @@ class _Sharing:
     amax_epsilon: float
     scaling: str
 
-    def round(self, x: Tensor, dtype: torch.dtype, *, carry_overflow: bool) -> Tensor:
+    def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """What FP8 leaves of ``x``, FP32 [batch, heads, ...]."""
         kind = SCALINGS[self.scaling]
         rows = x.reshape(1 if kind.one_scale else x.shape[0] * self.kv_heads, -1)
         how = dtype, self.power_2_scale, self.amax_epsilon, [1, 1], []
-        data, scale_inv = quantize_layouts(rows, *how, scaling=self.scaling, carry_overflow=carry_overflow)
+        data, scale_inv = quantize_layouts(rows, *how, scaling=self.scaling)
         return kind.decode(data, scale_inv, (), None).reshape(x.shape)
 
 

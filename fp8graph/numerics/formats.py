@@ -99,8 +99,16 @@ def exp2_biased(exponent: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
+def overflow_as_nan(x: Tensor) -> Tensor:
+    """``x`` in FP32, NaN where it is infinite. Multiplied by a scale it is cast, and the cast hides no overflow.
+
+    A finite number that the scale makes infinite saturates.
+    """
+    return hints.visible(x.to(torch.float32))
+
+
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 -> FP8, round to nearest even, saturating; NaN stays NaN.
+    """FP32 -> FP8, round to nearest even, saturating, also from inf (see :func:`overflow_as_nan`); NaN stays NaN.
 
     The clamp is explicit because torch's casts differ: E4M3 saturates only from 2.12 on, the others never.
     """

@@ -1,16 +1,18 @@
-"""Ops that tell Inductor more than the arithmetic: what to store, how to divide, how to reduce.
+"""Ops that tell Inductor more than the arithmetic: what to store, how to divide and reduce, what to read once.
 
 On a CPU and in eager mode, none of them changes a number.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp8graph.compat import lowerings
+from fp8graph.recipes import FLT_MAX
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
 _library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -22,6 +24,14 @@ torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
 _library.define("largest(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("largest", torch.amax, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::largest", torch.amax, lib=_library)
+_library.define("visible(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
+torch.library.register_fake("fp8graph_hints::visible", torch.empty_like, lib=_library)
+
+
+@torch.library.impl("fp8graph_hints::visible", "CompositeExplicitAutograd", lib=_library)
+def _(x: Tensor) -> Tensor:
+    return torch.where(x.abs() <= FLT_MAX, x, math.nan)
+
 
 # Elements that one program of a GPU reduces: 64 rows of 4096. Inductor gives it 8192 up to Hopper.
 FEW: Final = 2**18
@@ -57,6 +67,16 @@ def largest(x: Tensor) -> Tensor:
     return torch.ops.fp8graph_hints.largest(x)
 
 
+def visible(x: Tensor) -> Tensor:
+    """``x``, FP32, and NaN where it is infinite.
+
+    Inductor counts a tensor that an expression reads twice (in the condition and in the result) as computed twice, and
+    stores it: a norm would no longer share a kernel with the amax and the cast of tiles. This op reads it once.
+    """
+    return torch.ops.fp8graph_hints.visible(x)
+
+
 lowerings.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
 lowerings.lower_to_stored(torch.ops.fp8graph_hints.stored.default)
 lowerings.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
+lowerings.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

@@ -1,17 +1,17 @@
 """Reference numerics: plain eager functions, device independent, the only statement of the arithmetic.
 
 The dialect ops run them, ``lower`` traces them into aten, ``fp8graph.numerics`` offers them to users.
-All amax and scale arithmetic is FP32. Casts round to nearest even and saturate. NaN elements stay NaN,
-+-inf becomes +-fp8_max.
+All amax and scale arithmetic is FP32. Casts round to nearest even; finite numbers saturate.
 
 Read this first:
 
 * ``scale`` multiplies: ``x_fp8 = cast(x * scale)``. ``scale_inv = 1 / scale`` is what a GEMM needs.
 * A tile is (rows, elements along the contraction dim). Ragged edges are tiles of their own: they are quantized as if
   filled with zeros, which change no amax.
-* Gradients carry overflow (``carry_overflow``): if the amax is inf, ``scale_inv`` is inf, whatever the recipe says.
-  Otherwise saturation would hide an overflow from ``torch.amp.GradScaler``: dy = inf would give a finite wgrad. MXFP8
-  needs no such rule: 448 * 2^127 is inf.
+* NaN stays NaN, and an infinite number becomes NaN (nvfp4: the scale of its tile does, E2M1 has none), in each operand
+  under each recipe. Saturated, an overflow of the model would be a finite number: a loss that looks right, and from
+  dy = inf a wgrad in which ``torch.amp.GradScaler`` sees nothing. It is the number and not the scale that becomes NaN:
+  delayed scaling knows its amax only after the cast, and other rows keep their results, as in high precision.
 * Compiled by Inductor, a quantize that is fused behind a pointwise producer (norm, SiLU * up, add) sees
   the producer's FP32 value, not its bf16 rounding: torch's fusion keeps registers in FP32. About 2 % of the
   bytes then differ, by one FP8 step (up to 8 % where bf16 would have rounded the largest element, and with it
@@ -35,7 +35,6 @@ from fp8graph.numerics.formats import amax_of, inverse, scale_from_amax
 from fp8graph.numerics.hadamard import hadamard, transform_rows
 from fp8graph.numerics.scalings import SCALINGS, Scaling
 from fp8graph.numerics.scalings.base import Shared
-from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
@@ -48,13 +47,10 @@ def reducible_amax(x: Tensor) -> Tensor:
     return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
 
 
-def scales_of_amax(
-    amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float, carry_overflow: bool
-) -> Tensor:
+def scales_of_amax(amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float) -> Tensor:
     """[1, 2]: scale and scale_inv of a tensor with ``amax`` [1], as :func:`quantize_layouts` takes them."""
     scale = scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
-    scale_inv = inverse(scale)
-    return torch.stack([scale, with_overflow(scale_inv, amax) if carry_overflow else scale_inv], -1)
+    return torch.stack([scale, inverse(scale)], -1)
 
 
 def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool = False) -> list[str]:

@@ -22,14 +22,12 @@ def bytes_of(numbers: int) -> int:
 def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` [messages, numbers], bf16, fp16 or FP32, as ``dtype`` (E4M3 or E5M2): uint8 [messages, bytes].
 
-    A block is scaled to the largest number of ``dtype``. Inf and NaN in a block are not hidden by saturation: its scale
-    becomes infinite or its numbers NaN.
+    A block is scaled to the largest number of ``dtype``. Inf and NaN become NaN.
     """
     messages, numbers = x.shape
     blocks = torch.nn.functional.pad(x, (0, -numbers % BLOCK)).view(-1, BLOCK)
-    asked = {"scaling": "row", "carry_overflow": True}
-    data, scale_inv = quantize_layouts(blocks, dtype, False, 0.0, [1, 1], [], **asked)  # [blocks, 128], [blocks, 1]
-    parts = [part.reshape(messages, -1).view(torch.uint8) for part in (data, scale_inv)]
+    made = quantize_layouts(blocks, dtype, False, 0.0, [1, 1], [], scaling="row")  # [blocks, 128], [blocks, 1]
+    parts = [part.reshape(messages, -1).view(torch.uint8) for part in made]
     return torch.cat(parts, 1)
 
 

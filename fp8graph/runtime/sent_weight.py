@@ -164,7 +164,7 @@ class SentWeight:
     def set_amax(self, amax: Tensor) -> None:
         """``amax`` [1]: of all rows on all ranks."""
         asked = self._asked
-        self._scales = ops.scales(amax, asked.dtype, asked.power_2_scale, asked.amax_epsilon, asked.carry_overflow)
+        self._scales = ops.scales(amax, asked.dtype, asked.power_2_scale, asked.amax_epsilon)
         self._scales_of = self._state()
 
     def _state(self) -> tuple[Any, ...]:

@@ -71,16 +71,14 @@ def test_they_are_those_of_the_recipe() -> None:
 
 
 def test_numbers_at_the_edges() -> None:
-    """Zeros stay, inf is the largest number, NaN stays in its place; other tokens do not notice."""
+    """Zeros stay, inf and NaN are NaN in their places; other tokens do not notice."""
     x = states(4)
     x[:, :, 1], x[0, 0, 2, 3], x[0, 0, 3, 1] = 0.0, math.inf, math.nan
     layer, _ = layers("static")
     found, _ = layer.update(x, x)
     assert torch.equal(found[:, :, :2], rounded(x[:, :, :2]))
     assert (found[:, :, 1] == 0).all()
-    assert found[0, 0, 2, 3] == 448
-    assert found[0, 0, 3, 1].isnan()
-    assert found.isnan().sum() == 1
+    assert found.isnan().nonzero().tolist() == [[0, 0, 2, 3], [0, 0, 3, 1]]
     assert torch.equal(found[1], torch.nn.functional.pad(rounded(x[1]), (0, 0, 0, 12)))
 
 

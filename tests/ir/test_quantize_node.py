@@ -32,7 +32,7 @@ def test_what_is_asked_for_has_names_and_defaults() -> None:
     quantized = node_of([1, 16], [])
     asked = quantized.asked
     assert (asked.x, asked.dtype, asked.rowwise, asked.columnwise) == (quantized.node.args[0], FP8, [1, 16], [])
-    assert (asked.scaling, asked.more, asked.carry_overflow) == ("tensor", None, False)
+    assert (asked.scaling, asked.more) == ("tensor", None)
     assert quantized.kind.one_scale
 
 
@@ -84,7 +84,7 @@ def test_nothing_can_be_asked_for_that_does_not_exist() -> None:
 
 
 def test_defaults_are_left_out_of_a_call() -> None:
-    args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], carry_overflow=False).asked)
+    args, kwargs = call(node_of([1, 16], [], scaling="block", block=[1, 128], keep_scales=False).asked)
     assert len(args) == 6
     assert kwargs == {"scaling": "block", "block": [1, 128]}
     assert call(dataclasses.replace(node_of([1, 16], []).asked, block=[]))[1] == {}  # as an op's schema gives it

@@ -184,9 +184,7 @@ def test_special_elements(source: torch.dtype, special: float, alone: bool) -> N
     x[1, 2] = special
     check(x.to(source))
     q = numerics.quantize(x.to(source), Float8CurrentScaling(), "grad_output", "rowwise")
-    assert q.data.float()[1, 2].isnan() == math.isnan(special)
-    if math.isinf(special):
-        assert q.data.float()[1, 2] == math.copysign(57344, special)
+    assert q.data.float()[1, 2].isnan() == (not math.isfinite(special))
 
 
 @given(st.data())

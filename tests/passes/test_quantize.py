@@ -34,7 +34,7 @@ def test_linear() -> None:
         weight_rowwise: e4m3[48, 32] = quantize_weight[0]
         weight_scale_inv: f32[] = quantize_weight[1]
         fprop: f32[16, 48] = fp8graph.scaled_mm(input_rowwise, weight_rowwise, input_scale_inv, weight_scale_inv, bias=None, out_dtype=f32, use_fast_accum=True)
-        quantize_grad_output: (e5m2[48, 16], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, rowwise=[], columnwise=[1, 16], carry_overflow=True)
+        quantize_grad_output: (e5m2[48, 16], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, rowwise=[], columnwise=[1, 16])
         grad_output_columnwise: e5m2[48, 16] = quantize_grad_output[0]
         grad_output_scale_inv: f32[] = quantize_grad_output[1]
         quantize_input_1: (e4m3[32, 16], f32[]) = fp8graph.quantize(primals_2, dtype=e4m3, rowwise=[], columnwise=[16, 16])
@@ -42,7 +42,7 @@ def test_linear() -> None:
         input_scale_inv_1: f32[] = quantize_input_1[1]
         wgrad: f32[48, 32] = fp8graph.scaled_mm(grad_output_columnwise, input_columnwise, grad_output_scale_inv, input_scale_inv_1, bias=None, out_dtype=f32, use_fast_accum=False)
         permute_2: f32[32, 48] = aten.permute(wgrad, [1, 0])
-        quantize_grad_output_1: (e5m2[16, 48], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, rowwise=[1, 16], columnwise=[], carry_overflow=True)
+        quantize_grad_output_1: (e5m2[16, 48], f32[]) = fp8graph.quantize(tangents_1, dtype=e5m2, rowwise=[1, 16], columnwise=[])
         grad_output_rowwise: e5m2[16, 48] = quantize_grad_output_1[0]
         grad_output_scale_inv_1: f32[] = quantize_grad_output_1[1]
         quantize_weight_1: (e4m3[32, 48], f32[]) = fp8graph.quantize(primals_1, dtype=e4m3, rowwise=[], columnwise=[16, 16])

@@ -107,14 +107,16 @@ def test_the_oracle(size: int, kv_heads: int, causal: bool, dtype: torch.dtype, 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
-def test_an_infinity_saturates_and_nan_stays(recipe: str, which: int) -> None:
-    for value, finite in ((math.inf, True), (math.nan, False)):
+def test_infinities_and_nan_reach_the_result(recipe: str, which: int) -> None:
+    """Where attention in high precision shows them, too."""
+    for value in (math.inf, -math.inf, math.nan):
         given = qkv()
         with torch.no_grad():
             given[which][0, 0, 3, 5] = value
         output, *_ = results(sdpa(), *given, policy=asking(recipe))
-        assert bool(output.isfinite().all()) is finite
-        assert not results(sdpa(), *given, policy=NONE)[0].isfinite().all()
+        plain, *_ = results(sdpa(), *given, policy=NONE)
+        assert not plain.isfinite().all()
+        assert not output[~plain.isfinite()].isfinite().any()
 
 
 def test_the_graph_before_and_after() -> None:

@@ -61,7 +61,7 @@ def test_grad_scaler_sees_an_overflow(recipe: str) -> None:
     ("recipe", "bad"), [*((recipe, math.inf) for recipe in RECIPE_NAMES), ("tensorwise", math.nan)]
 )
 def test_a_bad_gradient_is_not_hidden_in_any_layer(recipe: str, bad: float) -> None:
-    """Without carrying overflow, dy = inf would give finite weight gradients."""
+    """A saturated dy = inf would give finite weight gradients."""
     module = MLP()
     model = torch.compile(module, backend=eager_backend(Policy(default=recipe)))
     out = model(batch(0))

@@ -100,7 +100,7 @@ def _quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
     quantizer = resolved.quantizer("grad_output")
 
     def function(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
-        settings = quantization.quantizer_kwargs(quantizer) | {"carry_overflow": True}
+        settings = quantization.quantizer_kwargs(quantizer)
         if quantizer.scaling == "delayed":
             settings |= {"scales": scales, "row": 0}
         first, *more = make(x, weight, y)

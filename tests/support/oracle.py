@@ -136,6 +136,7 @@ def quantize(
     factor = scale(amax, dtype, power_2_scale=power_2_scale, epsilon=epsilon)
     with np.errstate(over="ignore", invalid="ignore"):
         scaled = (values.astype(np.float32) * np.float32(factor)).astype(np.float64)
+    scaled[np.isinf(values)] = math.nan
     codes = cast(np.swapaxes(scaled, -1, -2) if columnwise else scaled, dtype)
     return codes, round_to_float32(1.0 / factor)
 
@@ -186,7 +187,7 @@ def quantize_tiles(x: Tensor, quantizer: Any, *, columnwise: bool = False) -> tu
             factor = math.nan if stored == 255 else math.ldexp(1.0, 127 - int(stored))
         elif fp4:
             product = np.float32(amax) * (np.float32(global_scale) * np.reciprocal(np.float32(6.0)))
-            code = int(cast(np.array([product], np.float64), E4M3)[0])
+            code = 255 if math.isinf(amax) else int(cast(np.array([product], np.float64), E4M3)[0])
             stored = math.nan if code == 255 else float(table(E4M3)[code])
             inverse = inverse_of(global_scale)
             factor = inverse_of(float(np.float32(stored) * np.float32(inverse))) if stored == stored else math.nan
@@ -198,6 +199,7 @@ def quantize_tiles(x: Tensor, quantizer: Any, *, columnwise: bool = False) -> tu
             stored = inverse_of(factor)
         with np.errstate(over="ignore", invalid="ignore"):
             scaled = (tile * np.float32(factor)).astype(np.float64)
+        scaled[np.isinf(tile)] = math.nan
         fp4_codes = _nearest(np.nan_to_num(scaled, nan=0.0), finite_table(None))  # E2M1 has no NaN
         codes[where] = fp4_codes if fp4 else cast(scaled, quantizer.dtype)
         scale_inv[index] = stored

@@ -18,8 +18,7 @@ class Block(Tiled):
     reads, launches, rate = (0, 1), (1.0, 2.1), 0.8
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
-        largest = torch.finfo(asked.x.dtype).max
-        return fp8_scales(amax, asked, carry_overflow=asked.carry_overflow, largest=largest)
+        return fp8_scales(amax, asked, largest=torch.finfo(asked.x.dtype).max)
 
     def more_tiles(self, multiple: int, block: Sequence[int]) -> int:
         return multiple // block[1] if multiple % block[1] == 0 else 1

@@ -15,6 +15,7 @@ from fp8graph.numerics.formats import (
     cast_to_e2m1_stochastically,
     inverse,
     nvfp4_global_scale,
+    overflow_as_nan,
     pack_e2m1,
     saturating_cast,
     unpack_e2m1,
@@ -22,7 +23,6 @@ from fp8graph.numerics.formats import (
 from fp8graph.numerics.hints import stored
 from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Asked, Shared
-from fp8graph.numerics.scalings.scales import with_overflow
 from fp8graph.numerics.scalings.tiled import Tiled
 from fp8graph.numerics.tiles import join, largest_of, pad_to_multiple, untile
 from fp8graph.recipes import FLT_MAX, Layout
@@ -68,13 +68,13 @@ class NVFP4(Tiled):
 
     def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
-        return _of_tiles(amax * (cast(Tensor, shared.global_scale) * (1.0 / 6.0)), shared)
+        return _of_tiles(overflow_as_nan(amax) * (cast(Tensor, shared.global_scale) * (1.0 / 6.0)), shared)
 
     def scales_of(self, tiles: Tensor, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
         if not asked.four_over_six:
             return self.scales(amax, asked, shared)
         # Divided by 6, as Transformer Engine's quantize_4over6_nvfp4.cuh: the amax becomes 6, or 4.
-        base = amax / torch.full_like(amax, 6.0) * cast(Tensor, shared.global_scale)
+        base = overflow_as_nan(amax) / torch.full_like(amax, 6.0) * cast(Tensor, shared.global_scale)
         six, four = (_of_tiles(scaled, shared) for scaled in (base, base * 1.5))
         errors = [_error(tiles, *made, asked, shared) for made in (six, four)]
         better = errors[1] < errors[0]
@@ -101,9 +101,7 @@ class NVFP4(Tiled):
         for own, multiples in zip(shared, asked.layouts.values(), strict=True):
             each = _padded(own, multiples[0], asked)
             scale_inv = cast(Tensor, each.scale_inv)
-            carried = asked.carry_overflow and each.amax is not None
-            # a clone: a result is neither an argument nor another result
-            results.append(with_overflow(scale_inv, cast(Tensor, each.amax)) if carried else scale_inv.clone())
+            results.append(scale_inv.clone())  # a result is neither an argument nor another result
         return results
 
     def fits_bf16(self, power_2_scale: bool) -> bool:

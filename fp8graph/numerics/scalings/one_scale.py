@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import group_of_rows
-from fp8graph.numerics.formats import saturating_cast
+from fp8graph.numerics.formats import overflow_as_nan, saturating_cast
 from fp8graph.numerics.hints import stored
 from fp8graph.numerics.scalings.base import Asked, Scaling, Shared
 from fp8graph.numerics.tiles import join, with_padding
-from fp8graph.recipes import FLT_MAX, Layout
+from fp8graph.recipes import Layout
 
 
 class OneScale(Scaling):
@@ -39,7 +38,7 @@ class OneScale(Scaling):
         assert shared.scale is not None
         data: list[Tensor] = []
         for part in parts:
-            scaled = self._scaled(part, shared.scale, asked)
+            scaled = overflow_as_nan(part) * shared.scale
             data.append(stored(saturating_cast(scaled, asked.dtype).contiguous()))
         return with_padding(join(data, axis), multiples), None
 
@@ -54,17 +53,10 @@ class OneScale(Scaling):
         shared: Shared,
     ) -> tuple[Tensor, Tensor | None]:
         assert shared.scale is not None
-        scaled = self._scaled(rows, shared.scale[which].unsqueeze(1), asked)
+        scaled = overflow_as_nan(rows) * shared.scale[which].unsqueeze(1)
         if transposed:
             scaled, multiples = scaled.t(), (multiples[0], 1)  # the groups are padded
         return with_padding(stored(saturating_cast(scaled, asked.dtype).contiguous()), multiples), None
-
-    def _scaled(self, x: Tensor, scale: Tensor, asked: Asked) -> Tensor:
-        exact = x.to(torch.float32)
-        scaled = exact * scale
-        if asked.carry_overflow and self.has_state:  # its amax is known too late for an infinite scale_inv
-            scaled = torch.where(exact.abs() > FLT_MAX, math.nan, scaled)
-        return scaled
 
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
         return data.to(torch.float32) * scale_inv

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import Span, amaxes_of_columns
-from fp8graph.numerics.formats import amax_of, saturating_cast
+from fp8graph.numerics.formats import amax_of, overflow_as_nan, saturating_cast
 from fp8graph.numerics.hints import stored
 from fp8graph.numerics.scalings.base import Asked, Scaling, Shared
 from fp8graph.numerics.scalings.scales import fp8_scales
@@ -37,15 +37,16 @@ class Rowwise(Scaling):
         amaxes = [amax_of(x, -1, keepdim=True) for x in parts]  # [..., rows, 1]
         if axis == -1:
             amaxes = [largest_of(amaxes)]
-        made = [fp8_scales(amax, asked, carry_overflow=asked.carry_overflow) for amax in amaxes]
+        made = [fp8_scales(amax, asked) for amax in amaxes]
         data = [
-            stored(saturating_cast(x.to(torch.float32) * made[i % len(made)][0], asked.dtype).contiguous())
+            stored(saturating_cast(overflow_as_nan(x) * made[i % len(made)][0], asked.dtype).contiguous())
             for i, x in enumerate(parts)
         ]
-        scale_inv = join([inverse for _, inverse in made], -2)
+        # stored, as the scales: else a kernel of its own would divide and join them
+        scale_inv = join([stored(inverse) for _, inverse in made], -2)
         if (rows := missing(scale_inv.shape[-2], multiples[0])) is not None:  # of zeros
             zeros = scale_inv.new_zeros([*scale_inv.shape[:-2], rows, 1])
-            scale_inv = torch.cat([scale_inv, fp8_scales(zeros, asked, carry_overflow=asked.carry_overflow)[1]], -2)
+            scale_inv = torch.cat([scale_inv, fp8_scales(zeros, asked)[1]], -2)
         return with_padding(join(data, axis), multiples), scale_inv
 
     def layout_of_groups(
@@ -63,8 +64,8 @@ class Rowwise(Scaling):
         # one scale for each column of each group
         amaxes = amaxes_of_columns(rows, which, groups, multiples[1])
         amaxes = torch.cat([amaxes, amaxes.new_zeros((groups, -rows.shape[1] % multiples[0]))], 1)
-        scale, scale_inv = fp8_scales(amaxes, asked, carry_overflow=asked.carry_overflow)  # [groups, c]
-        scaled = rows.to(torch.float32) * scale[which][:, : rows.shape[1]]
+        scale, scale_inv = fp8_scales(amaxes, asked)  # [groups, c]
+        scaled = overflow_as_nan(rows) * scale[which][:, : rows.shape[1]]
         data = stored(saturating_cast(scaled.t(), asked.dtype).contiguous())
         return with_padding(data, (multiples[0], 1)), scale_inv  # the groups are padded
 

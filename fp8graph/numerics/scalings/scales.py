@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fp8graph.numerics.formats import inverse, scale_from_amax
@@ -11,9 +10,7 @@ from fp8graph.numerics.scalings.base import Asked
 from fp8graph.recipes import FLT_MAX, FP8_MAX
 
 
-def fp8_scales(
-    amax: Tensor, asked: Asked, *, carry_overflow: bool = False, largest: float = FLT_MAX
-) -> tuple[Tensor, Tensor]:
+def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`.
 
     The scales that were asked for (``QuantizeArguments.scales``) replace them: the same for every amax.
@@ -29,9 +26,4 @@ def fp8_scales(
         largest=largest,
     )
     scale = stored(scale)  # else every thread that casts with it would divide
-    return scale, with_overflow(inverse(scale), amax) if carry_overflow else inverse(scale)
-
-
-def with_overflow(scale_inv: Tensor, amax: Tensor) -> Tensor:
-    """``scale_inv``, and inf where the amax is inf."""
-    return torch.where(amax > FLT_MAX, amax, scale_inv)
+    return scale, inverse(scale)

@@ -12,7 +12,7 @@ from fp8graph.numerics.experts import Span, amaxes_of_groups
 from fp8graph.numerics.formats import amax_of
 from fp8graph.numerics.scalings.base import Asked, Shared
 from fp8graph.numerics.scalings.one_scale import OneScale
-from fp8graph.numerics.scalings.scales import fp8_scales, with_overflow
+from fp8graph.numerics.scalings.scales import fp8_scales
 from fp8graph.numerics.tiles import largest_of
 from fp8graph.recipes import Layout
 
@@ -48,8 +48,7 @@ class Tensorwise(OneScale):
 
     def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
         scale, scale_inv = cast(Tensor, shared.scale), cast(Tensor, shared.scale_inv)
-        carried = asked.carry_overflow and shared.amax is not None
-        results = [with_overflow(scale_inv, cast(Tensor, shared.amax)) if carried else scale_inv]
+        results = [scale_inv]
         if asked.keep_scales:
             results.append(torch.stack([scale, scale_inv.reshape(())]).reshape(1, 2))
         return results

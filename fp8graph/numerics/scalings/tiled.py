@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.formats import amax_of, saturating_cast, widened_columns
+from fp8graph.numerics.formats import amax_of, overflow_as_nan, saturating_cast, widened_columns
 from fp8graph.numerics.hints import stored
 from fp8graph.numerics.scalings.base import Asked, Scaling, Shared
 from fp8graph.numerics.tiles import join, missing, pad_to_multiple, tiles_of, untile, with_padding
@@ -44,12 +44,13 @@ class Tiled(Scaling):
         tiled = [tiles_of(x, block) for x in padded]
         amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
         made = [self.scales_of(*of_part, asked, shared) for of_part in zip(tiled, amaxes, strict=True)]
-        scale_inv = join([inverse for _, inverse in made], axis)
+        # stored, as the scales: else a kernel of its own would divide and join them
+        scale_inv = join([stored(inverse) for _, inverse in made], axis)
         lacks = missing(scale_inv.shape[-1], whole) if whole > 1 else None
         if lacks is not None:
             zeros = scale_inv.new_zeros([*scale_inv.shape[:-1], lacks])
             scale_inv = torch.cat([scale_inv, self.scales(zeros, asked, shared)[1]], -1)
-        scaled = [x.to(torch.float32) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
+        scaled = [overflow_as_nan(x) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
         return self._data(parts, scaled, axis, asked, whole, lacks), scale_inv
 
     def _data(
