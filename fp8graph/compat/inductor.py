@@ -15,6 +15,7 @@ import sympy
 import torch
 import torch._inductor
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen import cpp_flex_attention_template
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -70,6 +71,7 @@ def cpu_codegen_patches(example_inputs: Sequence[Any]) -> dict[str, Any]:
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, torch.Tensor))
     if on_cpu:
         fix_cpu_loop_split()
+        fix_flex_attention_packing()
     if on_cpu and platform.machine() in ("x86_64", "AMD64") and torch.cpu._is_avx512_supported():
         return {"cpp.simdlen": 256, **_no_avx512_instructions()}
     return {}
@@ -155,6 +157,19 @@ def fix_cpu_loop_split() -> None:
 
     try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
     CppScheduling.try_loop_split = try_loop_split
+
+
+def fix_flex_attention_packing() -> None:
+    """Keep Inductor's flex_attention for CPUs from packing keys and values where its code has no AVX-512 vectors.
+
+    The template asks the CPU whether oneDNN multiplies packed operands, which a CPU with AMX answers with yes. It packs
+    with ``pack_vnni2``, which raises in code for narrower vectors: ours (``cpp.simdlen``), and plain torch's under
+    ``ATEN_CPU_CAPABILITY=avx2``. Idempotent.
+    """
+    asks, with_vectors = "at::native::cpublas::could_pack(", "at::vec::Vectorized<float>::size() == 16 && "
+    template = cpp_flex_attention_template.FLEX_ATTENTION_TEMPLATE
+    if with_vectors not in template:
+        cpp_flex_attention_template.FLEX_ATTENTION_TEMPLATE = template.replace(asks, with_vectors + asks)
 
 
 def option_names() -> set[str]:

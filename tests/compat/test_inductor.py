@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen import cpp_flex_attention_template
 from torch._inductor.codegen.cpp import CppScheduling
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
 from fp8graph import hardware
@@ -55,6 +59,22 @@ def test_a_cpu_graph_has_neither_512_bit_vectors_nor_their_instructions() -> Non
     vectors, *instructions = inductor.cpu_codegen_patches([torch.ones(1)]).values()
     assert vectors == 256
     assert instructions in (["x86-64-v3"], ["off -mno-avx512f"])  # torch from 2.13 on, and before
+
+
+@inductor_config.patch(fx_graph_cache=False)
+@functorch_config.patch(enable_autograd_cache=False)
+def test_flex_attention_of_narrow_vectors_on_a_cpu_whose_kernels_want_packed_operands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU with AMX is one. The template asks it at run time, so that any CPU can be made to answer yes."""
+    inductor.fix_flex_attention_packing()
+    asks, template = r"at::native::cpublas::could_pack\(at::k\w+\)", cpp_flex_attention_template.FLEX_ATTENTION_TEMPLATE
+    amx, questions = re.subn(asks, "true", template)
+    assert questions == 2
+    monkeypatch.setattr(cpp_flex_attention_template, "FLEX_ATTENTION_TEMPLATE", amx)
+    q, k, v = torch.randn(3, 1, 2, 128, 16).bfloat16()
+    compiled = torch.compile(flex_attention, options={"cpp.simdlen": 256, **inductor.cpu_codegen_patches([q])})
+    assert sqnr_db(F.scaled_dot_product_attention(q, k, v), compiled(q, k, v)) > 35
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
