@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.backend.codegen import compile_backward, compile_dialect, run_eagerly
 from fp8graph.backend.compiling import Variants
 from fp8graph.backend.coverage import check_compiled, check_quantized_once
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
@@ -136,6 +136,8 @@ class Backend(Watched):
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
+        if dynamo.compiles_backward():
+            return compile_backward(module, example_inputs, self.settings, self.inner_compile)
         return self.program(DynamoGraph(module, example_inputs), example_inputs)
 
     def program(self, graph: DynamoGraph, inputs: Sequence[Any] | None, variants: Variants | None = None) -> Program:

@@ -14,6 +14,7 @@ from fp8graph.compat import dynamo, inductor
 from fp8graph.compat.autograd import unnoticed_writes
 from fp8graph.compat.fakes import TracingContext, detect_fake_mode
 from fp8graph.compat.inductor import compile_fx
+from fp8graph.ir import ops
 from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.passes import WEIGHT_LOWERING
@@ -50,6 +51,23 @@ def compile_dialect(
     options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), passes=WEIGHT_LOWERING)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     return cast(Callable[..., Any], compile_fx(module, inputs, config_patches=options, **extra))
+
+
+def compile_backward(
+    module: fx.GraphModule, inputs: Sequence[Any], settings: Settings, inner_compile: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Generate code for a backward that compiled autograd traced. Its GEMMs were decided, and reported, with forward.
+
+    Those in FP8 are dialect nodes, which are lowered. A matmul that is left was left by the policy, or belongs to a
+    forward that was not compiled.
+    """
+    decided = any(node.target in ops.DIALECT for node in module.graph.nodes)
+    options = {**(inductor.codegen_patches(settings.hardware, inputs) if decided else {}), **settings.inductor}
+    first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
+    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first)
+    extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    copy = copy_dynamo_graph(module, gradients=False)  # Dynamo reads the original again
+    return cast(Callable[..., Any], compile_fx(copy, list(inputs), config_patches=options, **extra))
 
 
 def copy_dynamo_graph(module: fx.GraphModule, gradients: bool = True) -> fx.GraphModule:

@@ -14,7 +14,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 import torch
 import torch._dynamo
 from torch import fx
-from torch._dynamo import device_interface
+from torch._dynamo import compiled_autograd, device_interface
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -180,6 +180,14 @@ def current_frame_id() -> str:
     """The id of the frame that Dynamo is compiling, "" outside a compile."""
     compile_id = CompileContext.current_compile_id()
     return str(compile_id).split("/")[0] if compile_id is not None else ""
+
+
+def compiles_backward() -> bool:
+    """Whether the graph that Dynamo compiles now is a backward that compiled autograd traced.
+
+    Gradients are on where such a backward computes a checkpointed forward again.
+    """
+    return compiled_autograd.in_compiled_autograd_region and not torch.is_grad_enabled()
 
 
 def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
