@@ -6,12 +6,15 @@ Its GEMMs are those that the forward's report lists. They are neither decided ag
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, Policy, Rule
@@ -32,7 +35,7 @@ class Net(nn.Module):
 
 def policy(recipe: str) -> Policy:
     """In backward alone the head's matmuls are those of activations, which the second rule would take."""
-    return Policy([Rule("head", None), Rule("*", recipe, op="*")], min_speedup=0)
+    return Policy([Rule("*head", None), Rule("*", recipe, op="*")], min_speedup=0)
 
 
 def compiled(model: Any, backend: Any) -> Any:
@@ -102,6 +105,27 @@ def test_a_step_compiled_by_name() -> None:
             function(x)
         gradients.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.usefixtures("process_group")
+def test_ddp_whose_reducer_is_python() -> None:
+    """It is for compiled autograd alone. Names then begin with "module.". Amaxes are reduced, too."""
+
+    def wrap(model: Net, backend: Any) -> Any:
+        return torch.compile(DistributedDataParallel(model), backend=backend)
+
+    expected, _ = train(Backend(policy("delayed"), compiler="eager"), False)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        got, _ = train(Backend(policy("delayed"), compiler="eager"), True, wrap)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 @pytest.mark.slow
