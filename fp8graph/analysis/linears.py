@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.siblings import kin, size_in_group
+from fp8graph.compat import aot
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -23,6 +24,7 @@ from fp8graph.recipes import GemmName
 
 # the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
 _OWN: Final[dict[GemmName, str]] = {"fprop": "b", "dgrad": "ab", "wgrad": "a"}
+_PART: Final = "a tensor subclass holds its weight, and may compare the strides and offsets of its parts' gradients"
 _GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 
@@ -70,13 +72,21 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
             continue
         size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
         users = {user for q in own for output in q.users for user in output.users}
-        if isinstance(size, str):
+        if _is_part_of_subclass(site.gemms[0].b.tensor):
+            yield Linear(site=site, gemms=gemms, size=0, refusal=_PART)
+        elif isinstance(size, str):
             yield Linear(site=site, gemms=gemms, size=0, refusal=size)
         elif users <= set(gemms.values()):
             yield Linear(site=site, gemms=gemms, size=size)
         else:
             refusal = "another matmul reads its quantized weight or gradient, too (tied weights?)"
             yield Linear(site=site, gemms=gemms, size=size, refusal=refusal)
+
+
+def _is_part_of_subclass(weight: fx.Node) -> bool:
+    while weight.op != "placeholder" and len(weight.all_input_nodes) == 1:  # through casts and views
+        weight = weight.all_input_nodes[0]
+    return aot.is_part_of_subclass(weight)
 
 
 def key_of(linear: Linear) -> dict[str, Any]:

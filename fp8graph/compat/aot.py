@@ -23,6 +23,12 @@ def input_position(placeholder: fx.Node) -> int | None:
     return desc.idx if isinstance(desc, PlainAOTInput) else None
 
 
+def is_part_of_subclass(placeholder: fx.Node) -> bool:
+    """Whether a graph's input is one of the tensors that a tensor subclass holds; a DTensor's shard is the whole."""
+    desc = placeholder.meta.get("desc")
+    return isinstance(desc, SubclassGetAttrAOTInput) and desc.attr != SHARD
+
+
 def set_input_position(placeholder: fx.Node, position: int) -> None:
     """Describe a placeholder as AOTAutograd does, for :func:`input_position` to read."""
     placeholder.meta["desc"] = PlainAOTInput(position)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
@@ -269,3 +270,15 @@ def test_tiles_are_not_cut(recipe: str, target: str, uneven: int) -> None:
         report = fp8graph.explain(model, inputs, policy=Policy(default=recipe, min_speedup=0), target=target)
         counts[size] = len(gemms(report.graphs[0].after))
     assert counts == {256: 3, uneven: 9}
+
+
+def test_parts_of_a_tensor_subclass_are_multiplied_apart() -> None:
+    """Gradients of fused linears are slices of one tensor: TwoTensor refuses parts of different offsets."""
+    weight = nn.Parameter(TwoTensor(torch.randn(16, 32), torch.randn(16, 32)))
+    backend = eager_backend()
+    torch.compile(lambda x: nn.functional.linear(x, weight), backend=backend)(torch.randn(8, 32)).sum().backward()
+    assert weight.grad is not None
+    (graph,) = backend.report.graphs
+    assert {(row.what, "a tensor subclass holds its weight" in row.reason) for row in graph.refusals} == {
+        ("one GEMM", True)
+    }
