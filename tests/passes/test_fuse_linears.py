@@ -282,3 +282,9 @@ def test_parts_of_a_tensor_subclass_are_multiplied_apart() -> None:
     assert {(row.what, "a tensor subclass holds its weight" in row.reason) for row in graph.refusals} == {
         ("one GEMM", True)
     }
+
+
+def test_weight_gradients_of_fused_linears_are_slices_of_one_tensor() -> None:
+    model = Projections()
+    torch.compile(model, backend=eager_backend())(torch.randn(8, 32)).sum().backward()
+    assert len({p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}) == 1
