@@ -12,7 +12,7 @@ from torch import fx
 
 from fp8graph.backend.codegen import compile_backward, compile_dialect, run_eagerly
 from fp8graph.backend.compiling import Variants
-from fp8graph.backend.coverage import check_compiled, check_quantized_once
+from fp8graph.backend.coverage import adopt_in_time, check_compiled, check_quantized_once
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
 from fp8graph.backend.eager_frames import EagerFrames
 from fp8graph.backend.guarded import Guarded
@@ -146,6 +146,7 @@ class Backend(Watched):
         self._shared.groups.look()
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
+            adopt_in_time(self, model)
             self.weights.steps.adapters.watch(model, compiled=compiled)
         check_quantized_once(self, graph.layers().items())
         program = Program(self._shared, graph, inputs, variants)

@@ -12,7 +12,7 @@ from torch import nn
 from fp8graph.compat import dynamo
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.libraries import converted_for_training
+from fp8graph.libraries import adopt, compressed_tensors, converted_for_training, not_adopted
 from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report import Report
 
@@ -33,6 +33,7 @@ class Reports(Protocol):
         ...
 
 
+_too_late: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they adopt too late
 _told: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they compiled nothing
 _said: Final[WeakKeyDictionary[Reports, set[str]]] = WeakKeyDictionary()  # what else was said of a backend
 
@@ -74,6 +75,30 @@ def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) ->
             f"{layer} quantizes its operands itself, and so do layers like it: some of their GEMMs are then quantized "
             "twice, the others are not in the report. Compile the model without that conversion.",
             key="quantized twice",
+        )
+
+
+def adopt_in_time(backend: Reports, model: nn.Module) -> None:
+    """While Dynamo compiles a frame that has ``model``: adopt its FP8 layers, and let Dynamo trace them once more.
+
+    compressed-tensors decompresses its layers in the first call, which is this one: it is too late for them.
+
+    Raises:
+        Fp8CoverageError: in strict mode, if it is too late.
+    """
+    layers = not_adopted(model)
+    if not layers:
+        return
+    if not any(compressed_tensors.reader(layer) for layer in layers):
+        adopt(model)
+        dynamo.trace_again(f"fp8graph adopts the FP8 layers of {type(model).__name__}")
+    if backend not in _too_late:
+        _too_late.add(backend)
+        say(
+            backend,
+            f"compressed-tensors decompresses the layers of a model in this call ({type(layers[0]).__name__} and the "
+            "like), so that they have lost their FP8 weights. Load the model anew, and call fp8graph.adopt(model) "
+            "before torch.compile, or fp8graph.compile(model).",
         )
 
 

@@ -9,14 +9,14 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, Final, ParamSpec, TypeVar, cast
+from typing import Any, Final, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 import torch._dynamo
 from torch import fx
 from torch._dynamo import compiled_autograd, device_interface
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.exc import TorchRuntimeError
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
@@ -217,6 +217,15 @@ def modules_on_stack() -> list[torch.nn.Module]:
             found.append(owner)
         frame = frame.f_back
     return list(dict.fromkeys(original_module(owner) for owner in reversed(found)))
+
+
+def trace_again(reason: str) -> NoReturn:
+    """From a backend: let Dynamo trace the frame that it is compiling once more, as its modules have changed.
+
+    Of the exceptions that restart its analysis, it lets this one pass from a backend (torch 2.11 to 2.15).
+    """
+    InstructionTranslator.current_tx().speculation_log.clear()  # where graphs broke: they may not any more
+    raise TensorifyScalarRestartAnalysis(restart_reason=reason)
 
 
 def backend_of_frame() -> Any:

@@ -33,16 +33,14 @@ _READERS: Final[tuple[tuple[Callable[[Any], Callable[[Any], StoredWeight] | None
 def adopt(model: _Model) -> _Model:
     """Let the FP8 layers of ``model``, which a library loaded, compile to FP8 GEMMs. Returns the model.
 
-    ``fp8graph.compile`` does this itself; call it before ``torch.compile(model, backend="fp8graph")``, and once more
-    for a model that was unpickled or got new layers. The FP8 weights are frozen: they get no gradient, whatever
-    ``requires_grad`` says.
+    ``fp8graph.compile`` does this itself. ``torch.compile(model, backend="fp8graph")`` does it in the first call, if
+    Dynamo can trace the library's layers, and but for compressed-tensors, which has decompressed them by then: call it
+    before, and once more for a model that was unpickled or got new layers. The FP8 weights are frozen: they get no
+    gradient, whatever ``requires_grad`` says.
     """
     expect("adopt", "model", model, nn.Module, "a model, an nn.Module")
     for module in model.modules():
-        for reader, in_eager in _READERS:
-            if (read := reader(module)) is not None:
-                module.__dict__["forward"] = MethodType(forward_of(read, in_eager), module)
-        if (forward := transformers.forward_of_experts(module)) is not None:
+        if (forward := _forward(module)) is not None:
             module.__dict__["forward"] = MethodType(forward, module)
     compressed_tensors.keep_compressed(model)
     return model
@@ -52,3 +50,18 @@ def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
     """The first of ``layers`` (name, full name of its class) that another library trains in FP8; "" if none is."""
     found = (f"{name or 'the model'} ({kind})" for name, kind in layers if torchao.trains_in_fp8(kind))
     return next(found, "")
+
+
+def not_adopted(model: nn.Module) -> list[nn.Module]:
+    """The FP8 layers of ``model`` that :func:`adopt` has not seen."""
+    found = ((module, _forward(module)) for module in model.modules())
+    own = "forward"
+    return [m for m, f in found if f is not None and getattr(m.__dict__.get(own), "__func__", None) is not f]
+
+
+def _forward(module: nn.Module) -> Callable[..., Any] | None:
+    """The ``forward`` that :func:`adopt` gives to ``module``; None if it is no FP8 layer of a library."""
+    for reader, in_eager in _READERS:
+        if (read := reader(module)) is not None:
+            return forward_of(read, in_eager)
+    return transformers.forward_of_experts(module)

@@ -50,3 +50,13 @@ def test_a_model_of_a_checkpoint(preset: str, recipe: str, quality: float, tmp_p
     assert sqnr_db(x.detach().double() @ weight.t(), y) > quality
     assert x.grad is not None
     assert sqnr_db(dy.double() @ weight, x.grad) > 25
+
+
+def test_torch_compile_says_that_it_is_too_late(tmp_path: Path) -> None:
+    """In the first call the library's hook runs, before the model."""
+    FORMATS["compressed-tensors-fp8-dynamic"].write(tmp_path)
+    model: Any = load(tmp_path)
+    compiled: Any = torch.compile(model, backend=fp8graph.Backend(compiler="eager", strict=True))
+    message = r"strict mode: compressed-tensors decompresses the layers .* call fp8graph.adopt\(model\) before"
+    with pytest.raises(fp8graph.Fp8CoverageError, match=message), torch.no_grad():
+        compiled(input_ids=IDS)

@@ -408,3 +408,43 @@ def test_scales_of_exponents_are_read_as_they_are() -> None:
     assert module.weight_scale_inv.dtype == E8M0
     *_, report = run(module)
     assert "float8_e8m0fnu[2, 3]" in report.graphs[0].after
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("how", ["name", "backend", "function"])
+def test_torch_compile_adopts_in_the_first_call(how: str, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the library's layer broke the graph, and nothing but its first part had reached the backend."""
+
+    def librarys(self: Any, x: Tensor) -> Tensor:
+        if breaks:
+            torch._dynamo.graph_break()
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+    monkeypatch.setattr(FP8Linear, "forward", librarys)
+    model, x = Two(), torch.randn(64, K, dtype=BF16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = fp8graph.compile(copy.deepcopy(model), compiler="eager")(x)
+        if how == "function":
+            step: Any = torch.compile(lambda model, x: model(x), backend=fp8graph.Backend(compiler="eager"))
+            y, backend = step(model, x), fp8graph.backend_of(step)
+        else:
+            backend = fp8graph.Backend(compiler="eager")
+            named: Any = {"backend": "fp8graph", "options": {"compiler": "eager"}}
+            given: Any = named if how == "name" else {"backend": backend}
+            compiled: Any = torch.compile(model, **given)
+            y, backend = compiled(x), fp8graph.backend_of(compiled)
+    assert torch.equal(y, expected)
+    assert len(backend.report.graphs) == 1
+    assert [gemm.reason.startswith("weight stored in") for gemm in backend.report.gemms] == [False, True]
+
+
+class Two(nn.Module):
+    """A linear in high precision, then one of the library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(K, K, dtype=BF16), layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).relu())
