@@ -23,6 +23,7 @@ from fp8graph.passes.gather_in_fp8 import gather_in_fp8
 from fp8graph.passes.hoist_weights import hoist_weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
+from fp8graph.passes.note_weights import note_weights
 from fp8graph.passes.observe import observe
 from fp8graph.passes.prepare_fp4 import prepare_fp4
 from fp8graph.passes.quantize import quantize
@@ -57,6 +58,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     prepare_fp4,
     observe,
     hoist_weights,
+    note_weights,
     connect_scales,
     accumulate_wgrad,
     save_for_backward,

@@ -61,7 +61,7 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             continue  # a part of another copy
         body = computed_from(node, parameters)
         if body is not None:
-            made = _extract if node.target is ops.quantize else _transposed
+            made = extract if node.target is ops.quantize else _transposed
             found[node] = made(node, body, parameters, compilation)
             node.meta[CACHED_KEY] = True
         elif (
@@ -101,7 +101,7 @@ def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compi
     found = why_not_sent(graph, gathered, compilation)
     sendable = [node for node, reason in found.items() if reason is None and node.meta.get(OPERAND_KEY) == "weight"]
     bodies = {node: computed_from(node, gathered) or [] for node in sendable}
-    compilation.sendable = tuple(_extract(node, body, gathered, compilation) for node, body in bodies.items())
+    compilation.sendable = tuple(extract(node, body, gathered, compilation) for node, body in bodies.items())
     return found
 
 
@@ -110,7 +110,7 @@ def _read(inputs: Mapping[fx.Node, int], compilation: Compilation) -> frozenset[
     return frozenset(index for node, index in inputs.items() if index in compilation.known.sent and node.users)
 
 
-def _extract(
+def extract(
     node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], compilation: Compilation
 ) -> QuantizedWeight:
     """``node`` and the nodes that compute it, as a graph of their own."""

@@ -15,6 +15,8 @@ from torch import Tensor, fx, nn
 
 from fp8graph.analysis.same_value import look_through_transposes
 from fp8graph.backend.backend import Backend
+from fp8graph.compat.fakes import wrapped_tensors
+from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import nodes, value
@@ -22,7 +24,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Quantizer
-from fp8graph.runtime.state_dict import recipe_text
+from fp8graph.runtime.scaling_state import State
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
@@ -55,36 +57,46 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
 
     ``data``: False: the tensors of the weights are fake ones, and nothing is computed.
     """
-    parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
-    state = dict(backend.state_dict())
-    seen: set[str] = set()
-    kept = [weight for program in backend.programs for weight in program.kept_weights()]
-    for weight, names in kept:
-        if "rowwise" not in weight.outputs or not all(name in parameters for name in names):
-            continue
-        for made in _made(weight, names, parameters, state, data):
-            if made.parameter not in seen:
-                seen.add(made.parameter)
-                yield made
+    names, seen = _names(model), set[str]()
+    calls = [call for program in backend.programs for call in program.calls()]
+    for called, findings in calls:
+        for weight in (*findings.weights, *findings.quantized):
+            parameters = [called[index] for index in weight.parameters]
+            if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
+                for made in _made(weight, parameters, names, backend.state, data):
+                    if made.parameter not in seen:
+                        seen.add(made.parameter)
+                        yield made
+
+
+def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
+    """The names of the parameters that are the weights of sites, in FP8 or not."""
+    names = _names(model)
+    calls = [call for program in backend.programs for call in program.calls()]
+    indices = [(called, {site.parameter for site in findings.sites}) for called, findings in calls]
+    found = (names.get(id(x), "") for called, of_sites in indices for index, x in called.items() if index in of_sites)
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The names of a model's parameters, and of the tensors that they wrap, by identity."""
+    named = ((name_in_original(name), p) for name, p in model.named_parameters())
+    return {id(x): name for name, p in named for x in (p, *wrapped_tensors(p))}
 
 
 def _made(
-    weight: QuantizedWeight,
-    names: Sequence[str],
-    parameters: Mapping[str, Tensor],
-    state: Mapping[str, Tensor],
-    data: bool,
+    weight: QuantizedWeight, parameters: Sequence[Tensor], names: Mapping[int, str], state: State, data: bool
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     asked = QuantizeNode(node).asked
-    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), names, strict=False))  # a page comes last
+    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), parameters, strict=False))  # a page comes last
     sources = [_source(part, called) for part in asked.parts]
     made = weight.made_outputs()
     if data:
-        inputs = [parameters[name].detach() for name in names]
+        inputs = [parameter.detach() for parameter in parameters]
         if weight.page is not None:
-            inputs.append(_page(weight.page, [name for name, _ in sources], state, inputs[0].device))
+            inputs.append(_page(weight.page, [source for source, _ in sources], state, inputs[0].device))
         with torch.no_grad():
             results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
         made = dict(zip(weight.made, results, strict=True))
@@ -97,27 +109,27 @@ def _made(
         power_2_scale=asked.power_2_scale,
         amax_epsilon=asked.amax_epsilon,
     )
-    for (name, flipped), part in zip(sources, asked.parts, strict=True):
+    for (source, flipped), part in zip(sources, asked.parts, strict=True):
         rows, columns = value(part).shape[-2:]
         numbers, scale_inv = made["rowwise"][..., start : start + rows, : columns // kind.packed], scales
         if (grid := kind.scale_shape(rows, columns, block)) is not None:
             first = start * grid[0] // rows
             scale_inv = scales[..., first : first + grid[0], : grid[1]]
         start += rows
-        if name:
+        if source is not None:
             yield Multiplied(
-                parameter=name,
+                parameter=names[id(source)],
                 data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
                 global_scale_inv=made.get("rowwise_global_scale_inv"),
-                input_scale_inv=_input_scale(weight.page, name, state),
+                input_scale_inv=_input_scale(weight.page, source, state),
                 flipped=flipped,
             )
 
 
-def _source(part: fx.Node, called: Mapping[fx.Node, str]) -> tuple[str, bool]:
-    """The parameter that ``part`` is, perhaps cast, and whether it is transposed; "" for a computed one."""
+def _source(part: fx.Node, called: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, bool]:
+    """The parameter that ``part`` is, perhaps cast, and whether it is transposed; None for a computed one."""
     flipped = False
     while part not in called:
         part, transposed = look_through_transposes(part)
@@ -125,27 +137,20 @@ def _source(part: fx.Node, called: Mapping[fx.Node, str]) -> tuple[str, bool]:
         if part.target is _CONVERT:
             part = cast(fx.Node, part.args[0])
         elif part not in called:
-            return "", flipped
+            return None, flipped
     return called[part], flipped
 
 
-def _page(page: PageLayout, parameters: Sequence[str], state: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _page(page: PageLayout, sources: Sequence[Tensor | None], state: State, device: torch.device) -> Tensor:
     """A page of scaling state with the scale of a weight, which the linears in it share."""
     made = history.new_page(page.recipe.amax_history_len, 1, device)
-    names = (f"{_site(name)}.weight|{recipe_text(page.recipe)}|scale" for name in parameters)
-    scale = next((state[name] for name in names if name in state), None)
-    if scale is not None:
-        made[0, 0], made[0, 1] = scale, scale.reciprocal()
+    rows = (state.row(source, "weight", page.recipe) for source in sources if source is not None)
+    if (row := next(filter(None, rows), None)) is not None:
+        made[0, 0], made[0, 1] = row.scale, row.scale.reciprocal()
     return made
 
 
-def _site(parameter: str) -> str:
-    return parameter.removesuffix(".weight")
-
-
-def _input_scale(page: PageLayout | None, parameter: str, state: Mapping[str, Tensor]) -> Tensor | None:
+def _input_scale(page: PageLayout | None, source: Tensor, state: State) -> Tensor | None:
     """FP32 []: the delayed scale of its layer's input; it multiplies. None before training has recorded any amax."""
-    name = f"{_site(parameter)}.input|{recipe_text(page.recipe)}" if page is not None else ""
-    if f"{name}|scale" not in state or not state[f"{name}|amax_history"].any():
-        return None
-    return state[f"{name}|scale"].reshape(()).reciprocal()
+    row = None if page is None else state.row(source, "input", page.recipe)
+    return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -28,11 +28,18 @@ from fp8graph.ir.observed import Observed
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.logs import announce
-from fp8graph.runtime.call import Prepared, PreparedCalls
+from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.sent_weight import SentWeight
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
+_alive: Final[weakref.WeakSet[Program]] = weakref.WeakSet()
+
+
+def programs_of(parameters: Iterable[torch.Tensor]) -> list[Program]:
+    """The programs, of whatever backend, that were called with one of ``parameters``."""
+    ids = set(map(id, parameters))
+    return [program for program in list(_alive) if program.runs(ids)]
 
 
 class Program:
@@ -61,11 +68,13 @@ class Program:
         self._policies: list[str] = []  # those of the variants, the last one used at the end
         self._empty = torch.empty(0, device=self._graph.device)  # stands in for inputs that no pass took
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
+        self._called = Called(self._graph.positions)
         self._strict = shared.settings.strict
         self._calls = 0
         self.texts: list[GraphView] = []  # views without modules, for a report that outlives this program
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
+        _alive.add(self)
         if inputs is not None:
             moment = self._moment(shared.recomputations.of_call(is_made=False))
             situation = self._situation(moment, self._sent(inputs))
@@ -90,14 +99,21 @@ class Program:
         own = {key: v for key, v in self._variants.items() if plain[key] == key or plain[key] not in self._variants}
         return [variant.decided.view for key, variant in own.items() if key not in gathered]
 
-    def kept_weights(self) -> Iterator[tuple[QuantizedWeight, list[str]]]:
-        """The weights whose copies this graph takes under the policy of now, and their parameters' bound names."""
-        _, policy = self._shared.policies.of(self._graph.families)
-        for (situation, names), variant in self._variants.items():
-            if names and situation.policy == policy and situation.observed is None:
-                called = dict(zip(self._graph.positions, names, strict=True))
-                for weight in variant.findings.weights:
-                    yield weight, [called[index] for index in weight.parameters]
+    @property
+    def backend(self) -> Any:
+        """The backend that it belongs to."""
+        return self._shared.generator
+
+    def calls(self) -> Iterator[tuple[dict[int, torch.Tensor], Findings]]:
+        """The parameters of its calls under the present policy, by input, and the findings about the graph that ran."""
+        _, present = self._shared.policies.of(self._graph.families)
+        for parameters, (policy, findings) in self._called:
+            if policy == present:
+                yield parameters, findings
+
+    def runs(self, parameters: Collection[int]) -> bool:
+        """Whether it was called with one of the parameters that have these ids."""
+        return any(id(x) in parameters for called, _ in self._called for x in called.values())
 
     def __call__(self, *args: Any) -> Any:
         if fakes.called_to_trace(args):
@@ -167,6 +183,7 @@ class Program:
         shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
         if variant.reduces:
             self._take_part(args, moment.amax_group)
+        self._called.note(args, (situation.policy, findings))
         pages = self._pages(findings.pages, args) if findings.pages else []
         if pages and self._graph.gradients and not shared.groups.same_in_stage(situation.amax_group):
             shared.state.recorded_by(situation.amax_group)

@@ -67,6 +67,7 @@ class Compilation:
     weights: tuple[QuantizedWeight, ...] = ()  # hoist_weights
     sendable: tuple[QuantizedWeight, ...] = ()  # hoist_weights
     read: frozenset[int] = frozenset()  # hoist_weights
+    quantized: tuple[QuantizedWeight, ...] = ()  # note_weights
     pages: tuple[PageLayout, ...] = ()  # connect_scales
     gradients: tuple[Gradient, ...] = ()  # accumulate_wgrad
     accumulated: dict[tuple[str, int], str] = field(  # accumulate_wgrad: (fqn, index) -> what it moves
@@ -96,6 +97,7 @@ class Findings:
     sites: tuple[Site, ...] = ()  # sites, without their GEMMs
     attention: tuple[Site, ...] = ()  # attentions
     weights: tuple[QuantizedWeight, ...] = ()  # weights whose copies the graph takes as inputs
+    quantized: tuple[QuantizedWeight, ...] = ()  # other weights, which the graph itself quantizes
     sendable: tuple[QuantizedWeight, ...] = ()  # weights that FSDP2 may gather in FP8 from now on
     read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
     pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
@@ -145,6 +147,7 @@ class Findings:
             sites=(*self.sites, *sites),
             attention=(*self.attention, *(attention.site for attention in compilation.attention)),
             weights=compilation.weights or self.weights,
+            quantized=compilation.quantized or self.quantized,
             sendable=compilation.sendable or self.sendable,
             read=compilation.read | self.read,
             sent=compilation.known.sent,

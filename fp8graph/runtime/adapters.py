@@ -16,6 +16,17 @@ from torch import nn
 _log = logging.getLogger("fp8graph")
 
 
+def adapted_modules(model: nn.Module) -> list[str]:
+    """The names of the modules that PEFT has put into ``model``, merged or not."""
+    named = model.named_modules()
+    return [name or type(module).__name__ for name, module in named if _is_adapter(module)]
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    layer = isinstance(getattr(module, "merged_adapters", None), list)
+    return layer or type(module).__module__.partition(".")[0] == "peft"
+
+
 class Adapters:
     """The adapter layers of some models. Holds no layer alive."""
 

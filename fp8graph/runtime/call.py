@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,33 @@ def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda args: tuple(args[position] for position in positions)
+
+
+class Called:
+    """The parameters that a graph was called with, and a note on the last call with them. It keeps no parameter alive.
+
+    Args:
+        parameters: the positions of the graph's inputs that are parameters.
+    """
+
+    def __init__(self, parameters: Sequence[int]) -> None:
+        self._positions = parameters
+        self._pick = picker(parameters)
+        self._noted: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], Any]] = {}  # by their ids
+
+    def note(self, args: Sequence[Any], note: Any) -> None:
+        """Remember a call with ``args``."""
+        parameters, noted = self._pick(args), self._noted
+        key = tuple(map(id, parameters))
+        alive = noted[key][0] if key in noted else [weakref.ref(x, lambda _: noted.pop(key, None)) for x in parameters]
+        noted[key] = alive, note
+
+    def __iter__(self) -> Iterator[tuple[dict[int, torch.Tensor], Any]]:
+        """The parameters by position, and the note of their last call."""
+        for references, note in list(self._noted.values()):
+            alive = [x for reference in references if (x := reference()) is not None]
+            if len(alive) == len(references):
+                yield dict(zip(self._positions, alive, strict=True)), note
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,16 +31,24 @@ class Names:
         self._models: dict[weakref.ref[torch.nn.Module], str] = {}  # and their names
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
+    def __contains__(self, model: torch.nn.Module) -> bool:
+        """Whether ``model`` itself was bound."""
+        return weakref.ref(model) in self._models
+
     def __bool__(self) -> bool:
         return bool(self._names or self._models)
 
     def bind(self, model: torch.nn.Module, name: str = "") -> None:
         """Learn the names of ``model``'s parameters; they begin with ``name``, if that is not empty."""
-        self.bind_later(model, name)
+        self._remember(model, name)
         self._learn(model, name)
 
-    def bind_later(self, model: torch.nn.Module, name: str = "") -> None:
-        """Bind a model that has no parameters yet: its names are learned when one is asked for."""
+    def bind_later(self, model: torch.nn.Module) -> None:
+        """Bind a model that has no parameters yet, if it is not bound: its names are learned when one is asked for."""
+        if model not in self:
+            self._remember(model, "")
+
+    def _remember(self, model: torch.nn.Module, name: str) -> None:
         models = self._models
         models[weakref.ref(model, lambda reference: models.pop(reference, None))] = name
         self._epoch.advance()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.recipes import DelayedScaling, OperandName
-from fp8graph.runtime.state_dict import recipe_text, rescaled
+from fp8graph.runtime.state_dict import SavedRow, recipe_text, rescaled
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Tokens:
             return new
         return token
 
+    def known(self, parameter: Tensor) -> int | None:
+        """Its token; None if nothing has asked for one."""
+        reference, token = self._known.get(id(parameter), (None, None))
+        return token if reference is not None and reference() is parameter else None
+
     def alive(self) -> set[int]:
         return {token for _, token in list(self._known.values())}
 
@@ -98,6 +103,13 @@ class Row:
     index: int
     name: str  # in a state dict
     seen: Any = None  # the weight that it is of, when it was last looked at: see runtime/written.py
+
+    def saved(self) -> SavedRow:
+        """A copy of its state, without the amax that a step has staged which is not over."""
+        saved = SavedRow.of(self.page.tensor[self.index], self.page.layout.fp8_max)
+        if self.page.layout.group is not None:
+            saved.amax_history[0] = 0.0
+        return saved
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.numerics.history import HEADER, new_page, write_row
-from fp8graph.recipes import DelayedScaling
+from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
@@ -242,9 +242,13 @@ class State:
     def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
         owner = args[row.parameter] if row.parameter is not None else anchor
         token = self._tokens.of(owner) if owner is not None else 0
-        assert isinstance(row.recipe, DelayedScaling)
-        site = row.fqn if row.parameter is None else None
-        return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=row.recipe)
+        recipe, site = cast(DelayedScaling, row.recipe), row.fqn if row.parameter is None else None
+        return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=recipe)
+
+    def row(self, parameter: Tensor, operand: OperandName, recipe: DelayedScaling) -> SavedRow | None:
+        """A copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""
+        key = RowKey(self._tokens.known(parameter) or 0, None, 0, operand, recipe)
+        return self._rows[key].saved() if key in self._rows else None
 
     def _forget_rows(self, owner: int) -> None:
         for key in self._keys.pop(owner, ()):
@@ -300,10 +304,7 @@ class State:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
         result, existing = {VERSION_KEY: torch.tensor([VERSION])}, self._alive()
         for name, row in existing.items():
-            saved = SavedRow.of(row.page.tensor[row.index], row.page.layout.fp8_max)
-            if row.page.layout.group is not None:
-                saved.amax_history[0] = 0.0  # amaxes staged by a step that is not over
-            result.update(saved.entries(name))
+            result.update(row.saved().entries(name))
         for reduction in self._reductions.values():  # ranks that did not run a layer save the same state as the others
             for name, page in reduction.absent.items():
                 result.update(SavedRow.of(page.tensor[0], page.layout.fp8_max).entries(name))

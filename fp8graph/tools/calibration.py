@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8graph.errors import expect_batch, expect_batches
 
 
-def input_amaxes(model: nn.Module, layers: Iterable[str], batches: Iterable[Any]) -> dict[str, Tensor]:
+def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]) -> dict[str, Tensor]:
     """FP32 []: the amax of the input of each of ``layers`` over ``batches``. The model runs in eager, in eval mode.
 
     Args:
@@ -26,7 +26,7 @@ def input_amaxes(model: nn.Module, layers: Iterable[str], batches: Iterable[Any]
             amax = cast(Tensor, args[0]).detach().abs().amax().to(torch.float32)
             found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
 
-        return model.get_submodule(layer).register_forward_pre_hook(before)
+        return layers[layer].register_forward_pre_hook(before)
 
     training = model.training
     with contextlib.ExitStack() as stack:

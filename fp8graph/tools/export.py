@@ -11,13 +11,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from fp8graph.backend import Backend, backend_of
-from fp8graph.backend.multiplied import Multiplied, multiplied_by
+from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
-from fp8graph.compat.wrappers import original_module
+from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import ConfigError, expect_path
 from fp8graph.libraries.transformers import as_saved
+from fp8graph.runtime.adapters import adapted_modules
 from fp8graph.tools.calibration import input_amaxes
 from fp8graph.tools.forms import AUTO, as_stored, chosen, kind_of
 from fp8graph.tools.saved_parts import cut, saved_parts, why_not
@@ -42,7 +43,8 @@ def export(
     and listed in the config. The folder is there whole or not at all.
 
     Args:
-        model: compiled with fp8graph, and called at least once. Merge adapters before.
+        model: compiled with fp8graph in any way, and called at least once: what ``torch.compile`` returned, or the
+            module itself, also if it was compiled in blocks or is called by a compiled function. Merge adapters before.
         folder: must not exist.
         format: "fp8" (Hugging Face and DeepSeek, 128x128 tiles or one scale), "compressed-tensors", "modelopt", or
             "auto": the first of these that has a form for every layer's recipe.
@@ -59,7 +61,8 @@ def export(
         The folder.
 
     Raises:
-        ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, or is sharded.
+        ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, is sharded, or has
+            adapters of PEFT, merged or not.
         CheckpointError: no format has a form for its recipes, or the folder cannot be written.
     """
     expect_path("export", "folder", folder)
@@ -100,22 +103,38 @@ class _Plan:
     """Which tensors are written how."""
 
     def __init__(self, model: nn.Module, name: str, calibration: Iterable[Any] | None) -> None:
+        given: object = model
+        if not isinstance(given, nn.Module):
+            raise TypeError(f"export takes the model, an nn.Module, not {given!r}: of a compiled function, its model.")
         self.model = original_module(model)
+        if adapted := adapted_modules(self.model):
+            raise ConfigError(
+                f"{type(self.model).__name__} has modules of PEFT ({adapted[-1]}), whose names no engine knows. Call "
+                "model.merge_and_unload() first, compile the model that it returns, and call that once."
+            )
         self._backend: Backend = backend_of(model)
         sharded = next((n for n, p in self.model.named_parameters() if local(p) is not p), None)
         if sharded is not None:
             raise ConfigError(f"{sharded} is sharded: gather the model on one rank before it is exported.")
+        modules = self.model.named_modules(remove_duplicate=False)
+        self._modules = {name_in_original(layer): original_module(module) for layer, module in modules}
+        named = self.model.named_parameters(remove_duplicate=False)
+        self._parameters = {name_in_original(parameter): tensor for parameter, tensor in named}
         owners: dict[int, set[str]] = {}
-        for parameter, tensor in self.model.named_parameters(remove_duplicate=False):
+        for parameter, tensor in self._parameters.items():
             owners.setdefault(id(tensor), set()).add(parameter)
         self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
         found = list(multiplied_by(self._backend, self.model, data=False))
         if not found:
             raise ConfigError(
-                f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. Compile it "
-                "with fp8graph.compile(model), call it once, and print fp8graph.backend_of(model).report."
+                f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. "
+                + (
+                    "print(fp8graph.backend_of(model).report) says why."
+                    if matrices_of(self._backend, self.model)
+                    else "Its compiled code has not run under the policy of now: call it once."
+                )
             )
-        shapes = {weight.parameter: self.model.get_parameter(weight.parameter).shape for weight in found}
+        shapes = {weight.parameter: self._parameters[weight.parameter].shape for weight in found}
         self._parts = saved_parts(self.model, shapes)
         for weight in found:
             if reason := self._why_kept(weight):
@@ -129,7 +148,7 @@ class _Plan:
         self._kinds = {part.layer: kind_of(weight) for weight in written for part in self._parts[weight.parameter]}
         self._amaxes: dict[str, Tensor] = {}  # by layer of the model
         if calibration is not None:
-            layers = [weight.layer for weight in written if weight.data.ndim == 2]
+            layers = {weight.layer: self._modules[weight.layer] for weight in written if weight.data.ndim == 2}
             self._amaxes = input_amaxes(self.model, layers, calibration)
         inputs = {
             part.layer
@@ -140,7 +159,7 @@ class _Plan:
         self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
     def _why_kept(self, weight: Multiplied) -> str | None:
-        owner = self.model.get_submodule(weight.layer)
+        owner = self._modules[weight.layer]
         if weight.flipped:
             return f"its weight is [K, N] ({type(owner).__name__}), and no format has such layers"
         if weight.parameter in self._tied:
@@ -159,7 +178,8 @@ class _Plan:
         """All other tensors of the model's state dict, as they are saved; of tied ones, the first."""
         seen: set[tuple[Any, ...]] = set()
         found: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
+        for saved, tensor in self.model.state_dict().items():
+            name = name_in_original(saved)
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
             if name not in self._parts and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
                 seen.add(key)
@@ -168,13 +188,12 @@ class _Plan:
 
     def ignore(self) -> list[str]:
         """The linears that are written in high precision, by the names of the model and of its checkpoints."""
-        linears = [name for name, module in self.model.named_modules() if isinstance(module, nn.Linear)]
-        sites = [gemm.fqn for gemm in self._backend.report.gemms if gemm.recipe is None]  # routers, too
-        parameters = {f"{layer}.weight" for layer in (*linears, *sites)} - self._parts.keys()
-        shapes = {name: x.shape for name, x in self.model.named_parameters() if name in parameters and x.ndim == 2}
+        linears = [f"{name}.weight" for name, module in self._modules.items() if isinstance(module, nn.Linear)]
+        kept = {*linears, *matrices_of(self._backend, self.model)} - self._parts.keys()  # routers, too
+        shapes = {name: x.shape for name, x in self._parameters.items() if name in kept and x.ndim == 2}
         saved = {name: [part.layer for part in parts] for name, parts in saved_parts(self.model, shapes).items()}
-        kept = [layer for name in shapes for layer in (name.removesuffix(".weight"), *saved.get(name, ()))]
-        return list(dict.fromkeys(kept))
+        layers = [layer for name in shapes for layer in (name.removesuffix(".weight"), *saved.get(name, ()))]
+        return list(dict.fromkeys(layers))
 
 
 def _folder_of(config: Any) -> Path | None:

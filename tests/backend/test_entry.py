@@ -103,3 +103,39 @@ def test_it_is_said_that_a_second_compilation_begins_anew(first: str, caplog: py
     fp8graph.compile(model[0], compiler="eager")
     fp8graph.compile(nn.Sequential(model[1]), compiler="eager")
     assert caplog.records == []
+
+
+def test_compile_takes_a_backend() -> None:
+    """Two models of one class, whose layers are told apart by the names that were given before."""
+    backend, teacher, student = eager_backend(), MLP(), MLP()
+    backend.bind(teacher, name="teacher")
+    for model in (teacher, student):
+        fp8graph.compile(model, backend=backend)
+        model(torch.randn(4, 32))
+        assert fp8graph.backend_of(model) is backend
+    names = {gemm.fqn for gemm in backend.report.gemms}
+    assert {"teacher.up", "up"} <= names
+    message = re.escape("compile(backend=...) has its own recipe, save, mode: give one or the other.")
+    with pytest.raises(ConfigError, match=message):
+        fp8graph.compile(MLP(), backend=backend, recipe="rowwise", save="memory", mode="max-autotune")
+    with pytest.raises(TypeError, match=r"backend must be a fp8graph.Backend, not 'fp8graph'"):
+        fp8graph.compile(MLP(), backend="fp8graph")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_backend_of_a_model_that_compiled_code_calls() -> None:
+    backend, model = eager_backend(), MLP()
+
+    def step() -> torch.Tensor:
+        return model(torch.ones(4, 32))
+
+    compiled = torch.compile(step, backend=backend)
+    with pytest.raises(ConfigError, match="MLP was not compiled .* or the compiled code that calls it has not run yet"):
+        fp8graph.backend_of(model)
+    compiled()
+    assert fp8graph.backend_of(model) is fp8graph.backend_of(model.up) is backend
+    with pytest.raises(ConfigError, match="was not compiled"):
+        fp8graph.backend_of(MLP())
+    torch._dynamo.reset()
+    del compiled, step
+    with pytest.raises(ConfigError, match="was not compiled"):
+        fp8graph.backend_of(model)

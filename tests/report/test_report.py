@@ -82,6 +82,7 @@ def test_stages_are_the_text_after_each_pass() -> None:
         "prepare_fp4",
         "observe",
         "hoist_weights",
+        "note_weights",
         "connect_scales",
         "accumulate_wgrad",
         "save_for_backward",

@@ -17,6 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
 from fp8graph import Backend, Policy
+from fp8graph.runtime.call import Called
 from fp8graph.runtime.contents import Look
 from helpers import ALL, MLP, eager_backend
 
@@ -155,3 +156,14 @@ def test_a_prepared_call_ends_with_what_it_was_prepared_for(change: str) -> None
         else:
             model.gate.weight = nn.Parameter(torch.zeros_like(model.gate.weight))
             assert not run(x).any()
+
+
+def test_the_parameters_of_calls_are_not_kept_alive() -> None:
+    first, second, shared = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    called = Called([0, 2])
+    for args, note in (((shared, 1, first), "a"), ((shared, 2, second), "b"), ((shared, 3, first), "c")):
+        called.note(args, note)
+    assert [(sorted(parameters), note) for parameters, note in called] == [([0, 2], "c"), ([0, 2], "b")]
+    assert [parameters[2] is x for (parameters, _), x in zip(called, (first, second), strict=True)] == [True, True]
+    del args, first
+    assert [note for _, note in called] == ["b"]

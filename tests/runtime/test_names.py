@@ -74,3 +74,13 @@ def test_the_modules_of_bound_models_and_their_own_matrices() -> None:
     compiled = cast(nn.Module, torch.compile(model))
     names.bind(compiled, "teacher")
     assert names.modules() == {"teacher", "teacher.0", "teacher.mixing"}
+
+
+def test_a_name_that_the_user_gave_stays() -> None:
+    names, model = Names(Epoch()), MLP()
+    assert model not in names
+    names.bind(model, "teacher")
+    names.bind_later(model)
+    assert model in names
+    model.up.weight = nn.Parameter(torch.zeros(64, 32))
+    assert names.get(model.up.weight) == "teacher.up.weight"

@@ -47,3 +47,9 @@ def test_which_graph_a_page_fits() -> None:
     assert not page.fits(layout(rows=3))
     assert not page.fits(layout(group="data parallel"))
     assert not page.fits(layout(device="meta"))  # the model has moved
+
+
+def test_who_has_no_token_gets_none_by_a_question() -> None:
+    tokens, parameter = Tokens(lambda _: None), nn.Parameter(torch.zeros(1))
+    assert tokens.known(parameter) is None
+    assert tokens.of(parameter) == tokens.known(parameter)

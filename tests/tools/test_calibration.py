@@ -13,7 +13,7 @@ def test_the_largest_input_over_all_batches() -> None:
     model = fp8graph.compile(MLP(), compiler="eager")
     model.train()
     batches = [torch.full((2, 32), 0.5), (torch.full((2, 32), -3.0),), {"x": torch.ones(2, 32)}]
-    found = input_amaxes(model, ["gate", "down"], batches)
+    found = input_amaxes(model, {name: model.get_submodule(name) for name in ("gate", "down")}, batches)
     assert found["gate"] == 3.0
     assert found.keys() == {"gate", "down"}
     assert found["down"].dtype == torch.float32

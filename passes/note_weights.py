@@ -1,0 +1,31 @@
+"""Note how the graph quantizes those weights that stay in it, for an export of what fprop multiplies.
+
+    qw = quantize(w, rowwise, columnwise)               ->      the same
+    y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   the same
+
+Refuses (leaves out) weights whose computation reads anything but parameters, or draws random numbers; those that are
+gathered from several ranks; and the bodies of higher-order ops.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fp8graph.analysis.weight_graphs import computed_from
+from fp8graph.ir import ops
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import nodes
+from fp8graph.ir.sources import graph_inputs
+from fp8graph.passes.hoist_weights import extract
+
+
+def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
+    known = compilation.known
+    if known.subgraph or known.spares.wanted > len(known.spares.indices):  # it is traced again
+        return
+    whole = known.parameters.keys() - known.gathered.keys()
+    parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
+    found = ((node, computed_from(node, parameters)) for node in nodes(graph, (ops.quantize,)))
+    compilation.quantized = tuple(
+        extract(node, body, parameters, compilation) for node, body in found if body is not None
+    )

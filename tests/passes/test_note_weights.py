@@ -1,0 +1,63 @@
+"""note_weights: how the graph quantizes the weights that stay in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8graph import Policy
+from fp8graph.compat.fsdp import Shard
+from fp8graph.ir.settings import Settings
+from fp8graph.ir.text import graph_text
+from helpers import passed
+
+IN_GRAPH = Settings(cache_weights=False)
+DELAYED = Policy(default="delayed", min_speedup=0)
+SHARDS = {index: Shard(24, None) for index in range(4)}
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(32, 48, bias=False)
+
+
+def test_a_weight_that_stays() -> None:
+    graph, found = passed(linear(), torch.randn(16, 32), last="note_weights", settings=IN_GRAPH)
+    before, _ = passed(linear(), torch.randn(16, 32), last="hoist_weights", settings=IN_GRAPH)
+    assert graph_text(graph) == graph_text(before)
+    (weight,) = found.quantized
+    (source,) = (index for index in found.known.parameters)
+    assert (weight.parameters, weight.outputs) == ((source,), ("rowwise", "scale_inv"))
+    text = graph_text(weight.quantizing).splitlines()
+    assert text[0] == "input0: f32[48, 32]"
+    assert "fp8graph.quantize(input0, dtype=e4m3, " in text[1]
+    assert text[-1].count(",") == 1
+
+
+def test_delayed_scaling_has_a_page_of_its_own() -> None:
+    _, found = passed(
+        linear(),
+        torch.randn(16, 32),
+        last="note_weights",
+        policy=Policy(default="delayed", min_speedup=0),
+        settings=IN_GRAPH,
+    )
+    (weight,) = found.quantized
+    assert weight.page is not None
+    assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1026]\n")
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param({}, id="taken out: traced again, with spare inputs"),
+        pytest.param({"parameters": {}, "settings": IN_GRAPH}, id="no parameter"),
+        pytest.param({"gathered": SHARDS, "settings": IN_GRAPH}, id="gathered by FSDP2"),
+        pytest.param({"subgraph": True, "settings": IN_GRAPH}, id="the body of a higher-order op"),
+    ],
+)
+def test_what_is_not_noted(known: dict[str, Any]) -> None:
+    _, found = passed(linear(), torch.randn(16, 32), last="note_weights", **known)
+    assert found.quantized == ()
