@@ -67,6 +67,7 @@ class Inspection:
     ignore: list[str]
     kv_cache: object | None
     problems: list[str]
+    architecture: str = ""  #: a sentence: with which model the names were compared, or why not; "": nobody has tried
 
     def outliers(self, count: int = 5) -> list[LayerSummary]:
         """The layers with the largest ratios of scales, and those with the largest shares of saturated numbers."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from fp8graph.checkpoints import Checkpoint
 from fp8graph.checkpoints.inspect import Inspection, LayerSummary, inspect
 from fp8graph.errors import printable
 from fp8graph.report.tables import aligned, any_layer, size_text
 from fp8graph.report.terminal import progress_console
+from fp8graph.tools.architecture import compared
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,9 +23,11 @@ PATIENCE: Final = 2.0  # seconds before progress is shown
 
 
 def inspected(folder: Path) -> Inspection:
-    """:func:`inspect`, with a bar on a terminal."""
+    """:func:`inspect`, with a bar on a terminal, and a comparison of the names with those of the config's model."""
     with progress_bar(f"reading {folder}") as progress:
-        return inspect(folder, progress=progress)
+        found = inspect(folder, progress=progress)
+    names, problems = compared(Checkpoint(folder))
+    return dataclasses.replace(found, architecture=names, problems=[*found.problems, *problems])
 
 
 def text(found: Inspection) -> str:
@@ -52,6 +57,7 @@ def text(found: Inspection) -> str:
         rows = [_outlier(one) for one in found.outliers()]
         header = ("layers that stand out", "shape", "scales max/min", "max scale", "saturated", "zero", "not finite")
         parts.append(aligned([header, *rows], ruled=True))
+    parts.append([found.architecture])
     some = [f"  {printable(problem)}" for problem in found.problems[:50]]
     more = [f"  and {len(found.problems) - 50} more"] if len(found.problems) > 50 else []
     wrong = [f"{len(found.problems)} things do not fit together:", *some, *more]
