@@ -68,6 +68,18 @@ def original_module(module: torch.nn.Module) -> torch.nn.Module:
     return cast(torch.nn.Module, getattr(module, "_orig_mod", module))
 
 
+def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
+    """The module called ``fqn`` under ``module``, through wrappers of ``torch.compile``, and out of its own.
+
+    Raises:
+        AttributeError: there is none.
+    """
+    found = original_module(module)
+    for name in fqn.split(".") if fqn else ():
+        found = original_module(found.get_submodule(name))
+    return found
+
+
 def name_in_original(fqn: str) -> str:
     """The name of a parameter without the parts of wrappers that :func:`original_module` removes."""
     return fqn.replace("_orig_mod.", "")

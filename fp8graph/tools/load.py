@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
+from fp8graph.compat.wrappers import name_in_original, original_module, submodule
 from fp8graph.errors import CheckpointError, expect, expect_path, printable
 from fp8graph.libraries.linear import StoredWeight, one_scale
 from fp8graph.libraries.stored_linear import StoredLinear
@@ -29,8 +30,8 @@ def load_checkpoint(
     they are stored; all other tensors are copied. One tensor is read at a time. Compile the model afterwards.
 
     Args:
-        model: of the checkpoint's architecture and with its names, in high precision. Weights may be on the meta
-            device: those are loaded to the CPU, all others to where they are.
+        model: of the checkpoint's architecture and with its names, in high precision, compiled or not. Weights may be
+            on the meta device: those are loaded to the CPU, all others to where they are.
         folder: with config.json and safetensors.
         strict: False: tensors that only the model or only the checkpoint has are logged, not refused.
         progress: is called with the bytes of each tensor that was read.
@@ -46,7 +47,8 @@ def load_checkpoint(
     expect_path("load_checkpoint", "folder", folder)
     checkpoint = Checkpoint(folder)
     checkpoint.check()
-    targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    state = original_module(model).state_dict(keep_vars=True)
+    targets: dict[str, Tensor] = {name_in_original(name): x for name, x in state.items()}
     _compare(checkpoint, model, targets, strict)
     checkpoint.check_scales()
     shards = checkpoint.shards
@@ -56,10 +58,11 @@ def load_checkpoint(
             if progress is not None:
                 progress(shards.info(name).bytes)
     for layer, stored in checkpoint.layers.items():
-        linear: Any = model.get_submodule(layer)
+        linear: Any = submodule(model, layer)
         device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
         made = StoredLinear(_stored(stored, checkpoint.weight(layer)), linear.bias).to(device)
-        model.set_submodule(layer, made.train(linear.training))
+        owner, _, leaf = layer.rpartition(".")
+        setattr(submodule(model, owner), leaf, made.train(linear.training))
         if progress is not None:
             progress(sum(shards.info(name).bytes for name in stored.names(layer).values()))
     shards.close()
@@ -76,7 +79,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
         weight = checkpoint.shards.info(stored.names(layer)["weight"])
         shape = (*weight.shape[:-1], weight.shape[-1] * (1 + stored.packed))
         try:
-            module = model.get_submodule(layer)
+            module = submodule(model, layer)
         except AttributeError:
             text = "the model has no such layer. Was it made from the config of this checkpoint?"
             raise CheckpointError(f"{folder}: layer {layer!r} is quantized, and {text}") from None
@@ -113,7 +116,8 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
             if strict:
                 raise CheckpointError(f"{folder}: {text} {shown}. With strict=False that is a warning.")
             _log.warning("%s: %s %s", folder, text, shown)
-    kept = [name for name, x in model.named_buffers() if x.is_meta and name not in targets]
+    buffers = ((name_in_original(name), x) for name, x in model.named_buffers())
+    kept = [name for name, x in buffers if x.is_meta and name not in targets]
     if kept or any(targets[name].is_meta for name in missing):
         name = kept[0] if kept else next(name for name in missing if targets[name].is_meta)
         raise CheckpointError(
@@ -142,7 +146,7 @@ def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) 
     for other, one in targets.items():
         if one is there:
             owner, _, leaf = other.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, new)
+            setattr(submodule(model, owner), leaf, new)
 
 
 def _why_not(stored: LayerFormat) -> str | None:

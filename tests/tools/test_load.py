@@ -193,3 +193,15 @@ def test_a_damaged_shard_is_found_before_the_first_is_copied(tmp_path: Path) -> 
         fp8graph.load_checkpoint(model, tmp_path)
     assert same_bits(list(model.state_dict().values()), list(before.values()))
     assert type(model.up) is nn.Linear
+
+
+@pytest.mark.parametrize("part", ["", "up"])
+def test_names_are_those_of_the_model_that_torch_wraps(part: str, tmp_path: Path) -> None:
+    folder, expected, model = written(tmp_path), Model(), Model()
+    fp8graph.load_checkpoint(expected, folder)
+    if part:
+        model.set_submodule(part, torch.compile(model.get_submodule(part), backend="eager"))  # pyright: ignore
+    given: Any = model if part else torch.compile(model, backend=fp8graph.Backend(compiler="eager"))
+    assert fp8graph.load_checkpoint(given, folder) is given
+    assert isinstance(model.up, StoredLinear)
+    assert same_bits(model.state_dict().values(), expected.state_dict().values())
