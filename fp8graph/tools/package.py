@@ -104,8 +104,8 @@ class _Catching(Backend):
 
 def _backend(model: nn.Module, policy: PolicyLike | None, recipe: RecipeLike) -> _Catching:
     own: dict[str, Any] = {"compiler": "eager", "cache_weights": True}
-    compiled = find_backend(model)
-    if policy is not None or recipe is not None or compiled is None:
+    compiled = find_backend(model) if policy is None and recipe is None else None
+    if compiled is None:
         return _Catching(policy, recipe=recipe, **own)
     backend = _Catching(**compiled.arguments() | own)
     backend.load_state_dict(compiled.state_dict())
