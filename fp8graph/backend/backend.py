@@ -265,9 +265,10 @@ class Backend(Watched):
     def refresh_weights(self) -> None:
         """Quantize every weight again before its next use.
 
-        By default no write needs this call. On a GPU it makes a write through ``.data`` or by another process seen at once
-        where no gradients are computed; without it, the numbers of all weights are looked at in one of 64 calls. With
-        ``cache_weights="update"``, call it after every write that is neither a step of an optimizer nor in place.
+        By default no write needs this call. Where no gradients are computed on a GPU, it makes seen at once what was
+        written through ``.data`` or by another process; without it, the numbers of all weights are looked at in one of
+        64 calls. With ``cache_weights="update"``, call it after each write that is neither a step of an optimizer nor
+        in place.
         """
         self._shared.weights.refresh()
 

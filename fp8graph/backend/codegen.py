@@ -64,7 +64,7 @@ def compile_backward(
     decided = any(node.target in ops.DIALECT for node in module.graph.nodes)
     options = {**(inductor.codegen_patches(settings.hardware, inputs) if decided else {}), **settings.inductor}
     first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
-    options["post_grad_custom_pre_pass"] = LowerPass(source_hash(), first)
+    options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), first)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     copy = copy_dynamo_graph(module, gradients=False)  # Dynamo reads the original again
     return cast(Callable[..., Any], compile_fx(copy, list(inputs), config_patches=options, **extra))

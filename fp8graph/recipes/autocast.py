@@ -39,6 +39,7 @@ class _Open(NamedTuple):
     group: Any  # its amax_reduction_group
     task: int  # the backward in which it was opened
 
+
 _TRANSFORMER_ENGINE: Final = {
     "fp8_recipe": " Here it is recipe.",
     "fp8_group": " Here it is amax_reduction_group.",

@@ -4,8 +4,8 @@ A fingerprint is a sum over all 64-bit words of a tensor, each times a key of it
 changes it but for one chance in 2^60 or so. Two fingerprints of equal bytes are equal.
 
 On a CPU fingerprints are two integer products, at a tenth of the time of quantizing the tensor, and are compared at
-each call. Elsewhere one kernel reads all tensors (``runtime/fingerprints.py``); its result is compared on the device, and
-read at a later call, when it has arrived: no call waits.
+each call. Elsewhere one kernel reads all tensors (``runtime/fingerprints.py``); its result is compared on the device,
+and read at a later call, when it has arrived: no call waits.
 """
 
 from __future__ import annotations
