@@ -22,7 +22,8 @@ else:
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model.requires_grad_(False).add_adapter(LoraConfig(r=8, target_modules=["to_q", "to_k", "to_v"]))
-fp8graph.compile(model.to(device), compiler="inductor" if device == "cuda" else "eager")
+# the base is frozen: its copies are kept from step to step
+fp8graph.compile(model.to(device), compiler="inductor" if device == "cuda" else "eager", cache_weights="update")
 
 config, tokens = model.config, {"device": device, "dtype": torch.bfloat16}
 inputs = {

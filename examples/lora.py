@@ -21,7 +21,8 @@ else:
 on_gpu = torch.cuda.is_available()
 device = "cuda" if on_gpu else "cpu"
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"])).to(device)
-backend = fp8graph.Backend(compiler="inductor" if on_gpu else "eager")  # eager: no code generation, starts at once
+# eager: no code generation, starts at once. The base is frozen: its copies are kept from step to step
+backend = fp8graph.Backend(compiler="inductor" if on_gpu else "eager", cache_weights="update")
 model.compile(backend=backend)
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

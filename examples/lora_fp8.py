@@ -32,7 +32,8 @@ with tempfile.TemporaryDirectory() as temporary:
     fp8graph.load_checkpoint(model, folder)
 
 model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear")).to(device)
-fp8graph.compile(model, compiler="inductor" if on_gpu else "eager")  # eager: no code generation, starts at once
+# eager: no code generation, starts at once. The base is frozen: its transposed copies are kept from step to step
+fp8graph.compile(model, compiler="inductor" if on_gpu else "eager", cache_weights="update")
 
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 ids = torch.arange(16, device=device).repeat(4, 1)

@@ -75,7 +75,7 @@ for number, kernel in enumerate(kernels):
 
 # %% [markdown]
 # `extern` kernels are the GEMMs: torch's library multiplies FP8, and its bytes are not counted here. All others are
-# Triton. Those of `weights` run once per update of the weights, not in each call.
+# Triton.
 #
 # Which of the Triton kernels move the most?
 
@@ -148,8 +148,8 @@ print(conversions[0])
 
 # %%
 def moved(report):
-    """MiB per call, forward and backward; weights are quantized once per update."""
-    return sum(kernel.bytes for kernel in report.kernels if kernel.graph != "weights") / 2**20
+    """MiB per call, forward and backward, the quantization of weights included."""
+    return sum(kernel.bytes for kernel in report.kernels) / 2**20
 
 
 sizes = {"tensorwise": moved(report)}

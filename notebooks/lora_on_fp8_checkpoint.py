@@ -134,7 +134,8 @@ def with_adapters(base):
 
 
 on_fp8 = with_adapters(base)
-fp8graph.compile(on_fp8, compiler="eager")  # on a GPU without compiler="eager": Inductor generates kernels there
+# the base is frozen: its copies are kept. On a GPU leave out compiler="eager": Inductor generates kernels there
+fp8graph.compile(on_fp8, compiler="eager", cache_weights="update")
 on_bf16 = with_adapters(AutoModelForCausalLM.from_pretrained(folder / "bf16", dtype=torch.bfloat16))
 print(f"{sum(p.numel() for p in on_fp8.parameters() if p.requires_grad):,} numbers are trained")
 

@@ -80,10 +80,10 @@ def host(run: Run) -> None:
     contenders = {
         "plain": plain,
         "nothing in FP8": rewritten(None),
-        "tensorwise": rewritten("tensorwise"),
-        "tensorwise, names bound": rewritten("tensorwise", bind=True),
-        "tensorwise, weights not cached": rewritten("tensorwise", cache_weights=False),
-        "delayed, names bound": rewritten("delayed", bind=True),
+        "tensorwise": rewritten("tensorwise", cache_weights="update"),
+        "tensorwise, names bound": rewritten("tensorwise", bind=True, cache_weights="update"),
+        "tensorwise, default": rewritten("tensorwise"),
+        "delayed, names bound": rewritten("delayed", bind=True, cache_weights="update"),
     }
     if run.tiny:
         contenders = {name: contenders[name] for name in ("plain", "tensorwise, names bound")}

@@ -91,7 +91,7 @@ class Backend(Watched):
             names=names,
             state=state,
             weights=weights,
-            sent=SentWeights(weights.steps, epoch, state, names),
+            sent=SentWeights(weights.steps, epoch, state, names, keeps=trains),
             guarded=Guarded(policies, epoch),
         )
         self._eager_frames: Final = EagerFrames(self)
@@ -243,6 +243,7 @@ class Backend(Watched):
             **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
             weights=len(self.weights) + len(self._shared.sent),
+            weights_until_updated=self.settings.keeps_weights(training=True),
             weight_bytes=self.weights.bytes + self._shared.sent.bytes,
             gradient_bytes=self._shared.main_grads.bytes,
             guard=self._shared.guarded.texts,

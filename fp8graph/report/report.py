@@ -38,7 +38,8 @@ class Report:
     forgotten: int = 0  #: graphs that are gone with their models and no longer listed
     pass_seconds: float = 0.0  #: the time that fp8graph's own passes took
     reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  #: after each step
-    weights: int = 0  #: the number of weights that are quantized once per update, outside the graphs
+    weights: int = 0  #: the number of weights that are kept in FP8, outside the graphs
+    weights_until_updated: bool = False  #: they are kept where gradients are computed, too, until they are updated
     weight_bytes: int = 0  #: the memory that their FP8 copies take
     gradient_bytes: int = 0  #: the memory of FP32 gradients that stay between steps, for wgrad to add to
     guard: list[str] = field(default_factory=list[str])  #: rules that a guard applied, and why
@@ -193,7 +194,12 @@ class Report:
                 lines.append(f"{direction}: {len(own)} collectives, in which each rank sends {size_text(sent)}")
         if self.weights:
             size = size_text(self.weight_bytes)
-            lines.append(f"{self.weights} weights quantized once per update, {size} of FP8 copies")
+            kept = (
+                "until an update of them is noticed: a step of an optimizer, a write in place, refresh_weights()"
+                if self.weights_until_updated
+                else "where no gradients are computed, as long as they do not change"
+            )
+            lines.append(f"{self.weights} weights kept in FP8, {size} of copies, {kept}")
         if self.gradient_bytes:
             lines.append(
                 f"{size_text(self.gradient_bytes)} of FP32 gradients that stay between steps, for wgrad to add to"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,18 @@ from fp8graph.runtime.shards import Memory, quantizes_rows
 from fp8graph.runtime.staleness import Steps, storage_of, version
 
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class AllSent(Protocol):
+    """The weights of a backend that FSDP2 gathers in FP8."""
+
+    forwards: int
+
+    def gathers(self, weight: SentWeight, part: int) -> None:
+        """Note that ``part`` of ``weight`` is gathered, outside of backward."""
+        ...
+
+
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
@@ -35,6 +48,7 @@ class SentWeight:
         weight: as a graph takes it.
         sharded: FSDP2's objects for ``weight.parameters``.
         compile: compiles a graph of dialect nodes into a function.
+        all_sent: knows when a forward begins.
         memory: for what stands in the place of whole parameters.
         state, names: of the backend, for delayed scaling.
     """
@@ -45,6 +59,7 @@ class SentWeight:
         sharded: Sequence[Any],
         *,
         steps: Steps,
+        all_sent: AllSent,
         compile: Compile,
         memory: Memory,
         state: State,
@@ -52,6 +67,7 @@ class SentWeight:
     ) -> None:
         self.weight, self.sharded = weight, list(sharded)
         self._steps, self._compile, self._memory = steps, compile, memory
+        self._all = weakref.ref(all_sent)
         self._scaling_state, self._names = state, names
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
@@ -169,7 +185,7 @@ class SentWeight:
 
     def _state(self) -> tuple[Any, ...]:
         """It changes with the parameters."""
-        found: list[Any] = [self._steps.refreshes]
+        found: list[Any] = [self._steps.refreshes, all_sent.forwards if (all_sent := self._all()) is not None else 0]
         for sharded in self.sharded:
             whole, rows = sharded.sharded_param, fsdp.shard_of(sharded)
             found += [version(whole), storage_of(rows), rows.data_ptr(), self._steps.of(whole)]
@@ -203,9 +219,13 @@ class SentWeight:
     @torch.no_grad()
     def _sent(self, part: int) -> list[Tensor]:
         """The quantized rows of this rank: data, and scales of tiles."""
+        if autograd.in_backward() and self._made_of[part] is not None:
+            return list(self._rows[part].values())  # those of forward
+        if (all_sent := self._all()) is not None:
+            all_sent.gathers(self, part)
         state = self._state()
         if self._made_of[part] != state:
-            if self.waits_for_amax:  # the first gather, or written to without a step
+            if self.waits_for_amax:  # written to without a step, or the first gather is one of backward
                 dist.all_reduce(amax := self.amax(), dist.ReduceOp.MAX, group=self.group)
                 self.set_amax(amax)
             if self._kind.has_state and self._scales_of != state:

@@ -1,14 +1,16 @@
 """FSDP2 gathers weights in FP8: each rank quantizes its rows, and graphs take what was gathered.
 
-    rows of a parameter (FP32 or bf16) -> quantized, once per update -> bytes (and scales of tiles) are gathered
+    rows of a parameter (FP32 or bf16) -> quantized in each forward -> bytes (and scales of tiles) are gathered
     -> rowwise data; columnwise: their transposed copy, if gradients are computed
 
 The whole parameter in high precision does not exist. What FSDP2 puts in its place, for autograd and names, reads memory
 that all such parameters share and that holds NaN: code that reads it outside of the compiled graphs gets NaN.
 
 A weight is sent in FP8 from the first step of its optimizer on. With one scale for a whole tensor, the amaxes of all
-weights are then reduced over the ranks by one collective per step; with delayed scaling, together with those of
-activations and gradients (``runtime/scaling_state.py``), where the scale comes from.
+weights are then reduced over the ranks by one collective, when the first of them is gathered for a forward; with
+delayed scaling, together with those of activations and gradients (``runtime/scaling_state.py``), where the scale comes
+from. Backward gathers what forward gathered. With ``cache_weights="update"``, rows are quantized, and amaxes reduced,
+once for each update that is noticed.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ from fp8graph.runtime.staleness import Steps
 class SentWeights:
     """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
 
-    def __init__(self, steps: Steps, epoch: Epoch, state: State, names: Names) -> None:
+    def __init__(self, steps: Steps, epoch: Epoch, state: State, names: Names, *, keeps: bool = False) -> None:
         self._steps, self._epoch = steps, epoch
+        self._keeps = keeps  # rows are quantized once for each update
+        self.forwards = 0  # how many have begun
+        self._gathered: set[tuple[int, int]] = set()  # weights, by id, and their parts: for this forward
         self._state, self._names = state, names
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
@@ -129,6 +134,7 @@ class SentWeights:
                     weight,
                     sharded,
                     steps=self._steps,
+                    all_sent=self,
                     compile=compile,
                     memory=self._memory,
                     state=self._state,
@@ -140,9 +146,23 @@ class SentWeights:
                 self._epoch.advance()
         for weight in self._alive() if new else ():
             weight.stand_in()  # in the memory of the largest
+        if self._keeps:
+            self._reduce([w for w in self._alive() if all(id(x.sharded_param) in held for x in w.sharded)])
+
+    def gathers(self, weight: SentWeight, part: int) -> None:
+        """Note that ``part`` of ``weight`` is gathered, outside of backward. A part comes once in each forward."""
+        if not self._gathered or (id(weight), part) in self._gathered:
+            self._gathered.clear()
+            self.forwards += not self._keeps
+            self._reduce([] if self._keeps else self._alive())
+        self._gathered.add((id(weight), part))
+
+    @staticmethod
+    def _reduce(weights: Sequence[SentWeight]) -> None:
+        """Make the scales of those of ``weights`` that have one for a whole tensor. A collective."""
         waiting: dict[Any, list[SentWeight]] = {}
-        for weight in self._alive():
-            if weight.waits_for_amax and all(id(x.sharded_param) in held for x in weight.sharded):
+        for weight in weights:
+            if weight.waits_for_amax:
                 waiting.setdefault(weight.group, []).append(weight)
         for group, weights in waiting.items():
             amaxes = torch.cat([weight.amax() for weight in weights])

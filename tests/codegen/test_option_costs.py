@@ -46,7 +46,8 @@ def of_linear(recipe: Any, target: str) -> dict[str, tuple[int, float]]:
     torch._dynamo.reset()
     gate, up = (torch.empty(2048, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(2))
     policy = Policy([Rule("*", recipe)], min_speedup=0)
-    found = fp8graph.explain(Down(), gate, up, policy=policy, target=target, training=True).kernels
+    settings: dict[str, Any] = {"policy": policy, "target": target, "training": True, "cache_weights": "update"}
+    found = fp8graph.explain(Down(), gate, up, **settings).kernels
     counted = {graph: triton_kernels(found, graph) for graph in ("forward", "backward", "weights")}
     return {graph: (len(some), sum(kernel.bytes for kernel in some) / MIB) for graph, some in counted.items()}
 

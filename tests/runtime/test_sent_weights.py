@@ -28,6 +28,9 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "delayed, loaded": ("delayed", {"event": "load"}),
         "delayed, assigned": ("delayed", {"event": "assign"}),
         "delayed, accumulated": ("delayed", {"accumulated": True}),
+        "delayed, kept": ("delayed", {"accumulated": True, "keeps": True}),
+        "unseen": ("tensorwise", {"event": "unseen"}),
+        "delayed, unseen": ("delayed", {"event": "unseen"}),
         "delayed, compiled step": ("delayed", {"compiled_step": True}),
         "delayed, generated": ("delayed", {"compiler": "inductor"}),
         "not resharded": ("blockwise", {"reshard": False}),
@@ -85,7 +88,7 @@ def parameters(ranks: int, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "delayed, accumulated"],
+    [(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "delayed, kept"],
 )
 def test_the_numbers_of_gathers_in_high_precision(ranks: int, name: str, of_ranks: Any) -> None:
     for expected, found in (rank[name] for rank in of_ranks(ranks)):
@@ -117,9 +120,9 @@ def test_one_byte_for_each_number(ranks: int, name: str, of_ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_weights_are_quantized_once_for_each_update(ranks: int, of_ranks: Any) -> None:
+def test_rows_are_quantized_in_each_forward(ranks: int, of_ranks: Any) -> None:
     for _, found in (rank["tensorwise"] for rank in of_ranks(ranks)):
-        assert found["quantized"] == 2 * 3 * 4  # layers, matrices, steps
+        assert found["quantized"] == 2 * 3 * (3 + 4)  # layers, matrices; forwards of training in FP8, of evaluation
         assert not found["reasons"]
         assert found["gemms"] == 2 * 3 * 3 + 2 * 3  # of training and of evaluation
 
@@ -132,12 +135,14 @@ def test_regions_are_the_layers(of_ranks: Any) -> None:
             assert at_once[key] == by_hand[key], key
 
 
-def test_accumulation_keeps_the_scales_of_an_update(of_ranks: Any) -> None:
+def test_copies_that_are_kept_over_micro_batches_keep_the_scales_of_an_update(of_ranks: Any) -> None:
     """In high precision, a weight is quantized again for the second backward, with the scale after the first."""
-    for expected, found in (rank["delayed, accumulated"] for rank in of_ranks(2)):
+    for expected, found in (rank["delayed, kept"] for rank in of_ranks(2)):
         assert found["quantized"] == 2 * 3 * 4
         assert found["losses"][:3] == expected["losses"][:3] != expected["losses"][3:]
         assert found["losses"] == pytest.approx(expected["losses"], rel=0.005)
+    for _, found in (rank["delayed, accumulated"] for rank in of_ranks(2)):
+        assert found["quantized"] == 2 * 3 * (3 * 2 + 4)
 
 
 def test_what_stands_for_whole_weights_is_one_matrix(of_ranks: Any) -> None:

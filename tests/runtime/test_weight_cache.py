@@ -266,7 +266,11 @@ def test_the_report_says_what_they_take() -> None:
     run, backend = compiled(model)
     run(x)
     assert backend.report.weight_bytes == backend.weights.bytes
-    assert "3 weights quantized once per update, 12.0 KiB of FP8 copies" in str(backend.report)
+    assert "3 weights kept in FP8, 12.0 KiB of copies, until an update of them is noticed" in str(backend.report)
+    with torch.no_grad():
+        run, backend = compiled(model, cache_weights=True)
+        run(x)
+    assert "3 weights kept in FP8, 6.0 KiB of copies, where no gradients are computed" in str(backend.report)
 
 
 def test_delayed_scaling_records_a_weight_when_it_is_quantized() -> None:

@@ -201,7 +201,7 @@ def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> lis
     torch._dynamo.reset()
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
-    return fp8graph.explain(layer, x, policy=policy, target=target).kernels
+    return fp8graph.explain(layer, x, policy=policy, target=target, cache_weights="update").kernels
 
 
 def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:
@@ -211,4 +211,4 @@ def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, trainin
 def report_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> fp8graph.Report:
     x = torch.empty(256, 128, dtype=torch.bfloat16, device="meta", requires_grad=training)
     model = MLP(128, 512).to("meta", torch.bfloat16)
-    return fp8graph.explain(model, x, policy=policy, target=target, training=training)
+    return fp8graph.explain(model, x, policy=policy, target=target, training=training, cache_weights="update")

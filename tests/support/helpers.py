@@ -113,7 +113,7 @@ def traced(function: Any, *shapes: tuple[int, ...]) -> fx.Graph:
     return make_fx(function, select_decomp_table(), tracing_mode="fake")(*map(torch.empty, shapes)).graph
 
 
-def eager_backend(policy: Any = ALL, *, cache_weights: bool = False, **kwargs: Any) -> fp8graph.Backend:
+def eager_backend(policy: Any = ALL, *, cache_weights: Any = False, **kwargs: Any) -> fp8graph.Backend:
     """Runs the rewritten graphs node by node. Weights are quantized in the graph, where tests look for it."""
     return fp8graph.Backend(policy, compiler="eager", cache_weights=cache_weights, **kwargs)
 

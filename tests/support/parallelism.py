@@ -60,7 +60,8 @@ def model_and_data(ranks: int) -> tuple[Net, Tensor]:
 
 
 def backend_for(recipe: Any, *, compiler: Any = "eager", **kwargs: Any) -> fp8graph.Backend:
-    return fp8graph.Backend(recipe=recipe, compiler=compiler, **{"cache_weights": "update", **kwargs})
+    settings: dict[str, Any] = {"cache_weights": "update", **kwargs}
+    return fp8graph.Backend(recipe=recipe, compiler=compiler, **settings)
 
 
 def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:

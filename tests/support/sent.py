@@ -86,6 +86,7 @@ def train(
     compiled_step: bool = False,
     together: bool = False,
     regions: bool = False,
+    keeps: bool = False,
     event: str = "",
 ) -> tuple[dict[str, Any], fp8graph.Backend, weakref.ref[nn.Module]]:
     """Some steps of training and evaluation; ``event`` happens before the third."""
@@ -109,7 +110,9 @@ def train(
     root: Any = fully_shard(model, **settings)
     if together:
         root.set_custom_all_gather(counting)
-    backend = _compiled(model, regions, {"recipe": recipe, "compiler": compiler, "cache_weights": in_fp8})
+    backend = _compiled(
+        model, regions, {"recipe": recipe, "compiler": compiler, "cache_weights": in_fp8 and (not keeps or "update")}
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     take_step: Any = torch.compile(optimizer.step, backend="eager") if compiled_step else optimizer.step
     generator = torch.Generator().manual_seed(rank)
@@ -158,6 +161,10 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
         backend.set_policy(fp8graph.Policy([fp8graph.Rule("layers.0.down", None)], default="tensorwise"))
     if event == "load":
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
+    if event == "unseen":  # as averages of weights are swapped in
+        for parameter in model.parameters():
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter.to_local()):  # pyright: ignore
+                parameter.to_local().mul_(0.5)  # pyright: ignore
     if event == "assign":
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()}, assign=True)
     if event == "another backend":
