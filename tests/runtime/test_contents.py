@@ -181,3 +181,19 @@ def test_the_kernel_of_a_gpu_reads_each_word_of_each_tensor() -> None:
     """In Triton's interpreter."""
     pytest.importorskip("triton", reason="Triton is not installed")
     subprocess.run([sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True)
+
+
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    """For sm_90, without one: one atomic addition per program, and no spill."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+
+    from fp8graph.runtime.fingerprints import BLOCK, add_fingerprints
+
+    types = {"addresses": "*i64", "sizes": "*i64", "owners": "*i32", "firsts": "*i32", "sums": "*i64"}
+    source = triton.compiler.ASTSource(
+        fn=add_fingerprints, signature={**types, "BLOCK": "constexpr"}, constexprs={(5,): BLOCK}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ptx.count("atom.global") == 1
+    assert "st.local" not in ptx
