@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8graph.ir.nodes import GROUPED, static_size, value
+from fp8graph.ir.nodes import GROUPED, known_at_run_time_only, static_size, value
 from fp8graph.ir.sites import Gemm
 from fp8graph.recipes.rules import Resolution
 
@@ -22,6 +22,9 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
             return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
         if any(static_size(size) == 0 for size in tensor.shape):
             return f"an operand is empty: {list(tensor.shape)}"
+        if gemm.node.target not in GROUPED and any(map(known_at_run_time_only, tensor.shape)):
+            # groups have room for none; a maximum of nothing has no value, and tiles and kernels differ with the size
+            return f"a size is known at run time only, and may be 0: {list(tensor.shape)}"
     if a.dtype != b.dtype:
         return f"operands of two dtypes: {a.dtype}, {b.dtype}"
     if value(gemm.node).dtype not in _HIGH_PRECISION_DTYPES:

@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.nn import functional
 
 from fp8graph.compat.ops import OpOverload, schema
@@ -66,6 +66,11 @@ def static_size(size: int | torch.SymInt) -> int | None:
 def size_hint(size: int | torch.SymInt) -> int:
     """The size, or for a dynamic size the one that was traced. Never adds a guard."""
     return size if isinstance(size, int) else int(size.node.hint or 1)
+
+
+def known_at_run_time_only(size: int | torch.SymInt) -> bool:
+    """Whether the data decide the size (an unbacked one: rows that a mask selects): no run was traced with it."""
+    return not isinstance(size, int) and bool(free_unbacked_symbols(size))
 
 
 def known_equal(a: Any, b: Any) -> bool:

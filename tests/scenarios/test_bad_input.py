@@ -92,6 +92,36 @@ def test_an_empty_batch_says_why_it_is_not_in_fp8() -> None:
     assert all("an operand is empty: [0, " in g.reason for g in backend.report.gemms if g.gemm == "fprop")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "compiler"),
+    [
+        *((name, "eager") for name in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")),
+        ("rowwise", "inductor"),  # whose kernel's meta function asks whether there is one row
+    ],
+)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_whose_number_the_data_decide(recipe: str, compiler: Any) -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 16)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x[mask]).relu()
+
+    module, backend = Chosen(), fp8graph.Backend(Policy(default=recipe), compiler=compiler)
+    model, x = torch.compile(module, backend=backend, fullgraph=True), torch.randn(16, 32, requires_grad=True)
+    for rows in (5, 0, 1):
+        mask = torch.arange(16) < rows
+        expected = step(module, x, mask, parameters=module.parameters())
+        got = step(model, x, mask, parameters=module.parameters())
+        for e, g in zip(expected, got, strict=True):
+            torch.testing.assert_close(g, e)
+    (graph,) = backend.report.graphs
+    assert [gemm.recipe for gemm in graph.gemms] == [None] * 3
+    assert all("a size is known at run time only, and may be 0: [" in gemm.reason for gemm in graph.gemms)
+
+
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_sequence_of_length_one(length: int) -> None:
     torch.manual_seed(0)
