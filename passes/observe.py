@@ -11,8 +11,8 @@
 The statistics are a tensor that the graph takes as an input; backward fills another one. The GEMMs and what they read
 are not changed.
 
-Refuses (leaves out) tensors without elements, those on another device than the rest, quantized copies of experts'
-operands, the bodies of higher-order ops, and with ``accumulate_wgrad`` what wgrad returns.
+Refuses (leaves out) tensors without elements or of a size that the data decide, those on another device than the rest,
+quantized copies of experts' operands, the bodies of higher-order ops, and with ``accumulate_wgrad`` what wgrad returns.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from fp8graph.analysis.attention import extra_results, has_gradient_of_mask, read_elsewhere
+from fp8graph.analysis.legality import why_not_of_size
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
@@ -40,8 +41,8 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
         tensor = value(read.argument)
         if tensor.dtype not in _HIGH_PRECISION_DTYPES:
             return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
-        if any(static_size(size) == 0 for size in tensor.shape):
-            return f"an operand is empty: {list(tensor.shape)}"
+        if (size := why_not_of_size(tensor.shape)) is not None:
+            return size
         dynamic = [dim for dim, size in enumerate(tensor.shape) if static_size(size) is None]
         if not kind.one_scale and (len(dynamic) > 1 or (dynamic == [1] and tensor.ndim == 4)):
             return f"one scale per head needs to know how many there are: {list(tensor.shape)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fp8graph.ir.nodes import GROUPED, known_at_run_time_only, static_size, value
@@ -20,11 +22,8 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
     for tensor in (a, b):
         if tensor.dtype not in _HIGH_PRECISION_DTYPES:
             return f"FP8 cannot multiply {str(tensor.dtype).removeprefix('torch.')}"
-        if any(static_size(size) == 0 for size in tensor.shape):
-            return f"an operand is empty: {list(tensor.shape)}"
-        if gemm.node.target not in GROUPED and any(map(known_at_run_time_only, tensor.shape)):
-            # groups have room for none; a maximum of nothing has no value, and tiles and kernels differ with the size
-            return f"a size is known at run time only, and may be 0: {list(tensor.shape)}"
+        if (size := why_not_of_size(tensor.shape, grouped=gemm.node.target in GROUPED)) is not None:
+            return size
     if a.dtype != b.dtype:
         return f"operands of two dtypes: {a.dtype}, {b.dtype}"
     if value(gemm.node).dtype not in _HIGH_PRECISION_DTYPES:
@@ -33,6 +32,18 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
         return form
     if is_batched(gemm) and not resolution.by_user:
         return "batched matmul: torch has no scaled bmm; a rule that names it gets it emulated"
+    return None
+
+
+def why_not_of_size(shape: Sequence[int | torch.SymInt], *, grouped: bool = False) -> str | None:
+    """Why no operand of this shape is quantized, or None if one is.
+
+    A maximum of nothing has no value, and kernels and tiles depend on a size; groups of rows may all be empty.
+    """
+    if any(static_size(size) == 0 for size in shape):
+        return f"an operand is empty: {list(shape)}"
+    if not grouped and any(map(known_at_run_time_only, shape)):
+        return f"a size is known at run time only, and may be 0: {list(shape)}"
     return None
 
 

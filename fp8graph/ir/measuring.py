@@ -13,7 +13,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
-from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, static_size, value
+from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, known_at_run_time_only, static_size, value
 from fp8graph.ir.observed import Observed
 from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
@@ -169,7 +169,8 @@ class Measuring:
     ) -> None:
         x, first = value(args[0]), next(iter(self.found), None)
         elsewhere = first is not None and value(first).device != x.device
-        described = x.ndim >= 2 and x.is_floating_point() and not any(static_size(size) == 0 for size in x.shape)
+        empty = any(static_size(size) == 0 or known_at_run_time_only(size) for size in x.shape)  # or may be
+        described = x.ndim >= 2 and x.is_floating_point() and not empty
         if not what.names or elsewhere or not described:
             return
         inputs = [i for i in (*args, *kwargs.get("more", ()), *kwargs.values()) if isinstance(i, fx.Node)]

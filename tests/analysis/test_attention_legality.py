@@ -47,6 +47,23 @@ def test_a_result_that_the_program_reads_speaks_not_against_it() -> None:
     assert why_not(Attention(body)) is None
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_tokens_that_the_data_choose() -> None:
+    """There may be none, and no scale then."""
+
+    def chosen(q: Tensor, mask: Tensor) -> Tensor:
+        k = q[mask].permute(1, 2, 0, 3)  # [batch, heads, tokens, size]
+        return torch.softmax(k @ k.transpose(-1, -2) * 0.2, -1) @ k
+
+    backend = fp8graph.Backend(Policy([Rule("*", "tensorwise", op="attention")]), compiler="eager")
+    compiled, q = torch.compile(chosen, backend=backend, fullgraph=True), torch.randn(16, 2, 4, 32)
+    for tokens in (5, 0):
+        mask = torch.arange(16) < tokens
+        torch.testing.assert_close(compiled(q, mask), chosen(q, mask))
+    (record,) = backend.report.attention
+    assert "a size is known at run time only, and may be 0: [" in record.reason
+
+
 def test_a_backward_of_other_tensors() -> None:
     graph, compilation = passed(sdpa(), *qkv(), last="find_attention")
     (backward,) = compilation.attention[0].backward

@@ -118,6 +118,17 @@ def test_a_layer_that_stays_in_high_precision() -> None:
     assert len(re.findall(r"fp8graph\.what_if_statistics", text)) == 3
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_rows_that_the_data_choose_are_left_out() -> None:
+    """Nothing is known of no row, which a mask may choose; what has a size is measured."""
+    layer, backend = nn.Linear(32, 16), Backend(ALL, compiler="eager")
+    statistics = backend.observe(every=1)
+    model = torch.compile(lambda x, mask: layer(x[mask]), backend=backend, fullgraph=True)
+    for rows in (5, 0):
+        model(torch.randn(16, 32), torch.arange(16) < rows).sum().backward()
+        assert {r.operand for r in statistics} == {"weight", "wgrad"}
+
+
 def test_copies_of_experts_are_left_out() -> None:
     """Their tensors and results are measured."""
     model = mixtral(num_hidden_layers=1).bfloat16()
