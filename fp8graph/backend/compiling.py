@@ -21,6 +21,7 @@ from fp8graph.backend.shared import Shared
 from fp8graph.backend.situation import Situation
 from fp8graph.backend.stored import Stored
 from fp8graph.compat import cache_entry, inductor
+from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
@@ -79,10 +80,11 @@ class Compiler:
         spares = spare_inputs(graph.module, self.known(situation, names), training=graph.gradients)
         if situation.in_force.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
+        kept = not any(has_code(recipe) for recipe in recipes) and not has_float_input(graph.module)
         while True:
             joint = JointPass(
                 self.known(situation, names, spares),
-                None if any(has_code(recipe) for recipe in recipes) else identity,
+                identity if kept else None,
                 first=first,
                 check=check_records if settings.strict else None,
                 stopwatch=shared.stopwatch,

@@ -20,6 +20,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fp8graph.compat.wrappers import innermost_backend, original_module
 
@@ -50,6 +51,17 @@ def copy_source(node: fx.Node, copy: fx.Node) -> None:
     """Give a copied node of a graph the source of the original, if that has one."""
     if hasattr(node, "_dynamo_source"):
         copy._dynamo_source = node._dynamo_source  # pyright: ignore
+
+
+def has_float_input(module: fx.GraphModule) -> bool:
+    """Whether a Python float that varies from call to call is an input: torch must not keep the code of such a graph.
+
+    AOTAutograd cannot give every op a tensor instead: the bound of a ``clamp`` is the value that was traced. The guard
+    on it is missing in torch's compile cache, where the entry is found for every other value (pytorch#194976, wrong in
+    torch 2.13; ``tests/compat/test_dynamo.py`` watches it). Compiled anew, the graph has its guard.
+    """
+    values = (node.meta.get("example_value") for node in module.graph.nodes)
+    return any(isinstance(value, torch.SymFloat) and not free_unbacked_symbols(value) for value in values)
 
 
 def mark_static(tensor: torch.Tensor) -> torch.Tensor:

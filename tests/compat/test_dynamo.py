@@ -47,6 +47,36 @@ def test_what_dynamo_notes_on_a_module_goes_with_a_copy() -> None:
     assert copied._param_name_to_source == {"w": "L['w']"}
 
 
+@pytest.mark.usefixtures("empty_cache")
+def test_a_float_that_varies_bounds_a_clamp() -> None:
+    """``has_float_input`` can go once plain Inductor is right in all versions of torch that we run on."""
+
+    def right(backend: Any) -> list[bool]:
+        torch._dynamo.reset()
+        x = torch.randn(64)
+        compiled = torch.compile(lambda x, limit: x.clamp(max=limit) * limit, backend=backend)
+        limits = (1.0, 0.5, 0.25)  # Dynamo makes an input of the second; the code of the second is found for the third
+        return [torch.equal(compiled(x, limit), x.clamp(max=limit) * limit) for limit in limits]
+
+    assert right("inductor") == [True, True, False] or not torch.__version__.startswith("2.13.")
+    assert right(fp8graph.Backend(ALL)) == [True] * 3
+
+
+def test_which_floats_are_inputs() -> None:
+    found: list[bool] = []
+
+    def backend(module: fx.GraphModule, _: Any) -> Any:
+        found.append(dynamo.has_float_input(module))
+        return module
+
+    compiled = torch.compile(lambda x, y: x * y, backend=backend)
+    for y in (1.0, 0.5, torch.ones(())):  # a constant, an input, a tensor
+        compiled(torch.ones(3), y)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # torch computes with this one as it runs
+        torch.compile(lambda x: x * x.sum().item(), backend=backend)(torch.ones(3))
+    assert found == [False, True, False, False]
+
+
 def test_a_backend_is_registered_once() -> None:
     dynamo.register_backend(named_backend, "fp8graph")
     names = torch._dynamo.list_backends(exclude_tags=())
