@@ -149,7 +149,9 @@ def _sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
 
 def _table(tensors: Sequence[Tensor]) -> Any:
     """A function that returns the fingerprints of ``tensors`` on their device; None where no kernel can read them."""
-    if importlib.util.find_spec("triton") is None or any(not x.is_contiguous() or x.nbytes % 4 for x in tensors):
+    if importlib.util.find_spec("triton") is None or tensors[0].is_meta:
+        return None
+    if any(not x.is_contiguous() or x.nbytes % 4 for x in tensors):
         return None
     from fp8graph.runtime.fingerprints import Table
 

@@ -33,7 +33,7 @@ def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool)
 
     with torch.set_grad_enabled(training):
         torch.compile(model, backend=plain)(x)
-        backend = Counting(Policy(default=recipe, min_speedup=0))
+        backend = Counting(Policy(default=recipe, min_speedup=0), cache_weights="update")
         torch.compile(model, backend=backend)(x)
     (forward,) = backend.generated
     ours = list(forward["static_input_idxs"])

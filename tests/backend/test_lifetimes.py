@@ -123,7 +123,7 @@ def test_copies_and_scales_go_with_their_model_and_code_at_reset() -> None:
 
 @pytest.mark.parametrize("policy", [ALL, DELAYED], ids=["tensorwise", "delayed"])
 def test_one_model_is_compiled_again_and_again(policy: Policy) -> None:
-    model, x, backend = MLP(), torch.randn(16, 32), Backend(policy, compiler="eager")
+    model, x, backend = MLP(), torch.randn(16, 32), Backend(policy, compiler="eager", cache_weights="update")
     backend.bind(model)
     found = list[dict[str, int]]()
     for _ in range(4):

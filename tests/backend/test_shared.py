@@ -27,7 +27,7 @@ def llama_layer_by_layer(policy: Policy, layers: int = 3, *, bind: bool = True) 
 def llama_with_a_backend_per_layer(policy: Policy, layers: int = 3) -> tuple[Any, list[Backend]]:
     """The same model, in which no layer shares anything with another."""
     model, _ = llama_layer_by_layer(policy, layers)
-    backends = [eager_backend(policy, cache_weights="update") for _ in range(layers)]
+    backends = [eager_backend(policy, cache_weights=True) for _ in range(layers)]
     for layer, backend in zip(model.model.layers, backends, strict=True):
         backend.bind(model)
         layer.compile(backend=backend)

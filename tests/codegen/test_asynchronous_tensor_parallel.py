@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 import fp8graph
+from fp8graph.hardware.cpu import CPU
 from gathers import Sequence, two_ranks
 
 if not torch.distributed.is_available():
@@ -38,6 +39,8 @@ def fused(monkeypatch: pytest.MonkeyPatch, recipe: str) -> list[tuple[str, str]]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True)
     monkeypatch.setattr(post_grad, "micro_pipeline_tp_pass", look)
+    monkeypatch.setattr(CPU, "own_product", classmethod(lambda *_: None))  # torch's op, as on a GPU
+    monkeypatch.setattr(CPU, "has_kernel", classmethod(lambda *_: True))
     backend = fp8graph.Backend(recipe=recipe, inductor_options={"_micro_pipeline_tp": True})
     with two_ranks(), pytest.raises(Exception, match="_Seen"):
         torch.compile(Sequence(), backend=backend)(torch.randn(16, 128).bfloat16().float())

@@ -174,7 +174,9 @@ def bytes_per_layer_of_plain_inductor() -> int:
 
 
 def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dtype]:
-    one, two = (saved_bytes(n, fp8graph.Backend(policy, compiler="eager", **settings)) for n in (1, 2))
+    """Activations: where copies of weights are kept, backward keeps none of its own."""
+    settings |= {"cache_weights": "update", "compiler": "eager"}
+    one, two = (saved_bytes(n, fp8graph.Backend(policy, **settings)) for n in (1, 2))
     two.subtract(one)
     return two
 

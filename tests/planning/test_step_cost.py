@@ -313,7 +313,8 @@ def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
     with torch.device("meta"):
         model = tiny_model(config)
     ids = torch.zeros(1, 768, dtype=torch.long)
-    report = fp8graph.explain(model, input_ids=ids, labels=ids, target="sm_90", policy=None, training=True)
+    asked: dict[str, Any] = {"target": "sm_90", "policy": None, "training": True, "cache_weights": "update"}
+    report = fp8graph.explain(model, input_ids=ids, labels=ids, **asked)
     work = workload.of_model(model, report, 768)
     found, _ = step_cost.decide(work, Mesh(dp=8), scale_speed(), resolve_recipe("tensorwise"))
     decided = {(g.name, g.gemm): g.recipe is not None for g in report.gemms if g.op == "linear"}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8graph
 import oracle
@@ -366,10 +366,21 @@ def steps_of(model: Any, module: Module, end_of_step: Any = None) -> list[tuple[
             found.append((f"step {step} gradient of {name}", None if gradient is None else gradient.clone()))
         if end_of_step is not None:
             end_of_step()
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.mul_(update or 1.0)
+        Scaled(module.parameters(), update or 1.0).step()
     return found
+
+
+class Scaled(torch.optim.Optimizer):
+    """Multiplies each parameter by ``factor``."""
+
+    def __init__(self, parameters: Iterable[Tensor], factor: float) -> None:
+        super().__init__([nn.Parameter(torch.empty(0)), *parameters], {"factor": factor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(group["factor"])
 
 
 def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:

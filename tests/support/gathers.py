@@ -124,7 +124,8 @@ def two_ranks() -> Generator[None]:
 
 def report_of(module: nn.Module, x: Tensor, policy: Any = "tensorwise", **kwargs: Any) -> fp8graph.Report:
     policy = Policy(default=policy) if not isinstance(policy, Policy) else policy
-    backend = fp8graph.Backend(policy, compiler="eager", **kwargs)
+    settings: dict[str, Any] = {"compiler": "eager", "cache_weights": "update", **kwargs}
+    backend = fp8graph.Backend(policy, **settings)
     y = torch.compile(module, backend=backend)(x)
     if torch.is_grad_enabled():
         y.sum().backward()

@@ -129,4 +129,4 @@ def test_names_control_no_terminal(folder: Path, tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     assert [c for c in out if not c.isprintable() and c != "\n"] == []
     assert not any(line.startswith("Nothing is missing") for line in out.splitlines())
-    assert out.count(r"a\x1b[2J\nNothing is missing") == 4
+    assert out.count(r"a\x1b[2J\nNothing is missing") == 6
