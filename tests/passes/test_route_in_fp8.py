@@ -196,9 +196,8 @@ def test_rows_that_are_quantized(family: str, training: bool) -> None:
         ids = torch.zeros(1, 64, dtype=torch.long)
         labels: dict[str, Any] = {"labels": ids} if training else {}
         model = causal_lm(family, **settings)(1).bfloat16()
-        report = fp8graph.explain(
-            model, input_ids=ids, use_cache=False, policy=policy, training=training, target="sm_90", **labels
-        )
+        asked: dict[str, Any] = {"policy": policy, "training": training, "target": "sm_90", "cache_weights": "update"}
+        report = fp8graph.explain(model, input_ids=ids, use_cache=False, **asked, **labels)
         made = [line for graph in report.graphs for line in graph.after.splitlines() if "fp8graph.quantize(" in line]
         inputs = (re.search(r"^quantize_input\S* \(e4m3\[(\d+), .*rowwise=\[\d", line) for line in made)
         return len(made), sum(int(found[1]) for found in inputs if found)
