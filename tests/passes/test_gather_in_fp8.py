@@ -181,6 +181,7 @@ def test_kernels_on_a_gpu(recipe: str, forward: int, backward: int) -> None:
         torch.randn(4096, 4096, dtype=torch.bfloat16),
         policy=Policy(default=recipe),
         target="sm_90",
+        cache_weights="update",
     )
     if recipe == "tensorwise" and torch.__version__ >= "2.15":
         forward -= 1  # its Inductor fuses one more
