@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
         "py:class",
         r"fp8graph\.(backend|hardware|libraries|models\.family|recipes\.quantizer|recipes\.rules|runtime)\..*",
     ),
-    ("py:class", r"(.*\.)?(_Model|_T|PolicyLike|RecipeLike)"),
+    ("py:class", r"(.*\.)?(_Model|_T|PolicyLike|RecipeLike|AmaxAlgorithm|ScaleAlgorithm|ScaleFormat|Scope|ErrorMode)"),
 ]
 
 # --- how it looks ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import sympy
 import torch
 import torch._inductor
 from torch._inductor import config as inductor_config
-from torch._inductor.codegen import cpp_flex_attention_template
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -166,6 +165,8 @@ def fix_flex_attention_packing() -> None:
     with ``pack_vnni2``, which raises in code for narrower vectors: ours (``cpp.simdlen``), and plain torch's under
     ``ATEN_CPU_CAPABILITY=avx2``. Idempotent.
     """
+    from torch._inductor.codegen import cpp_flex_attention_template  # imported first, it would import itself
+
     asks, with_vectors = "at::native::cpublas::could_pack(", "at::vec::Vectorized<float>::size() == 16 && "
     template = cpp_flex_attention_template.FLEX_ATTENTION_TEMPLATE
     if with_vectors not in template:
