@@ -328,5 +328,7 @@ class State:
             for name, row in existing.items():
                 converted = self._loaded.converted(name, entries[name], row.page.layout.fp8_max)
                 write_row(row.page.tensor, row.index, *converted)
+        for row in self._rows.values():
+            row.seen = None  # the weights that are loaded with it are those that the scales fit
         for reduction in self._reductions.values():
             reduction.forget()

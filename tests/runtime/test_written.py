@@ -68,6 +68,27 @@ def test_a_step_of_an_optimizer_keeps_the_history() -> None:
     assert scale == pytest.approx(448 / max(amaxes[:2]), rel=1e-6)
 
 
+def test_a_loaded_state_has_the_scales_that_were_saved() -> None:
+    """A run that is resumed in a model that has run: its weights were written, and their scales come from the file."""
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)
+    backend = eager_backend(None, recipe="delayed", cache_weights=True)
+    run, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        run(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights, state = copy.deepcopy(model.state_dict()), backend.state_dict()
+    load(model)
+    run(x).square().sum().backward()
+    model.load_state_dict(weights)
+    backend.load_state_dict(state)
+    expected = run(x)
+    assert all(torch.equal(backend.state_dict()[name], x) for name, x in state.items() if name.endswith("|scale"))
+    model.load_state_dict(weights)
+    backend.load_state_dict(state)
+    assert torch.equal(run(x), expected)
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return weight * 100
