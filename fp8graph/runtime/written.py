@@ -3,6 +3,7 @@
 An optimizer moves a weight a little, and the scale of the steps before fits. ``load_state_dict``, swapped averages or a
 merge replace it: with the old scale its copy would be clipped, in evaluation until the next step of training, and in
 training once. The scale is then that of the weight's amax. Its history stays, which the next step updates as always.
+Where ranks reduce their amaxes nothing is changed: all of them read one scale.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class WeightRow:
         """Those of one page, whose ``rows`` are in order."""
         found: list[WeightRow] = []
         for row, names in zip(rows, layout.rows, strict=True):
-            if all(name.is_weight for name in names):
+            if layout.group is None and all(name.is_weight for name in names):  # else ranks agree on the scale
                 owners = {name.parameter: None for name in names if name.parameter is not None}
                 found.append(WeightRow(row, layout, tuple(owners)))
         return found
