@@ -36,7 +36,7 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
 
 
 def why_not_of_size(shape: Sequence[int | torch.SymInt], *, grouped: bool = False) -> str | None:
-    """Why no operand of this shape is quantized, or None if one is.
+    """Return the reason why no operand of this shape is quantized, or None if one is.
 
     A maximum of nothing has no value, and kernels and tiles depend on a size; groups of rows may all be empty.
     """

@@ -78,7 +78,7 @@ class JsonLines:
 
 
 def _obstacle(path: Path) -> str:
-    """Why no file can be written at ``path``, whose folders may be missing; "" if one can."""
+    """Return why no file can be written at ``path``, whose folders may be missing; "" if one can."""
     if path.is_dir():
         return f"{path} is a folder"
     found = next(place for place in (path, *path.parents) if place.exists())

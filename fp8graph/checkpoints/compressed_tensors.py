@@ -132,7 +132,7 @@ class CompressedTensors(Quantization):
 
     @functools.cached_property
     def matched(self) -> tuple[Targets, Targets]:
-        """What is ignored, and what belongs to which group."""
+        """The layers that are ignored, and those that belong to each group."""
         owners = [(target, index) for index, group in enumerate(self.groups) for target in group.targets]
         return (
             Targets([(target, 0) for target in self.ignored], f"{self.where}: ignore"),

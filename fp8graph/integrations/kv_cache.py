@@ -100,7 +100,7 @@ class _Fp8Cache(Cache):
 
     @property
     def clipped(self) -> int:
-        """How many numbers were larger than their head's scale allows; 0 without ``head_scales``."""
+        """The count of numbers that were larger than their head's scale allows; 0 without ``head_scales``."""
         return sum(layer.clipped for layer in self.layers if isinstance(layer, Fp8Layer))
 
     @property

@@ -129,7 +129,7 @@ class Fp8Layer(CacheLayerMixin):
 
     @property
     def clipped(self) -> int:
-        """How many numbers were larger than their head's scale allows; 0 where tokens have scales of their own."""
+        """The count of numbers larger than their head's scale allows; 0 where tokens have scales of their own."""
         return int(self.scales.clipped) if isinstance(self.scales, FixedScales) else 0
 
     @property

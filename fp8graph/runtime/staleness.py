@@ -61,7 +61,7 @@ def optimizer_steps() -> OptimizerSteps:
 
 
 class Steps:
-    """What one backend knows of updates: the steps since it began, and how often all weights were taken for changed."""
+    """The updates that one backend knows of: steps since it began, and how often all weights were taken for changed."""
 
     def __init__(self) -> None:
         self.adapters: Final = Adapters()

@@ -172,7 +172,7 @@ class Weights:
         self._switches += 1
 
     def _counters(self) -> tuple[int, int, int]:
-        """What may make copies stale when it changes: all of them, unless graphs with gradients take them, too."""
+        """Counts whose change may make copies stale: all copies, unless graphs with gradients take them, too."""
         return self.steps.refreshes, self.steps.all.count, self._switches
 
     def unchanged(

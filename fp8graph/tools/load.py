@@ -127,7 +127,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What numbers of a dtype are: a copy to one of another kind would change what they say."""
+    """The kind of numbers that a dtype holds: a copy to one of another kind would change what they say."""
     if dtype == torch.bool:
         return "bool"
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
