@@ -125,7 +125,7 @@ def _padded(shared: Shared, multiple: int, asked: Asked) -> Shared:
 
 def _of_tiles(scaled_amax: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` of tiles: scale_inv in E4M3 in units of the whole tensor's."""
-    scale_inv = saturating_cast(scaled_amax, torch.float8_e4m3fn)
+    scale_inv = stored(saturating_cast(scaled_amax, torch.float8_e4m3fn))  # else the cast would read the amax again
     whole = inverse(cast(Tensor, shared.global_scale))
     return inverse(scale_inv.to(torch.float32) * whole).clamp_max(FLT_MAX), scale_inv
 
