@@ -35,7 +35,7 @@ from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, PURPOSE_KEY, ROWS_KEY
-from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, nodes, value
+from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, known_contiguous, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
@@ -85,7 +85,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
             *_, x = replay(path.steps, path.waited, x, last, emit).values()
         if erased:
             x = emit(aten.view.dtype, x, dtype)
-        return x if value(x).is_contiguous() else _contiguous(x, emit)
+        return x if known_contiguous(value(x)) else _contiguous(x, emit)
 
     wanted = QuantizeNode(node).outputs
     with graph.inserting_before(path.gathered):

@@ -36,7 +36,7 @@ from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, nodes, size_hint, value
+from fp8graph.ir.nodes import aten, known_contiguous, nodes, size_hint, value
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
 _NAME: Final = "route_in_fp8"
@@ -128,7 +128,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
             reader.update_arg(0, moved[moves.step_of(cast(fx.Node, reader.args[0]))])
         x = moved[moves.steps[-1]]
         with graph.inserting_before(node):
-            if not value(x).is_contiguous():
+            if not known_contiguous(value(x)):
                 x = emit(aten.clone.default, x, memory_format=torch.contiguous_format)
             return emit(aten.view.dtype, x, dtype) if moved_as != dtype else x
 

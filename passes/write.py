@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import fx
 
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import aten, known_equal, nodes, static_size, value
+from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
 
 _NAME = "write"
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -27,7 +27,7 @@ def write(graph: fx.Graph) -> None:
     for node in list(nodes(graph, (aten.copy_.default,))):
         buffer, source = cast("tuple[fx.Node, fx.Node]", node.args[:2])
         only_written = buffer.op == "placeholder" and [*buffer.users] == [node]
-        if only_written and not node.users and value(buffer).is_contiguous() and _same_kind(buffer, source):
+        if only_written and not node.users and known_contiguous(value(buffer)) and _same_kind(buffer, source):
             if _write(graph, buffer, source, node):
                 graph.erase_node(node)
     graph.eliminate_dead_code()
@@ -41,7 +41,7 @@ def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> 
     """Copy ``source`` into ``target``, a view of the input, in parts. Returns False if ``source`` has no parts."""
     if source.op != "call_function" or len(source.users) != 1:
         return False
-    if source.target in _VIEWS and value(target).is_contiguous():
+    if source.target in _VIEWS and known_contiguous(value(target)):
         inner = cast(fx.Node, source.args[0])
         _copy(graph, _view(graph, target, aten.view.default, list(value(inner).shape), like=like), inner, like)
         return True

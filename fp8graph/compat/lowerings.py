@@ -7,17 +7,23 @@ from typing import Any
 
 import torch
 from torch._inductor import config as inductor_config
+from torch._inductor import ir
 from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
 from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.virtualized import V, ops
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
 def lower_to_stored(op: Any) -> None:
-    """``op(x)`` is x, written to memory in the shape that x has at this point."""
+    """``op(x)`` is x, written to memory in the shape that x has at this point.
+
+    Contiguous where the data decide a size: GraphLowering.run_node keeps the strides of a graph's results, but not
+    those that hold such a size, and backward, which was traced with the strides, would read others.
+    """
 
     def stored(x: Any) -> Any:
         x.realize()
-        return x
+        return ir.ExternKernel.require_contiguous(x) if free_unbacked_symbols(x.get_size()) else x
 
     register_lowering(op, type_promotion_kind=None)(stored)
 

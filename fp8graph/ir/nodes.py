@@ -78,6 +78,16 @@ def known_equal(a: Any, b: Any) -> bool:
     return isinstance(a == b, bool) and a == b or statically_known_true(a == b)
 
 
+def known_contiguous(x: torch.Tensor) -> bool:
+    """Whether ``x`` is contiguous in every run. Never adds a guard, where ``x.is_contiguous()`` does or raises."""
+    dense: list[Any] = [1, 1]  # with sizes as they are, and at least 1: strides of torch have one or the other
+    for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
+        if not known_equal(size, 1) and not any(known_equal(stride, right) for right in dense):
+            return any(static_size(size) == 0 for size in x.shape)
+        dense = [dense[0] * size, dense[1] * torch.sym_max(size, 1)]
+    return True
+
+
 def fake_mode_of(node: fx.Node) -> Any:
     """The FakeTensorMode that ``node``'s value lives in (several outputs share one)."""
     val = node.meta["val"]

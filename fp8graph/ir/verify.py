@@ -17,7 +17,7 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.keys import PASS_KEY
-from fp8graph.ir.nodes import aten, is_backward, known_equal, static_size, value
+from fp8graph.ir.nodes import aten, is_backward, known_contiguous, known_equal, static_size, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
@@ -223,7 +223,7 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
     for name, tensor in (("a", a), ("b", b)):
         if tensor.dtype not in (*FP8_MAX, torch.float4_e2m1fn_x2):
             return f"operand {name} is {tensor.dtype}"
-        if not tensor.is_contiguous():
+        if not known_contiguous(tensor):
             return f"operand {name} is not contiguous along k: strides {tensor.stride()}"
     if (a.dtype in FNUZ) != (b.dtype in FNUZ):
         return f"{a.dtype} x {b.dtype}: two families of FP8"

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8graph.numerics.formats import amax_of
 
@@ -28,7 +29,12 @@ from fp8graph.numerics.formats import amax_of
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
     """The largest number of rows of ``groups`` groups that have ``rows`` rows, when each is padded to ``multiple``."""
     most = rows + groups * (multiple - 1)
-    return most + -most % multiple
+    return (most + multiple - 1) // multiple * multiple  # torch sees that this is a multiple, whatever the data decide
+
+
+def not_empty(x: Tensor) -> Tensor:
+    """``x``, with a zero row at the end if it may have no row at all: a maximum of nothing has no value."""
+    return x if statically_known_true(x.shape[0] > 0) else torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1) + [0, 1])
 
 
 def padded_offsets(offs: Tensor, multiple: int) -> Tensor:
@@ -55,11 +61,13 @@ def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     shift = torch.cat([ends.new_zeros(1), ends[:-1] - offs[:-1]])
     source = torch.arange(size, device=x.device) - shift[known]
     valid = (group < groups) & (source < offs[known])
-    return torch.where(valid.unsqueeze(1), x[source.clamp(0, rows - 1)], x.new_zeros(())), known
+    x = not_empty(x)
+    return torch.where(valid.unsqueeze(1), x[source.clamp(0, x.shape[0] - 1)], x.new_zeros(())), known
 
 
 def amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:
     """[experts]: the largest of each group's ``row_amaxes`` [t]; 0 for a group without rows."""
+    row_amaxes, group = not_empty(row_amaxes), not_empty(group)  # zero changes no largest number
     mine = group.unsqueeze(0) == torch.arange(groups, device=group.device).unsqueeze(1)  # [experts, t]
     return torch.where(mine, row_amaxes.unsqueeze(0), 0.0).amax(1)
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import autograd
+from fp8graph.numerics.experts import not_empty
 from fp8graph.numerics.formats import inverse
 from fp8graph.numerics.hints import divide
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
@@ -89,7 +90,7 @@ def _largest(amaxes: Sequence[Tensor]) -> Tensor:
         positions.setdefault(str(amax.shape), []).append(position)  # as text: a dynamic size has no hash
     largest: list[Tensor | None] = [None] * len(amaxes)
     for alike in positions.values():
-        reduced = torch.stack([amaxes[i].reshape(-1) for i in alike]).amax(1)
+        reduced = torch.stack([not_empty(amaxes[i].reshape(-1)) for i in alike]).amax(1)  # experts may get no row
         for position, value in zip(alike, reduced.unbind(), strict=True):
             largest[position] = value
     return torch.stack(cast("list[Tensor]", largest))

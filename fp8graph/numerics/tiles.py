@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8graph.numerics.experts import pad_groups
 
@@ -26,7 +27,7 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
 def missing(size: int, multiple: int) -> int | None:
     """How much is missing from ``size`` to a multiple; None if certainly nothing (a dynamic size may miss some)."""
     lacks = -size % multiple
-    return None if isinstance(lacks, int) and lacks == 0 else lacks
+    return None if statically_known_true(lacks == 0) else lacks
 
 
 def tiles_of(x: Tensor, block: Sequence[int]) -> Tensor:

@@ -132,6 +132,36 @@ def test_token_counts_change_without_a_recompile(recipe: str) -> None:
     assert len(backend.report.graphs) == 1
 
 
+class Routed(Experts):
+    def forward(self, x: Tensor, offs: Tensor, mask: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x[mask], offs)
+
+
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recipe", [*RECIPES, "delayed", "nvfp4"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_the_data_decide_how_many_tokens_there_are(recipe: str, compiler: Any) -> None:
+    """Also that there is none: as on ranks to which an all-to-all sends none."""
+    module = Experts(torch.bfloat16)
+    routed = Routed(torch.bfloat16)
+    routed.w = module.w
+    backends = [fp8graph.Backend(policy(recipe), compiler=compiler) for _ in range(2)]
+    known = torch.compile(module, backend=backends[0], fullgraph=True, dynamic=True)
+    compiled = torch.compile(routed, backend=backends[1], fullgraph=True)
+    x = torch.randn(32, 32, dtype=torch.bfloat16, requires_grad=True)
+    for sizes in ([10, 0, 3, 4], [0, 0, 0, 0], [0, 9, 0, 23]):
+        mask, offs = torch.arange(32) < sum(sizes), offsets(sizes)
+        got = step(compiled, x, offs, mask, parameters=[module.w])
+        if sum(sizes):
+            chosen = x.detach()[mask].requires_grad_()
+            expected = step(known, chosen, offs, parameters=[module.w])
+            assert recipe == "nvfp4" or same_bits([got[0], got[1][mask], got[2]], expected)  # rounded stochastically
+        assert not got[1][~mask].any()
+        assert all(part.isfinite().all() for part in got)
+    (graph,) = backends[1].report.graphs
+    assert [gemm.recipe for gemm in graph.gemms] == [recipe] * 3
+
+
 def test_one_gemm_can_stay_in_high_precision() -> None:
     module = Experts()
     x = torch.randn(32, 32, requires_grad=True)

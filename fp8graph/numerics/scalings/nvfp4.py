@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fp8graph.numerics.experts import not_empty
 from fp8graph.numerics.formats import (
     amax_of,
     cast_to_e2m1,
@@ -54,7 +55,7 @@ class NVFP4(Tiled):
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
         amaxes = torch.where(group < groups, amax_of(asked.x, -1), 0.0)
-        return _shared(amaxes.unsqueeze(1) if asked.row_scaled else amaxes.amax(), asked)
+        return _shared(amaxes.unsqueeze(1) if asked.row_scaled else not_empty(amaxes).amax(), asked)
 
     def layout(
         self,
@@ -94,7 +95,7 @@ class NVFP4(Tiled):
     ) -> Tensor:
         rows = parts[0].shape[-2]
         codes = [_codes(tiles, index, asked) for index, tiles in enumerate(scaled)]
-        return join([pack_e2m1(untile(x))[..., :rows, :].contiguous() for x in codes], axis)
+        return join([stored(pack_e2m1(untile(x))[..., :rows, :].contiguous()) for x in codes], axis)
 
     def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
         results: list[Tensor] = []
