@@ -80,7 +80,7 @@ for number, kernel in enumerate(kernels):
 # Which of the Triton kernels move the most?
 
 # %%
-colors = {"forward": "tab:blue", "backward": "tab:orange", "weights": "tab:gray"}
+colors = {"forward": "tab:blue", "backward": "tab:orange"}
 figure, axes = plt.subplots(figsize=(9, 4), dpi=120, layout="constrained")
 for graph, color in colors.items():
     own = [(number, kernel.bytes / 2**20) for number, kernel in enumerate(kernels) if kernel.graph == graph]

@@ -121,7 +121,7 @@ def lora_on_fp8_checkpoint(found: Cells, printed: str) -> None:
 
 
 def kernels_without_a_gpu(found: Cells, printed: str) -> None:
-    assert {kernel.graph for kernel in found["kernels"]} == {"forward", "backward", "weights"}
+    assert {kernel.graph for kernel in found["kernels"]} == {"forward", "backward"}
     largest = found["largest"]
     assert {"exp", "quantize_input_2"} <= set(largest.nodes)  # activation and quantization are one kernel
     assert f"def {largest.name}" in printed
