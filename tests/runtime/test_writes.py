@@ -33,14 +33,15 @@ def trained(run: Any, x: Tensor) -> list[Tensor]:
     return [out.detach(), x.grad]
 
 
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
-def test_a_hundred_ways_to_write_a_weight(recipe: str) -> None:
+def test_a_hundred_ways_to_write_a_weight(recipe: str, compiler: Any) -> None:
     """Beside a backend that keeps no copies at all, with and without gradients."""
     assert len(WAYS) >= 100
     model, x = Last(), torch.randn(16, 48)
     policy = Policy(default=recipe, min_speedup=0)
     ours, right = (
-        torch.compile(model, backend=fp8graph.Backend(policy, compiler="eager", cache_weights=kept), dynamic=False)
+        torch.compile(model, backend=fp8graph.Backend(policy, compiler=compiler, cache_weights=kept), dynamic=False)
         for kept in (True, False)
     )
     stale: list[str] = []
