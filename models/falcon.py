@@ -11,7 +11,13 @@ def _tiny(layers: int) -> Any:
     from transformers import FalconConfig, FalconForCausalLM
 
     return FalconForCausalLM(
-        FalconConfig(hidden_size=64, num_hidden_layers=layers, num_attention_heads=4, vocab_size=256)
+        FalconConfig(
+            hidden_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            vocab_size=256,
+            attn_implementation="eager",  # transformers 5.24 would take SDPA, 5.23 does not
+        )
     )
 
 
