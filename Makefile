@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # -rs: each skip is listed with its reason
 PYTEST_ARGS ?= -n 2 --dist loadfile -rs
 
-.PHONY: demo test test-slow test-all lint docs clean test-torch test-python release-check record-kernels train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all lint docs clean test-torch test-python release-check record-kernels mutants train-recipes tune-order bench coverage
 
 # a source distribution holds no links to folders
 fp8graph/passes fp8graph/models:
@@ -32,6 +32,11 @@ test-slow: .venv/ready
 	.venv/bin/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
 
 test-all: test test-slow
+
+# small faults of the product, one by one, each against the tests that ought to notice it: tests/data/mutants.json
+MUTANTS_ARGS ?= -j 2 --write
+mutants: .venv/ready
+	.venv/bin/python tests/support/mutants.py $(MUTANTS_ARGS)
 
 lint: .venv/ready
 	.venv/bin/ruff check .
