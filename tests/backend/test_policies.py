@@ -9,6 +9,7 @@ import pytest
 from fp8graph import ConfigError, Policy, Rule, hardware
 from fp8graph.backend.policies import Policies
 from fp8graph.models import general_policy
+from fp8graph.models.families import FAMILIES
 from fp8graph.models.general import families_of
 from fp8graph.recipes.autocast import DISABLED, POLICY
 
@@ -39,15 +40,53 @@ def test_what_is_no_policy(wrong: dict[str, Any]) -> None:
         policies(**wrong)
 
 
-def test_families_add_their_rules_unless_the_user_chose() -> None:
+def in_fp8(policy: Policy, name: str) -> bool:
+    return policy.resolve(name, "linear").recipes["fprop"] is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "kept"),
+    [
+        ("clip", ("visual_projection", "text_projection")),
+        ("diffusers_pixart", ("adaln_single.linear", "caption_projection.linear_1")),
+        ("diffusers_unet", ("down_blocks.0.resnets.0.time_emb_proj",)),
+        ("whisper", ("proj_out", "base_model.model.proj_out")),  # PEFT puts this before every name
+    ],
+)
+def test_families_add_their_rules_unless_the_user_chose(family: str, kept: tuple[str, ...]) -> None:
     found, chosen = policies(), policies(Policy())
     plain, identity = found.of(())
     assert plain is found.current
-    of_family, other = found.of(("llama",))
-    assert (identity != other) == (of_family != plain)
-    assert found.of(("llama",))[0] is of_family
-    assert chosen.of(("llama",)) == chosen.of(())
+    of_family, other = found.of((family,))
+    assert [in_fp8(plain, name) for name in kept] == [True] * len(kept)
+    assert [in_fp8(of_family, name) for name in kept] == [False] * len(kept)
+    assert in_fp8(of_family, "layers.0.fc1")
+    assert other != identity
+    assert found.of((family,))[0] is of_family
+    assert chosen.of((family,)) == chosen.of(())
     assert chosen.of(())[0] is chosen.current
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.keep])
+def test_every_rule_of_a_family_is_in_its_policy(family: str) -> None:
+    policy, _ = policies().of((family,))
+    assert FAMILIES[family].keep.keys() <= {rule.pattern for rule in policy.rules if rule.recipe is None}
+
+
+@pytest.mark.parametrize(
+    ("kept", "rewritten"),
+    [
+        ("model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj"),
+        ("model.layers.0.block_sparse_moe.gate", "model.layers.0.gate"),
+        ("model.layers.0.mlp.router", "model.layers.0.mlp.router_norm.up"),
+        ("base_model.model.layers.0.up.lora_A.default", "base_model.model.layers.0.up.base_layer"),
+        ("base_model.model.layers.0.up.lora_B.default", "base_model.model.layers.0.up.base_layer"),
+        ("cls.predictions.decoder", "model.cls_token.up"),
+    ],
+)
+def test_what_the_default_keeps_in_any_model(kept: str, rewritten: str) -> None:
+    policy = policies().current
+    assert (in_fp8(policy, kept), in_fp8(policy, rewritten)) == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -130,8 +131,9 @@ def checked(outcomes: Sequence[Outcome], folder: Path) -> list[Outcome]:
     ]
 
 
-def run(faults: Sequence[Fault], workers: int) -> list[Outcome]:
-    """Try ``faults``, ``workers`` at a time, each worker in a copy of its own, and print what comes out."""
+def run(faults: Sequence[Fault], workers: int, record: Callable[[Sequence[Outcome]], None]) -> list[Outcome]:
+    """Try ``faults``, ``workers`` at a time, each worker in a copy of its own. Prints and records each outcome."""
+    lock = threading.Lock()
     with tempfile.TemporaryDirectory() as temporary:
         folders: queue.Queue[Path] = queue.Queue()
         for index in range(workers):
@@ -143,7 +145,9 @@ def run(faults: Sequence[Fault], workers: int) -> list[Outcome]:
                 outcome = tried(fault, folder)
             finally:
                 folders.put(folder)
-            print(outcome, flush=True)
+            with lock:
+                print(outcome, flush=True)
+                record([outcome])
             return outcome
 
         with ThreadPoolExecutor(workers) as pool:
@@ -162,6 +166,7 @@ def write(outcomes: Iterable[Outcome]) -> None:
     """Record ``outcomes`` beside those of faults that did not run now."""
     rows = recorded()
     for fault, by, seconds, wrong in outcomes:
+        rows.pop(fault.name, None)
         if not wrong:
             rows[fault.name] = {
                 "fault": fault.name, "file": fault.file, "killed_by": by or None, "seconds": round(seconds)
@@ -183,16 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="name", help="of a fault, or the file that it is in (default: all)")
     parser.add_argument("-j", type=int, default=1, dest="workers", help="faults at a time (default 1)")
     parser.add_argument("--write", action="store_true", help=f"record the result in {RESULT.relative_to(ROOT)}")
-    parser.add_argument("--new", action="store_true", help="only faults of which nothing is recorded")
+    parser.add_argument("--new", action="store_true", help="only faults of which nothing is recorded (a run goes on)")
     options = parser.parse_args(arguments)
     known = {name for fault in FAULTS for name in (fault.name, fault.file)}
     if unknown := [name for name in options.names if name not in known]:
         parser.error(f"no fault, and no file with one: {', '.join(unknown)}")
     before = recorded() if options.new else {}
     asked = [fault for fault in FAULTS if not options.names or {fault.name, fault.file} & {*options.names}]
-    outcomes = run([fault for fault in asked if fault.name not in before], options.workers)
-    if options.write:
-        write(outcomes)
+    record: Callable[[Sequence[Outcome]], None] = write if options.write else lambda _: None
+    outcomes = run([fault for fault in asked if fault.name not in before], options.workers, record)
+    record(outcomes)  # without those that the check took back
     killed = sum(bool(each.by) and not each.wrong for each in outcomes)
     seconds = sum(each.seconds for each in outcomes)
     print(f"{killed} of {len(outcomes)} faults were killed, in {seconds:.0f} seconds of tests.")
