@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
+from fp8graph.analysis import gather_legality
+from fp8graph.ir.keys import ROWS_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of, two_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -77,6 +80,26 @@ def test_what_is_gathered_as_it_is(module: nn.Module, shape: Any, policy: Any, r
     assert reasons_of(report)[0].startswith(reason)
     assert "uint8" not in {c.dtype for c in report.collectives}
     assert reason in str(report)
+
+
+@pytest.mark.parametrize(
+    ("gathering", "reducing", "recipe", "may_differ"),
+    [
+        ({0, 1}, {0, 1}, DelayedScaling(), False),
+        ({0, 1}, {0, 1, 2, 3}, DelayedScaling(), False),
+        ({0, 1}, {1, 2}, DelayedScaling(), True),  # one of them is not enough
+        ({0, 1}, set[int](), DelayedScaling(), True),
+        (set[int](), {0, 1}, DelayedScaling(), True),  # an unknown group
+        ({0, 1}, {0, 1}, DelayedScaling(reduce_amax=False), True),
+    ],
+)
+def test_all_ranks_that_gather_must_reduce_together(
+    gathering: Any, reducing: Any, recipe: Any, may_differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather_legality.collectives, "ranks_of", frozenset)
+    node: Any = SimpleNamespace(meta={ROWS_KEY: [SimpleNamespace(recipe=recipe)]})
+    compilation: Any = SimpleNamespace(known=SimpleNamespace(amax_group=reducing))
+    assert gather_legality.scale_may_differ(node, gathering, compilation) is may_differ
 
 
 @pytest.mark.parametrize("dim", [0, 1])

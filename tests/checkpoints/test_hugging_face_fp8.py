@@ -163,3 +163,12 @@ def test_long_lists_of_names_are_not_compared_one_by_one() -> None:
     read, started = parsed(modules_to_not_convert=names), time.process_time()
     assert not any(map(read.layer_formats, names))
     assert time.process_time() - started < 10  # 0.3 s; each with each: minutes
+
+
+def test_the_halves_of_fused_experts_have_scales_of_their_own() -> None:
+    one_each, tiles = HuggingFaceFP8(block=None), HuggingFaceFP8()
+    gate_up, down = (f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj"))
+    assert one_each.layer_formats(gate_up)[0].grid((4, 256, 512)) == (4, 2, 1)
+    assert one_each.layer_formats(down)[0].grid((4, 256, 512)) == (4, 1, 1)
+    assert tiles.layer_formats(gate_up)[0].grid((4, 64, 512)) == (4, 2, 4)  # two halves of 32 rows
+    assert tiles.layer_formats(down)[0].grid((4, 64, 512)) == (4, 1, 4)

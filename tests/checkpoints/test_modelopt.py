@@ -91,6 +91,7 @@ def test_excluded_modules() -> None:
         ),
         (own_file(quant_algo=None), "quant_algo is None"),
         (own_file(group_size=32, quant_algo="NVFP4"), "group_size is 32. Known: 16"),
+        (own_file(group_size=128, quant_algo="NVFP4"), "group_size is 128. Known: 16"),
         (own_file(group_size=16), "group_size is 16. Known: None, 0"),
         (own_file(pre_quant_scale=True), "pre_quant_scale is True. It must be empty"),
         (own_file(color="red"), "here: quantization: color is 'red'. fp8graph does not know this field"),

@@ -291,3 +291,20 @@ def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:
         torch._scaled_mm(a, b.t().contiguous(), scales, scales, out_dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="Invalid scaling configuration"):
         torch._scaled_mm(a, b.t(), rows, rows.t(), out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "multiples"),
+    [
+        ("tensorwise", [(1, 16, 16)] * 3),
+        ("rowwise", [(1, 16, 16)] * 3),
+        ("blockwise", [(4, 16, 512), (4, 16, 512), (4, 16, 128)]),  # the weight has square tiles
+        ("mxfp8", [(1, 16, 32)] * 3),  # whole tiles along k
+        ("nvfp4", [(1, 16, 32)] * 3),
+    ],
+)
+def test_the_multiples_of_m_n_and_k(recipe: str, multiples: list[tuple[int, int, int]]) -> None:
+    found = resolve_recipe(recipe)
+    assert [
+        HOPPER.alignment(*(found.quantizer(operand) for operand, _ in operands)) for operands in GEMMS.values()
+    ] == multiples

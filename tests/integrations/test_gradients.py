@@ -35,6 +35,13 @@ def test_bytes_hold_the_numbers(numbers: int, dtype: torch.dtype) -> None:
     assert ((decoded - x).abs() <= torch.maximum(x.abs() * steps[0], largest / steps[1]) * 1.0001).all()
 
 
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_a_block_fills_the_range(dtype: torch.dtype) -> None:
+    sent = wire.to_bytes(torch.randn(3, 256) * torch.logspace(-6, 6, 256), dtype)
+    largest = sent[:, :256].contiguous().view(dtype).float().abs().view(-1, 128).amax(1)
+    assert torch.equal(largest, torch.full((6,), torch.finfo(dtype).max))
+
+
 def test_numbers_that_fp8_has_come_back() -> None:
     x = torch.arange(-14.0, 15.0).view(1, -1) * 32  # 448 is the largest: the scale is 1
     assert torch.equal(wire.from_bytes(wire.to_bytes(x, E4M3), 29, E4M3), x)

@@ -134,6 +134,25 @@ def test_a_bad_quantize(x: Tensor, args: tuple[Any, ...], problem: str) -> None:
         check(graph_of(ops.quantize, x, *args))
 
 
+@pytest.mark.parametrize(
+    ("second", "dim", "problem"),
+    [
+        (torch.zeros(2, 4, dtype=torch.float16), -1, r"joins torch.float16 \(2, 4\) to torch.float32 \(2, 4\)"),
+        (torch.zeros(3, 4), -1, r"joins torch.float32 \(3, 4\) to torch.float32 \(2, 4\) along dim -1"),
+        (torch.zeros(2, 6), -2, r"joins torch.float32 \(2, 6\) to torch.float32 \(2, 4\) along dim -2"),
+        (torch.zeros(2, 4), 0, "joins along dim 0"),
+    ],
+)
+def test_tensors_that_cannot_be_joined(second: Tensor, dim: int, problem: str) -> None:
+    graph = fx.Graph()
+    x, y = graph_inputs_for(graph, [torch.zeros(2, 4), second])
+    node = graph.call_function(ops.quantize, (x, E4M3, False, 0.0, [1, 1], []), {"more": [y], "dim": dim})
+    node.meta |= {PASS_KEY: "test", "val": FakeTensorMode().from_tensor(torch.empty(1))}
+    graph.output([node])
+    with pytest.raises(fp8graph.Fp8GraphError, match=problem):
+        check(graph)
+
+
 def test_a_dialect_node_that_was_not_lowered() -> None:
     graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
     check(graph)

@@ -77,6 +77,18 @@ def test_all_operands_are_rounded() -> None:
     assert rounded[..., 0].unique().tolist() == [20.0]  # 1.3 becomes 1.25
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_rounded_attention_against_float64(causal: bool) -> None:
+    """Without a causal mask, a mask hides the same keys. Probabilities have three bits of mantissa."""
+    q, k, v = torch.randn(1, 4, 24, 32), torch.randn(1, 2, 24, 32), torch.randn(1, 2, 24, 32)
+    mask = None if causal else torch.full((24, 24), -math.inf).triu(1)
+    out = ops.rounded_attention(q, k, v, mask, causal, None, E4M3, *HOW)
+    ones = torch.ones(1, 2)
+    expected = exact(q, k, v, (ones, ones, ones), True, 1 / math.sqrt(32))
+    assert sqnr_db(expected, out.double()) > 25
+    assert torch.allclose(out[:, :, 0], v[:, :, 0].repeat_interleave(2, 1), rtol=2**-4)  # the first key alone
+
+
 def test_a_query_that_sees_nothing_gets_nothing() -> None:
     q, k, v = (torch.randn(1, 2, 4, 16) for _ in range(3))
     mask = torch.zeros(4, 4).index_fill(0, torch.tensor([2]), -math.inf)

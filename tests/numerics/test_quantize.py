@@ -350,3 +350,12 @@ def test_what_is_no_recipe(recipe: Any) -> None:
 def test_inputs_that_cannot_be_quantized(x: Tensor, layout: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         numerics.quantize(x, Float8CurrentScaling(), "input", layout)
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_an_overflow_survives_a_reduction_over_ranks(special: float) -> None:
+    """A maximum of two numbers may drop a NaN, and none drops inf."""
+    x = torch.tensor([[1.0, -3.0], [2.0, 0.5]])
+    assert torch.equal(quantization.reducible_amax(x), torch.tensor([3.0]))
+    x[1, 0] = special
+    assert torch.equal(quantization.reducible_amax(x.bfloat16()), torch.tensor([torch.inf]))

@@ -295,6 +295,13 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
         (lambda: Rule("a", "nosuch"), r"Rule\('a', ...\): unknown recipe 'nosuch'"),
         (lambda: Rule("a", None, op="conv"), "op must be one of linear, matmul"),
         (lambda: Rule("a", None, wgrad="nosuch"), "unknown recipe 'nosuch'"),
+        *(
+            (
+                lambda op=op: Rule("a", Float8CurrentScaling(hadamard_qk=True), op=op),
+                "hadamard_qk=True is for attention alone",
+            )
+            for op in ("linear", "matmul", "grouped_mm", "*")
+        ),
         (lambda: Rule("a", None, optional=1), "optional must be True or False"),  # pyright: ignore
         (lambda: Policy(Rule("a", None)), "rules must be a list of Rule objects"),  # pyright: ignore
         (lambda: Policy(["lm_head"]), "'lm_head' is not a Rule"),  # pyright: ignore

@@ -224,3 +224,9 @@ def test_the_defaults_of_the_other_recipes() -> None:
 def test_bad_fields_of_the_other_recipes(recipe: type[Recipe], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(fp8graph.UnsupportedRecipeError, match=message):
         recipe(**fields)
+
+
+def test_rowwise_covers_wgrad_unless_it_is_to_stay_in_high_precision() -> None:
+    assert [Float8RowwiseScaling().covers(gemm) for gemm in ("fprop", "dgrad", "wgrad")] == [True, True, True]
+    half = Float8RowwiseScaling(high_precision_wgrad=True)
+    assert [half.covers(gemm) for gemm in ("fprop", "dgrad", "wgrad")] == [True, True, False]

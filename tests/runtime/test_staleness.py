@@ -107,3 +107,13 @@ def test_writes_to_a_dtensor_are_seen() -> None:
         assert version(weight) != before
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_that_was_freed_and_is_used_again() -> None:
+    """The address, the version and the numbers are the same; the storage is another."""
+    memory = bytearray(64)
+    args = [torch.frombuffer(memory, dtype=torch.float32)]
+    unchanged = Unchanged(lambda: 0, [0], args)
+    assert unchanged(args)
+    args[0] = torch.frombuffer(memory, dtype=torch.float32)
+    assert not unchanged(args)
