@@ -86,3 +86,18 @@ def test_shared_code_keeps_the_scaling_state_of_each_layer() -> None:
     assert got.keys() == expected.keys()
     assert len(got) == 1 + 3 * 7 * 3 * 2  # the version; layers, linears, operands, scale and history
     assert same_bits(got.values(), (expected[name] for name in got))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target": "sm_90"}, {"cache_weights": "update"}, {"save": "memory"}, {"fuse_linears": False},
+        {"accumulate_wgrad": True}, {"recipe": "rowwise"},
+    ],
+)  # fmt: skip
+def test_ranks_that_decide_otherwise_say_so(settings: dict[str, Any]) -> None:
+    def decides(**settings: Any) -> str:
+        return Backend(compiler="eager", **settings)._shared.decides(training=True)
+
+    assert decides() == decides(strict=True)  # decides nothing
+    assert decides() != decides(**settings)

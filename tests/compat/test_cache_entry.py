@@ -103,3 +103,17 @@ def test_the_dtype_of_autocast_decides_on_each_device(device: str) -> None:
         torch.set_autocast_dtype(device, dtype)
     assert len(set(map(repr, states))) == 3
     assert cache_entry.state_that_decides() == states[0]
+
+
+def test_the_dtypes_that_a_graph_is_traced_with_are_state() -> None:
+    found = [cache_entry.state_that_decides()]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            found.append(cache_entry.state_that_decides())
+    torch.set_default_dtype(torch.float64)
+    try:
+        found.append(cache_entry.state_that_decides())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len({*map(repr, found)}) == 4
+    assert cache_entry.state_that_decides() == found[0]

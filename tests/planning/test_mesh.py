@@ -11,7 +11,7 @@ import pytest
 
 import fp8graph
 from fp8graph.cli import main
-from fp8graph.planning.mesh import Network
+from fp8graph.planning.mesh import Mesh, Network
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,11 @@ def test_a_measured_network(tmp_path: Path) -> None:
         path.write_text(json.dumps({"target": "sm_90", "speed": speed, "network": wrong}))
         with pytest.raises(fp8graph.ConfigError, match=r"mine\.json: network: "):
             Network.of_target(str(path))
+
+
+def test_neighbours_along_each_axis() -> None:
+    """Those of tp are neighbours, then those of fsdp, then those of dp."""
+    mesh = Mesh(dp=2, fsdp=4, tp=8)
+    assert {axis: mesh.group(axis) for axis in ("tp", "fsdp", "dp", "all")} == {
+        "tp": (8, 1), "fsdp": (4, 8), "dp": (2, 32), "all": (64, 1),
+    }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -56,3 +57,10 @@ def test_its_file(tmp_path: Path) -> None:
 def test_its_picture(tmp_path: Path) -> None:
     made_up(Policy()).plot(tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_layers_that_are_decided_together_add_up_their_errors() -> None:
+    tuned = made_up(Policy())
+    (score,) = tuned.scores
+    two = dataclasses.replace(tuned, scores=(score, dataclasses.replace(score, site="gate", error=0.5)))
+    assert "up fprop: tensorwise 75.00%" in str(two)

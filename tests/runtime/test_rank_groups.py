@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import pipelines
+from fp8graph.runtime import rank_groups
 from fp8graph.runtime.rank_groups import RankGroups
 from ranks import run_each, run_ranks
 
@@ -109,3 +111,17 @@ def test_outside_of_a_pipeline_nothing_is_restricted() -> None:
     assert groups.now() is None  # without torch.distributed there is one rank
     assert not groups.rehearses()
     assert not groups.same_in_stage(None)
+
+
+def test_a_stage_reduces_over_its_own_ranks_unless_a_group_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = RankGroups()
+    monkeypatch.setattr(rank_groups.autocast, "amax_group", lambda: "all")
+    assert groups.now() == "all"
+    stage: Any = SimpleNamespace(name="stage", complete=True)
+    groups.in_stage = stage
+    assert groups.now() == "stage"
+    assert (groups.same_in_stage("stage"), groups.same_in_stage("all")) == (True, False)
+    stage.name = None  # this rank alone runs the stage
+    assert groups.now() is None
+    monkeypatch.setattr(rank_groups.autocast, "names_a_group", lambda: True)
+    assert groups.now() == "all"

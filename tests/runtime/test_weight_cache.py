@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.numerics import quantize
+from fp8graph.runtime import contents, weight_cache
 from helpers import ALL, MLP, RECIPES, Weight, same_bits, step
 
 
@@ -37,6 +39,39 @@ def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
         results.append(step(run, x, parameters=model.parameters()))
         assert bool(backend.weights.bytes) == bool(cache_weights)
     assert same_bits(*results)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted", "covers"),
+    [
+        (((16, 16), (16, 16)), ((16, 16), ()), True),
+        (((16, 16), ()), ((16, 16), (16, 16)), False),
+        (((16, 16), ()), ((1, 16), ()), False),  # padded for the other side of a GEMM
+        (((16, 16), (16, 16)), ((16, 16), (16, 32)), False),
+    ],
+)
+def test_a_copy_serves_graphs_that_want_no_more_and_nothing_else(made: Any, wanted: Any, covers: bool) -> None:
+    one, other = (SimpleNamespace(layouts=layouts) for layouts in (made, wanted))
+    assert weight_cache._covers(one, other) is covers  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_training_call_in_between_where_numbers_are_not_looked_at(
+    written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hand-written updates follow it, and leave no version: a device other than a CPU would show nothing."""
+    for module in (weight_cache, contents):
+        monkeypatch.setattr(module, "contents_of", lambda tensors: [None] * len(tensors))
+    model, x = model_and_input()
+    run, _ = compiled(model, cache_weights=True)
+    with torch.no_grad():
+        before = run(x)
+    run(x).sum().backward()
+    if written:
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+    with torch.no_grad():
+        assert torch.equal(run(x), before) is not written
 
 
 def test_quantizing_under_autocast() -> None:

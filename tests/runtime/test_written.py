@@ -68,6 +68,21 @@ def test_a_step_of_an_optimizer_keeps_the_history() -> None:
     assert scale == pytest.approx(448 / max(amaxes[:2]), rel=1e-6)
 
 
+def test_an_evaluation_after_a_step_of_an_optimizer_reads_the_scale_of_before() -> None:
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)
+    backend = eager_backend(None, recipe="delayed", cache_weights=True)
+    run, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.weight.abs().max().item()
+    for _ in range(2):
+        run(x).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        run(x)
+    (scale,) = (v.item() for k, v in backend.state_dict().items() if ".weight|" in k and k.endswith("|scale"))
+    assert model.weight.abs().max().item() != before
+    assert scale == pytest.approx(448 / before, rel=1e-6)
+
+
 def test_a_loaded_state_has_the_scales_that_were_saved() -> None:
     """A run that is resumed in a model that has run: its weights were written, and their scales come from the file."""
     model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)

@@ -26,17 +26,6 @@ def test_several_files_are_one_text(tmp_path: Path) -> None:
         batches_of(letters, files, 1, 2, 8)
 
 
-def test_the_seed_chooses_the_places(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("".join(map(chr, range(97, 97 + 200))))
-    drawn = [batches_of(letters, [tmp_path / "a.txt"], 3, 4, 5, seed=seed) for seed in (0, 1, 1)]
-    for batches in drawn:
-        assert [batch.shape for batch in batches] == [(4, 5)] * 3
-        assert all((row.diff() == 1).all() for batch in batches for row in batch)
-    zero, one, again = (torch.stack(batches) for batches in drawn)
-    assert torch.equal(one, again)
-    assert not torch.equal(zero, one)
-
-
 def test_what_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     with pytest.raises(ConfigError, match="cannot be read as text"):
