@@ -187,3 +187,17 @@ def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     script += "doctor.run = run\nsys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_decides_reaches_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def traced(_model: Any, _inputs: Any, **settings: Any) -> None:
+        given.update(settings)
+        raise fp8graph.ConfigError("seen")
+
+    monkeypatch.setattr("fp8graph.cli.plan.traced", traced)
+    policy = tmp_path / "policy.toml"
+    policy.write_text('default = "rowwise"')
+    assert main(["plan", "llama", "--mesh", "dp=8", "--policy", str(policy), "--target", "sm_100"]) != 0
+    assert (given["policy"], given["target"], given["recipe"]) == (str(policy), "sm_100", None)

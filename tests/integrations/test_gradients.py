@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 
 import gradients
 from fp8graph.errors import Fp8GraphError
-from fp8graph.integrations.gradients import send_gradients_in_fp8
+from fp8graph.integrations.gradients import GradientWire, send_gradients_in_fp8
 from fp8graph.numerics import sqnr_db, wire
 from ranks import run_each, run_ranks
 
@@ -134,3 +135,25 @@ def test_the_documents_say_what_was_measured() -> None:
     assert f"{away['E5M2']:.2%} with E5M2; the two seeds lie {second / first - 1:.1%} apart".replace("%", " %") in text
     for one in found["runs"]["E4M3"].values():
         assert one["bytes_per_number"] == pytest.approx(2 * 132 / 128, rel=1e-3)  # twice 1.03
+
+
+def test_ranks_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with equal gradients, without the other: the mean is what each has."""
+
+    def exchanged(received: torch.Tensor, sent: torch.Tensor, **_: Any) -> None:
+        received.copy_(sent[:1].expand_as(received))
+
+    def gathered(every: torch.Tensor, message: torch.Tensor, **_: Any) -> None:
+        every.copy_(message.expand_as(every))
+
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", exchanged)
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gathered)
+    own = torch.linspace(1, 448, 128)
+    both = torch.cat([own, own])
+    bucket = SimpleNamespace(buffer=both.clone)
+    assert torch.allclose(GradientWire(E4M3).hook(None, bucket).value(), both, rtol=2**-3)
+    for op, factor in ((torch.distributed.ReduceOp.AVG, 1), (torch.distributed.ReduceOp.SUM, 2)):
+        reduced = torch.empty(128)
+        GradientWire(E4M3)(reduced, both, None, op)
+        assert torch.allclose(reduced, factor * own, rtol=2**-4)

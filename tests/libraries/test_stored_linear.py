@@ -67,3 +67,20 @@ def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
 
 def test_what_it_says_of_itself() -> None:
     assert repr(layer(bias=True)) == "StoredLinear(384, 256, block 128x128, activations=dynamic, bias=True)"
+
+
+def test_a_static_scale_clips_inputs() -> None:
+    data = (torch.randn(N, K) * 100).clamp(-448, 448).to(torch.float8_e4m3fn)
+    one = StoredWeight(
+        data=data,
+        scale_inv=torch.tensor(0.001),
+        scaling="tensor",
+        block=[],
+        activations="static",
+        input_scale_inv=torch.tensor(0.001),
+    )
+    module = fp8graph.compile(StoredLinear(one), compiler="eager", fullgraph=True)
+    x = torch.randn(32, K).bfloat16()
+    expected = nn.functional.linear(x.double().clamp(-0.448, 0.448), data.double() * 0.001)
+    with torch.no_grad():
+        assert sqnr_db(expected, module(x)) > 25

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Policy, Rule
+from fp8graph.passes.share import _Group
 from helpers import ALL, MLP, Weight, dialect_counts, same_bits, step, view_of
 
 E4M3 = Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3)
@@ -135,3 +136,18 @@ def test_sharing_changes_no_bit() -> None:
     torch._dynamo.reset()
     apart = step(torch.compile(model, backend=backend(JOINT_PIPELINE[:-1])), h, parameters=model.parameters())
     assert same_bits(shared, apart)
+
+
+def test_tensors_of_two_recipes_with_state_have_a_state_each() -> None:
+    short, long = (fp8graph.DelayedScaling(amax_history_len=length) for length in (4, 16))
+    linear = nn.Linear(32, 48, bias=False)
+    assert counts(linear, x(16, 32), policy=Policy([Rule("*", short)])) == (3, 6)
+    assert counts(linear, x(16, 32), policy=Policy([Rule("*", short, wgrad=long)])) == (5, 6)
+
+
+def test_one_layout_has_one_padding() -> None:
+    group = _Group(layouts=[[1, 16], []])
+    assert group.takes([[1, 16], []])
+    assert group.takes([[], [16, 16]])
+    assert not group.takes([[16, 16], []])
+    assert not group.takes([[16, 16], [16, 16]])
