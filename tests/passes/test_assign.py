@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy, Rule
-from fp8graph.ir.compilation import Decision
+from fp8graph.ir.sites import Decision
 from fp8graph.passes.assign import _with_speedup
 from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.recipes.rules import Resolution

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import history
+from gathers import two_ranks
 from helpers import MLP, Weight, eager_backend, inputs_of, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
@@ -165,3 +166,14 @@ def test_a_matmul_of_the_root_has_rows_of_its_own() -> None:
     torch.compile(module, backend=backend)(torch.ones(16, 4)).sum().backward()
     scales = {name.partition("|")[0]: x.item() for name, x in backend.state_dict().items() if name.endswith("scale")}
     assert (scales[".input"], scales["w.input"]) == (448.0, 448.0 / 4)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize(("reduced", "op"), [(True, "fp8graph.stage_amaxes("), (False, "fp8graph.update_page(")])
+def test_amaxes_are_staged_where_ranks_reduce_them(reduced: bool, op: str) -> None:
+    recipe = DelayedScaling(amax_history_len=4, reduce_amax=reduced)
+    with two_ranks():
+        view = view_of(Weight(lambda w, x: x @ w.T, 48, 32), torch.randn(16, 32), policy=Policy(default=recipe))
+    text = view.stages["connect_scales"]
+    found = re.findall(r"fp8graph\.(?:stage_amaxes|update_page)\(", text)
+    assert found == [op] * 2  # forward, backward

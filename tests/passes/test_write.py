@@ -36,6 +36,10 @@ def shared(buffer: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return both
 
 
+def shifted(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_(torch.cat([a, buffer[:, :4]], 1))  # part by part, a would be there twice
+
+
 def graph_of(function: Callable[..., object], arguments: list[Tensor]) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*arguments)
 
@@ -60,8 +64,8 @@ def test_parts_are_written_where_they_belong(function: Callable[..., None], copi
 
 @pytest.mark.parametrize(
     ("function", "columns_first"),
-    [(single, False), (shared, False), (joined, True)],
-    ids=["nothing to take apart", "read by others", "a strided input"],
+    [(single, False), (shared, False), (joined, True), (shifted, False)],
+    ids=["nothing to take apart", "read by others", "a strided input", "an input that is read"],
 )
 def test_other_copies_stay(function: Callable[..., object], columns_first: bool) -> None:
     module = graph_of(function, arguments(columns_first))
