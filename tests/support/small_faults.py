@@ -1014,14 +1014,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "models/general.py",
         '"block_sparse_moe.gate", ',
         "",
-        ("tests/backend/test_policies.py", "tests/recipes/test_policy.py", "tests/models/test_llama.py"),
+        ("tests/backend/test_policies.py",),
     ),
     Fault(
         "adapters are quantized",
         "models/general.py",
         'ADAPTERS: Final = ("lora_A", "lora_B", ',
         'ADAPTERS: Final = ("lora_A", ',
-        ("tests/models/test_llama.py", "tests/scenarios/test_ecosystem.py"),
+        ("tests/backend/test_policies.py",),
     ),
     Fault(
         "a family's rule is dropped",
