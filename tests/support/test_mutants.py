@@ -9,7 +9,7 @@ import pytest
 import mutants
 from small_faults import FAULTS, SURVIVORS, Fault
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_fault_can_be_made() -> None:
