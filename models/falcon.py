@@ -16,7 +16,8 @@ def _tiny(layers: int) -> Any:
             num_hidden_layers=layers,
             num_attention_heads=4,
             vocab_size=256,
-            attn_implementation="eager",  # transformers 5.24 would take SDPA, 5.23 does not
+            # transformers 5.24 would take SDPA, 5.23 does not
+            attn_implementation="eager",  # pyright: ignore[reportCallIssue]  # of all configs
         )
     )
 

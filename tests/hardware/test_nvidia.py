@@ -305,6 +305,7 @@ def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:
 )
 def test_the_multiples_of_m_n_and_k(recipe: str, multiples: list[tuple[int, int, int]]) -> None:
     found = resolve_recipe(recipe)
+    assert found is not None
     assert [
         HOPPER.alignment(*(found.quantizer(operand) for operand, _ in operands)) for operands in GEMMS.values()
     ] == multiples
