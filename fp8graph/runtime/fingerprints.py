@@ -55,5 +55,6 @@ class Table:
         """[tensors] int64."""
         sums = torch.zeros(len(self._arguments[0]), dtype=torch.int64, device=self._arguments[0].device)
         kernel: Any = add_fingerprints
-        kernel[self._grid](*self._arguments, sums, BLOCK=BLOCK)
+        # Triton 3.9 warns where nobody chooses whether floating-point operations fuse: the kernel has none
+        kernel[self._grid](*self._arguments, sums, BLOCK=BLOCK, enable_fp_fusion=True)
         return sums

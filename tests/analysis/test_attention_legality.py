@@ -57,7 +57,8 @@ def test_tokens_that_the_data_choose() -> None:
 
     backend = fp8graph.Backend(Policy([Rule("*", "tensorwise", op="attention")]), compiler="eager")
     compiled, q = torch.compile(chosen, backend=backend, fullgraph=True), torch.randn(16, 2, 4, 32)
-    for tokens in (5, 0):
+    # torch 2.11 fuses this attention, also without our backend, and its kernel for a CPU divides by zero tokens
+    for tokens in (5, 0) if not torch.__version__.startswith("2.11.") else (5,):
         mask = torch.arange(16) < tokens
         torch.testing.assert_close(compiled(q, mask), chosen(q, mask))
     (record,) = backend.report.attention

@@ -194,6 +194,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     source = triton.compiler.ASTSource(
         fn=add_fingerprints, signature={**types, "BLOCK": "constexpr"}, constexprs={(5,): BLOCK}
     )
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    options = {"enable_fp_fusion": True}  # of no meaning for integers, but Triton 3.9 warns where nobody chooses
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert ptx.count("atom.global") == 1
     assert "st.local" not in ptx

@@ -173,7 +173,7 @@ NOT_VARIED: Final = {
     "self.act_input_paths self.var_to_hint_override",
     "metadata of the graph that only other backends and annotations set": "self.sac_context_fn_hashes "
     "self.saved_tensors_hooks_fx_wrap_cache_hashes self.region_activation_memory_budget self.cudagraph_override "
-    "self.cudagraph_annotation self.nested_inductor_config_patches",
+    "self.cudagraph_annotation self.nested_inductor_config_patches self.region_activation_memory_budget_annotations",
     "user-defined triton kernels, which have no CPU code": "self.user_defined_triton_source "
     "self.triton_kernel_source_codes torch._library.triton.get_triton_kernels_for_op",
     "the installation and the machine": "self.torch_version self.system_info self.default_cuda_device_index "
@@ -185,7 +185,7 @@ NOT_VARIED: Final = {
     "config._pre_fusion_custom_pass self._post_fusion_custom_pass config._post_fusion_custom_pass "
     "self._fuse_ddp_communication_passes config._fuse_ddp_communication_passes self._custom_partitioner_fn "
     "config.custom_partitioner_fn self.custom_estimator_solver_uuids self.custom_backend_passes "
-    "self.custom_backend_codegen_configs",
+    "self.custom_backend_codegen_configs self.custom_backend_codegen_implications",
     "whether the number of threads matters": "config.cpp.threads config.cpp.dynamic_threads",
     "reports of torch's own, and ranks": "self.provenance_tracking_to_timeline "
     "config.trace.provenance_tracking_to_timeline self.compile_on_one_rank",
