@@ -35,6 +35,7 @@ RUNS: Final = (
     Run("2.13.0", "3.12", "5.23.0", all_tests=False),
     Run("2.11.0", "3.11", "5.23.0", all_tests=True),
     Run("2.14.1", "3.11", "5.24.0", all_tests=False),
+    Run("2.15.0", "3.12", "5.24.0", all_tests=True),
 )
 
 
