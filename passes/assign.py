@@ -66,10 +66,10 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
     for choice, speedup in judge(list(choices(compilation)), bar).items():
         for gemm in choice.gemms:
             if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
-                decisions[gemm.node] = _with_speedup(decisions[gemm.node], speedup, bar)
+                decisions[gemm.node] = with_speedup(decisions[gemm.node], speedup, bar)
 
 
-def _with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
+def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
     """The decision with its predicted speedup; it becomes high precision if that is below ``bar``."""
     if speedup >= bar:
         return replace(decision, speedup=speedup, reason=f"{decision.reason}; predicted {speedup:.2f}x")

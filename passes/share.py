@@ -33,7 +33,7 @@ _NAME = "share"
 
 
 @dataclass
-class _Group:
+class Group:
     """Quantize nodes that become one. ``layouts``: rowwise and columnwise multiples, empty if not needed."""
 
     members: list[fx.Node] = field(default_factory=list[fx.Node])
@@ -48,14 +48,14 @@ class _Group:
 
 
 def share(graph: fx.Graph, compilation: Compilation) -> None:
-    groups: dict[Any, list[_Group]] = {}
+    groups: dict[Any, list[Group]] = {}
     for node in nodes(graph, (ops.quantize,)):
         candidates = groups.setdefault(_key(node), [])
         asked = QuantizeNode(node).asked
         layouts = [list(asked.rowwise), list(asked.columnwise)]
         group = next((g for g in candidates if g.takes(layouts)), None)
         if group is None:
-            candidates.append(group := _Group())
+            candidates.append(group := Group())
         group.add(node, layouts)
     for candidates in groups.values():
         for group in candidates:
@@ -77,7 +77,7 @@ def _key(node: fx.Node) -> Any:
     return value_key(asked.x), repr(dataclasses.replace(asked, x=None, rowwise=[], columnwise=[])), *recipes
 
 
-def _merge(graph: fx.Graph, group: _Group) -> None:
+def _merge(graph: fx.Graph, group: Group) -> None:
     """Give the first node all layouts, and the other nodes' users its outputs."""
     first, *others = group.members
     merged = QuantizeNode(first)

@@ -12,7 +12,7 @@ from torch import fx
 from fp8graph.backend.inductor_passes import LowerPass, code_identity
 from fp8graph.compat import dynamo, inductor
 from fp8graph.compat.autograd import unnoticed_writes
-from fp8graph.compat.fakes import TracingContext, detect_fake_mode
+from fp8graph.compat.fakes import TracingContext, assert_sizes, detect_fake_mode
 from fp8graph.compat.inductor import compile_fx
 from fp8graph.ir import ops
 from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
@@ -26,8 +26,9 @@ def accelerator_of(args: Sequence[Any]) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
-def run_eagerly(module: fx.GraphModule, _inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
-    """``compiler="eager"``: run the partitioned graph unchanged, dialect included, in place of compile_fx_inner."""
+def run_eagerly(module: fx.GraphModule, inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
+    """``compiler="eager"``: run the partitioned graph, dialect included, in place of compile_fx_inner."""
+    assert_sizes(module, inputs)
     placeholders = module.graph.find_nodes(op="placeholder")
     copies = module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     written = [placeholders.index(copy.args[0]) for copy in copies if copy.args[0] in placeholders]

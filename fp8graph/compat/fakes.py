@@ -15,6 +15,7 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -50,6 +51,17 @@ def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
     The fake mode remembers it, in both directions, but only privately.
     """
     return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
+
+
+def assert_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Check in ``module`` what tracing took for granted of sizes that are known at run time only, as Inductor does.
+
+    A kernel may rely on it: torch's flash attention for a CPU divides by the number of tokens.
+    """
+    mode = detect_fake_mode(inputs)
+    if mode is not None and mode.shape_env is not None and mode.shape_env.deferred_runtime_asserts:
+        insert_deferred_runtime_asserts(module, mode.shape_env, "fp8graph")
+        module.recompile()
 
 
 class _Operators(TorchFunctionMode):

@@ -258,7 +258,7 @@ class Weights:
         copies: list[_Copy] = []
         for weight, several in zip(weights, owners, strict=True):
             alike = known.setdefault((weight.signature, *map(id, several)), [])
-            copy = next((c for c in alike if _covers(c.weight, weight) and c.belongs_to(several)), None)
+            copy = next((c for c in alike if covers(c.weight, weight) and c.belongs_to(several)), None)
             if copy is None:
                 if alike:  # other graphs will find this copy, which has more layouts than theirs
                     self._found.clear()
@@ -339,7 +339,7 @@ def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
     return [*(group[i : i + BATCH] for i in range(0, full, BATCH)), *([item] for item in group[full:])]
 
 
-def _covers(made: QuantizedWeight, wanted: QuantizedWeight) -> bool:
+def covers(made: QuantizedWeight, wanted: QuantizedWeight) -> bool:
     """Whether the copy ``made`` has the layouts of ``wanted``."""
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8graph import Backend, Policy, Rule
+from fp8graph.ir.settings import Settings
 from fp8graph.models.family import causal_lm
 from helpers import Counting, eager_backend, same_bits
 
@@ -88,16 +89,24 @@ def test_shared_code_keeps_the_scaling_state_of_each_layer() -> None:
     assert same_bits(got.values(), (expected[name] for name in got))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"target": "sm_90"}, {"cache_weights": "update"}, {"save": "memory"}, {"fuse_linears": False},
-        {"accumulate_wgrad": True}, {"recipe": "rowwise"},
-    ],
-)  # fmt: skip
-def test_ranks_that_decide_otherwise_say_so(settings: dict[str, Any]) -> None:
+OTHER_DECISIONS: dict[str, dict[str, Any]] = {
+    "target": {"target": "sm_90"},
+    "cache_weights": {"cache_weights": "update"},
+    "save": {"save": "memory"},
+    "save_activations_in_fp8": {"save": "memory", "save_activations_in_fp8": True},
+    "fuse_linears": {"fuse_linears": False},
+    "accumulate_wgrad": {"accumulate_wgrad": True},
+    "recipe": {"recipe": "rowwise"},
+}
+
+
+@pytest.mark.parametrize("setting", [*Settings().decisions(), "recipe"])
+def test_ranks_that_decide_otherwise_say_so(setting: str) -> None:
+    settings = OTHER_DECISIONS[setting]
+    others = {name: value for name, value in settings.items() if name != setting}
+
     def decides(**settings: Any) -> str:
         return Backend(compiler="eager", **settings)._shared.decides(training=True)
 
-    assert decides() == decides(strict=True)  # decides nothing
-    assert decides() != decides(**settings)
+    assert decides(**others) == decides(**others, strict=True)  # decides nothing
+    assert decides(**others) != decides(**settings)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.ir.sites import Decision
-from fp8graph.passes.assign import _with_speedup
+from fp8graph.passes.assign import with_speedup
 from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.recipes.rules import Resolution
 from helpers import ALL, MLP, eager_backend
@@ -176,12 +176,12 @@ def test_the_recipe_where_none_is_named_is_the_hardwares(target: str, recipe: st
     assert {g.recipe for g in named.gemms} == {"tensorwise"}
 
 
-def test_a_speedup_below_the_bar_is_not_told_as_the_bar() -> None:
+def test_a_speedup_below_the_bar_does_not_round_up_to_it() -> None:
     recipe = resolve_recipe("tensorwise")
     resolution = Resolution(dict.fromkeys(GEMMS, recipe), source="default")
     decision = Decision(recipe=recipe, reason="default", execution="native", resolution=resolution)
-    refused = _with_speedup(decision, 1.0499, 1.05)
+    refused = with_speedup(decision, 1.0499, 1.05)
     assert (refused.recipe, refused.execution, refused.by_profitability) == (None, "high precision", True)
     assert refused.reason.startswith("not faster in FP8: predicted 1.04x, min_speedup is 1.05 ")
-    kept = _with_speedup(decision, 1.05, 1.05)
+    kept = with_speedup(decision, 1.05, 1.05)
     assert (kept.recipe, kept.reason) == (recipe, "default; predicted 1.05x")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Policy, Rule
-from fp8graph.passes.share import _Group
+from fp8graph.passes.share import Group
 from helpers import ALL, MLP, Weight, dialect_counts, same_bits, step, view_of
 
 E4M3 = Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3)
@@ -146,7 +146,7 @@ def test_tensors_of_two_recipes_with_state_have_a_state_each() -> None:
 
 
 def test_one_layout_has_one_padding() -> None:
-    group = _Group(layouts=[[1, 16], []])
+    group = Group(layouts=[[1, 16], []])
     assert group.takes([[1, 16], []])
     assert group.takes([[], [16, 16]])
     assert not group.takes([[16, 16], []])

@@ -45,7 +45,7 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int]:
     """Functions that one call of ``call`` calls, in Python and in C, and the bytecode instructions that it executes."""
     for _ in range(3):
         call()
-    functions, executed = 0, 0
+    functions = executed = 0
 
     def profile(_frame: FrameType, event: str, _argument: Any) -> None:
         nonlocal functions

@@ -52,7 +52,7 @@ def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
 )
 def test_a_copy_serves_graphs_that_want_no_more_and_nothing_else(made: Any, wanted: Any, covers: bool) -> None:
     one, other = (SimpleNamespace(layouts=layouts) for layouts in (made, wanted))
-    assert weight_cache._covers(one, other) is covers  # pyright: ignore[reportArgumentType]
+    assert weight_cache.covers(one, other) is covers  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -1,4 +1,4 @@
-"""How many small faults of the product the fast tests notice: ``make mutants``.
+"""Count the small faults of the product that the fast tests notice: ``make mutants``.
 
 Each fault of ``small_faults.py`` is made in a copy of the repository, and the tests that ought to notice it run there::
 
@@ -41,7 +41,7 @@ _DONE, _FAILURES, _NO_TESTS = 0, 1, 5  # exit codes of pytest
 
 
 class Outcome(NamedTuple):
-    """What the tests say of one fault. ``by``: the first test that failed; "" if none did."""
+    """The tests' word on one fault. ``by``: the first test that failed; "" if none did."""
 
     fault: Fault
     by: str
@@ -156,7 +156,7 @@ def run(faults: Sequence[Fault], workers: int, record: Callable[[Sequence[Outcom
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """What was recorded last, by the name of the fault."""
+    """The rows that were written last, by the name of the fault."""
     if not RESULT.is_file():
         return {}
     return {row["fault"]: row for row in json.loads(RESULT.read_text(encoding="utf-8"))["faults"]}

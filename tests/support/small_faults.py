@@ -658,7 +658,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     # report
     Fault(
-        "99.6 % is told as everything",
+        "99.6 % is given as everything",
         f"{_REPORT}/tables.py",
         "math.floor(100 * share)",
         "round(100 * share)",
@@ -679,7 +679,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/report/test_folding.py",),
     ),
     Fault(
-        "collectives of backward are told as forward's",
+        "collectives of backward count as forward's",
         f"{_REPORT}/collectives.py",
         'direction="backward" if node in in_backward else "forward"',
         'direction="forward"',
@@ -818,7 +818,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     # cli
     Fault(
-        "a reason is told without its mark in the tree",
+        "a reason stands in the tree without its mark",
         f"{_CLI}/tree.py",
         'words += notes.mark(reason) if execution != "native" else ""',
         'words += notes.mark(reason) if execution == "emulated" else ""',
@@ -832,7 +832,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/cli/test_commands.py",),
     ),
     Fault(
-        "layers of no size are asked for",
+        "layers of size 0 are accepted",
         f"{_CLI}/arguments.py",
         "if number < 1:",
         "if number < 0:",
@@ -939,7 +939,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/passes/test_hoist_weights.py",),
     ),
     Fault(
-        "a speedup of 1.049 is told as 1.05",
+        "a speedup of 1.049 is given as 1.05",
         "passes/assign.py",
         "math.floor(100 * speedup) / 100",
         "math.ceil(100 * speedup) / 100",
