@@ -46,9 +46,8 @@ def exists(path: str, page: Path) -> bool:
     return (ROOT / path).exists() or (page.parent / path).exists()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_files_exist(page: Path) -> None:
-    assert [path for path in paths(page) if not exists(path, page)] == []
+def test_named_files_exist() -> None:
+    assert [(page.name, path) for page in PAGES for path in paths(page) if not exists(path, page)] == []
 
 
 def resolves(name: str) -> bool:
@@ -67,9 +66,9 @@ def resolves(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_named_modules_exist(page: Path) -> None:
-    assert [name for name in dict.fromkeys(MODULE.findall(text_of(page))) if not resolves(name)] == []
+def test_named_modules_exist() -> None:
+    named = {(page.name, name) for page in PAGES for name in MODULE.findall(text_of(page))}
+    assert [(page, name) for page, name in sorted(named) if not resolves(name)] == []
 
 
 def test_what_is_looked_for() -> None:
