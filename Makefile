@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # -rs: each skip is listed with its reason
 PYTEST_ARGS ?= -n 2 --dist loadfile -rs
 
-.PHONY: demo test test-slow test-all lint docs clean test-torch test-python release-check record-kernels mutants train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all test-release timed lint docs clean test-torch test-python release-check record-kernels mutants train-recipes tune-order bench coverage
 
 # a source distribution holds no links to folders
 fp8graph/passes fp8graph/models:
@@ -23,15 +23,24 @@ demo: export OMP_NUM_THREADS = $(shell $(PYTHON) -c "import os; print(min(8, os.
 demo: .venv/ready
 	.venv/bin/python -m fp8graph demo
 
-# every feature, in ten minutes on two cores
+# every feature: what each takes stands in CONTRIBUTING.md
 test: .venv/ready
-	.venv/bin/python -m pytest -m 'not slow and not gpu' $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m fast --durations=10 $(PYTEST_ARGS)
 
-# the rest: long runs of what `test` shows once (more ranks, more programs, generated code)
+# long runs of what `test` shows once (more ranks, more programs, generated code)
 test-slow: .venv/ready
-	.venv/bin/python -m pytest -m 'slow and not gpu' $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m slow --durations=10 $(PYTEST_ARGS)
 
 test-all: test test-slow
+
+# before a release: all families, all programs, the long evidence
+test-release: .venv/ready
+	.venv/bin/python -m pytest -m release --durations=10 $(PYTEST_ARGS)
+
+# one of them, with its time and its result in CONTRIBUTING.md: make timed RUN=test
+RUN ?= test
+timed:
+	python3 tests/support/timed.py $(RUN)
 
 # small faults of the product, one by one, each against the tests that ought to notice it: tests/data/mutants.json
 MUTANTS_ARGS ?= -j 2 --write

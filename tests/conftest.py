@@ -17,13 +17,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as ``fast`` what has no other mark of when it runs."""
+    for item in items:
+        if not any(item.get_closest_marker(other) for other in ("slow", "release", "gpu")):
+            item.add_marker("fast")
+
+
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     torch.set_num_threads(1)  # summation order, and with it every bit, is then the same each time
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -64,23 +64,17 @@ BOUNDS = {
 LAYERS_DIFFER = {"deepseek_v3", "gemma2", "gemma3", "gpt_oss"}
 
 
-def some(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """All ``names`` as parameters; those that are not in ``fast`` show again what these show."""
-    return [
-        pytest.param(name, marks=[*needs_library(name), *(() if name in fast else (pytest.mark.slow,))])
-        for name in names
-    ]
+# those whose graphs differ: dense, experts, Conv1D and a broken graph, an encoder and a decoder
+FAST = ("llama", "mixtral", "gpt2", "t5")
 
 
-# more than ten seconds each: many GEMMs per layer, or convolutions
-LONG = {"diffusers_flux", "diffusers_unet"}
+def every(names: Iterable[str], others: Any, fast: Iterable[str] = FAST) -> list[Any]:
+    """All ``names`` as parameters. ``others``: the mark of those that are not in ``fast``."""
+    return [pytest.param(name, marks=[*needs_library(name), *(() if name in fast else (others,))]) for name in names]
 
 
 # their forward calls copy.deepcopy, at which Dynamo breaks the graph before torch 2.13
 DEEPCOPY = {"t5", "whisper"}
-
-# the first family of those with the same counts
-DISTINCT = {(family.layer, family.rest): name for name, family in reversed(FAMILIES.items())}.values()
 
 
 def plain_graphs(model: Any, inputs: dict[str, Any]) -> int:
@@ -136,7 +130,7 @@ def assert_agrees(found: dict[str, float], name: str) -> None:
     assert [value >= bound for value, bound in zip(found.values(), BOUNDS[name], strict=True)] == [True] * 3, found
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, set(DISTINCT) - LONG))
+@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.release))
 def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the counts of two: what is said of each further layer, and of everything else."""
     traced = counted_passes(monkeypatch)
@@ -147,7 +141,7 @@ def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, FAMILIES.keys() - LONG))
+@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.slow))
 def test_counts_and_agreement_with_bf16(name: str) -> None:
     model, inputs = model_and_inputs(FAMILIES[name])
     backend = eager_backend(None, recipe="tensorwise")
@@ -161,7 +155,7 @@ def test_graph_breaks_are_those_of_plain_dynamo(name: str) -> None:
     assert plain_graphs(*model_and_inputs(FAMILIES[name])) == FAMILIES[name].graphs
 
 
-@pytest.mark.parametrize("name", some(FAMILIES, ("llama", "mixtral", "t5")))
+@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.release, ("mixtral",)))
 def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
     traced = counted_passes(monkeypatch)
@@ -184,7 +178,7 @@ def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPat
 GENERATING = [name for name, family in FAMILIES.items() if family.generates]
 
 
-@pytest.mark.parametrize("name", some(GENERATING, ("gemma3", "gpt2", "llama", "t5")))
+@pytest.mark.parametrize("name", every(GENERATING, pytest.mark.release, ("gemma3", "t5")))
 def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, as generate() calls it: static shapes are not asked for, the cache grows."""
     traced = counted_passes(monkeypatch)
@@ -273,7 +267,7 @@ UNKNOWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", some(UNKNOWN, ("cohere", "gptj")))
+@pytest.mark.parametrize("name", every(UNKNOWN, pytest.mark.release, ("cohere",)))
 def test_a_family_that_no_file_names(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -276,7 +276,7 @@ def test_an_embedding_and_a_loss(recipe: str) -> None:
 SERVED_ON_SM_100 = ("llama", "qwen3_moe", "whisper", "clip", "diffusers_flux")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("family", "target", "training"),
     [

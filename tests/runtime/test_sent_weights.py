@@ -13,7 +13,6 @@ import torch
 from ranks import run_each, run_ranks
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1200),  # all that runs on so many ranks, on a busy machine
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
@@ -57,6 +56,12 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "to fewer ranks": ("tensorwise", {"reshard": 2}),
     },
 }
+# what a release shows of more settings, and of more ranks
+MORE = {
+    *((2, f"delayed, {how}") for how in ("not resharded", "loaded", "assigned", "unseen", "generated")),
+    *((2, how) for how in ("unseen", "gathered together", "checkpointed", "accumulated", "assigned", "generated")),
+    *((4, name) for name in CASES[4]),
+}
 # what stays in high precision, with the reason
 LEFT = {
     "offloaded": "its shards are on the CPU (CPUOffloadPolicy)",
@@ -66,16 +71,25 @@ LEFT = {
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """By case: what each of so many ranks found with gathers in high precision, and with gathers in FP8."""
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], list[Any]]:
+    """Of a case, by rank: what it found with gathers in high precision, and with gathers in FP8."""
     import sent
 
     @functools.cache
-    def found(ranks: int) -> list[dict[str, Any]]:
-        calls = {name: (sent.both, case) for name, case in CASES[ranks].items()}
+    def run(ranks: int, more: bool) -> list[dict[str, Any]]:
+        """The cases of a release, or all others, in one start of the ranks."""
+        cases = CASES[ranks].items()
+        calls = {name: (sent.both, case) for name, case in cases if ((ranks, name) in MORE) == more}
         return run_ranks(run_each, ranks, tmp_path_factory.mktemp(f"of{ranks}"), calls, seconds=1100)
 
+    def found(ranks: int, name: str) -> list[Any]:
+        return [rank[name] for rank in run(ranks, (ranks, name) in MORE)]
+
     return found
+
+
+def case(ranks: int, name: str) -> Any:
+    return pytest.param(ranks, name, marks=pytest.mark.release if (ranks, name) in MORE else pytest.mark.slow)
 
 
 def parameters(ranks: int, name: str) -> tuple[int, int]:
@@ -88,10 +102,10 @@ def parameters(ranks: int, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "delayed, kept"],
+    [case(ranks, name) for ranks, cases in CASES.items() for name in cases if name != "delayed, kept"],
 )
 def test_the_numbers_of_gathers_in_high_precision(ranks: int, name: str, of_ranks: Any) -> None:
-    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+    for expected, found in of_ranks(ranks, name):
         assert found["losses"] == expected["losses"]
         # a compiled step leaves its amaxes to the next forward for training; before gathers in FP8, they are recorded
         committed = not CASES[ranks][name][1].get("compiled_step")
@@ -104,13 +118,13 @@ def test_the_numbers_of_gathers_in_high_precision(ranks: int, name: str, of_rank
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [(2, "in FP32"), *((ranks, name) for ranks in (2, 4) for name in ("tensorwise", "blockwise", "delayed"))],
+    [case(2, "in FP32"), *(case(ranks, name) for ranks in (2, 4) for name in ("tensorwise", "blockwise", "delayed"))],
 )
 def test_one_byte_for_each_number(ranks: int, name: str, of_ranks: Any) -> None:
     matrices, rest = parameters(ranks, name)
     width = 4 if name == "in FP32" else 2
     tiles = 4 * matrices // 128**2 if name == "blockwise" else 0
-    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+    for expected, found in of_ranks(ranks, name):
         whole, in_fp8 = (matrices + rest) * width, matrices + rest * width + tiles
         # how often a step gathers all layers: FSDP2's own count, the same for both
         gathers = {sent / whole for sent in expected["bytes"][1:]}
@@ -119,72 +133,79 @@ def test_one_byte_for_each_number(ranks: int, name: str, of_ranks: Any) -> None:
         assert found["bytes"][0] == expected["bytes"][0]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.release)])
 def test_rows_are_quantized_in_each_forward(ranks: int, of_ranks: Any) -> None:
-    for _, found in (rank["tensorwise"] for rank in of_ranks(ranks)):
+    for _, found in of_ranks(ranks, "tensorwise"):
         assert found["quantized"] == 2 * 3 * (3 + 4)  # layers, matrices; forwards of training in FP8, of evaluation
         assert not found["reasons"]
         assert found["gemms"] == 2 * 3 * 3 + 2 * 3  # of training and of evaluation
 
 
+@pytest.mark.slow
 def test_regions_are_the_layers(of_ranks: Any) -> None:
     """``fp8graph.compile(model, regions="auto")`` after ``fully_shard`` is the loop over layers."""
-    for found in of_ranks(2):
-        (_, by_hand), (_, at_once) = found["tensorwise"], found["regions"]
+    for (_, by_hand), (_, at_once) in zip(of_ranks(2, "tensorwise"), of_ranks(2, "regions"), strict=True):
         for key in ("losses", "evaluated", "bytes", "gemms", "quantized", "reasons"):
             assert at_once[key] == by_hand[key], key
 
 
+@pytest.mark.slow
 def test_copies_that_are_kept_over_micro_batches_keep_the_scales_of_an_update(of_ranks: Any) -> None:
     """In high precision, a weight is quantized again for the second backward, with the scale after the first."""
-    for expected, found in (rank["delayed, kept"] for rank in of_ranks(2)):
+    for expected, found in of_ranks(2, "delayed, kept"):
         assert found["quantized"] == 2 * 3 * 4
         assert found["losses"][:3] == expected["losses"][:3] != expected["losses"][3:]
         assert found["losses"] == pytest.approx(expected["losses"], rel=0.005)
-    for _, found in (rank["delayed, accumulated"] for rank in of_ranks(2)):
+    for _, found in of_ranks(2, "delayed, accumulated"):
         assert found["quantized"] == 2 * 3 * (3 * 2 + 4)
 
 
+@pytest.mark.slow
 def test_what_stands_for_whole_weights_is_one_matrix(of_ranks: Any) -> None:
-    for _, found in (rank["tensorwise"] for rank in of_ranks(2)):
+    for _, found in of_ranks(2, "tensorwise"):
         assert found["nan"] == 256 * 512
 
 
-@pytest.mark.parametrize(("ranks", "name"), [(2, "offloaded"), (2, "rowwise"), (4, "to fewer ranks")])
+@pytest.mark.parametrize(("ranks", "name"), [case(2, "offloaded"), case(2, "rowwise"), case(4, "to fewer ranks")])
 def test_what_is_not_sent_in_fp8_has_its_reason(ranks: int, name: str, of_ranks: Any) -> None:
-    for expected, found in (rank[name] for rank in of_ranks(ranks)):
+    for expected, found in of_ranks(ranks, name):
         assert found["bytes"] == expected["bytes"]
         assert len(found["reasons"]) in (2 * 2, 2 * 3)  # where gate and up are not emulated, they are multiplied as one
         for reason in found["reasons"].values():
             assert reason.startswith(f"FSDP2 gathers it for each use, in high precision: {LEFT[name]}")
 
 
+@pytest.mark.slow
 def test_a_backend_keeps_no_model_alive(of_ranks: Any) -> None:
-    for _, found in (rank["tensorwise"] for rank in of_ranks(2)):
+    for _, found in of_ranks(2, "tensorwise"):
         assert found["freed"]
 
 
+@pytest.mark.slow
 def test_another_backend_takes_over(of_ranks: Any) -> None:
-    for expected, found in (rank["another backend"] for rank in of_ranks(2)):
+    for expected, found in of_ranks(2, "another backend"):
         saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
         assert saved[1] > 0
         assert saved[3] > 0  # the third step gathered both: the last one the other backend's numbers
 
 
+@pytest.mark.release
 def test_shards_that_cut_tiles(of_ranks: Any) -> None:
-    for expected, found in (rank["tiles cut"] for rank in of_ranks(4)):
+    for expected, found in of_ranks(4, "tiles cut"):
         assert expected["bytes"][1] > found["bytes"][1]  # up and gate: 128 rows on each rank; down: 64
         assert "shards of 64 rows are not a multiple of the 128-row tile" in found["reasons"]["layers.1.down"]
 
 
+@pytest.mark.slow
 def test_another_policy_brings_back_what_it_reads(of_ranks: Any) -> None:
     matrices, _ = parameters(2, "another policy")
-    for expected, found in (rank["another policy"] for rank in of_ranks(2)):
+    for expected, found in of_ranks(2, "another policy"):
         saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
         assert saved[1] > saved[3] > 0  # down is sent in high precision, gate and up are not
         assert saved[0] == 0 < matrices
 
 
+@pytest.mark.slow
 def test_layers_share_code(tmp_path: Path) -> None:
     """Layers compiled one by one: forward and backward, before and after weights come in FP8."""
     import sent
@@ -198,6 +219,7 @@ def test_layers_share_code(tmp_path: Path) -> None:
                 assert names == [f"layers.{i}.{name}" for i in range(layers) for name in ("gate", "up", "down")]
 
 
+@pytest.mark.slow
 def test_memory_of_a_layer_while_it_runs(tmp_path: Path) -> None:
     """One byte for each number in forward; in backward, fprop's and dgrad's. Evaluation came first, and is as wide.
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import itertools
 import json
@@ -31,6 +30,7 @@ from generated import (
     quantize_inputs,
     triton_kernels,
 )
+from kept import kept
 
 TORCH = torch.__version__.partition("+")[0]
 FILE = Path(__file__).parents[1] / "data" / f"kernels-{TORCH}.json"
@@ -89,9 +89,9 @@ DIRECTIONS = ("forward", "backward", "weights")
 LARGEST = 10
 
 
-@functools.cache
+@kept
 def layer_kernels(layer: str) -> tuple[KernelRecord, ...]:
-    """The generated kernels of ``LAYERS[layer]``. Half a minute, so several tests share it."""
+    """The generated kernels of ``LAYERS[layer]``. Half a minute, so all tests share it."""
     recipe, target = LAYERS[layer]
     return tuple(triton_kernels(decoder_layer(Policy(default=recipe), target)))
 

@@ -1,0 +1,54 @@
+"""Run a command of the Makefile, and write its time and its result into CONTRIBUTING.md: ``make timed RUN=test``."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+PAGE: Final = Path(__file__).parents[2] / "CONTRIBUTING.md"
+_LAST_LINE: Final = re.compile(r"^=+ (.* in .*s)(?: \(.*\))? =+$", re.MULTILINE)
+
+
+def timed(target: str) -> tuple[str, str, int]:
+    """Run ``make target``: the date with its time, pytest's word on it, and the exit code."""
+    subprocess.run(["make", "--silent", ".venv/ready"], check=True)  # its time is the installer's
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    with subprocess.Popen(["make", target], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        output = ""
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output += line
+    seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    today = f"{datetime.date.today():%B %-d, %Y}"
+    cost = f"{seconds // 60:.0f}:{seconds % 60:02.0f} on {os.cpu_count()} cores, {cpu / 60:.1f} CPU minutes"
+    said = _LAST_LINE.findall(output)
+    result = said[-1].rpartition(" in ")[0] if said else f"ended with exit code {process.returncode}"
+    return f"{today}: {cost}", result, process.returncode
+
+
+def with_row(page: str, target: str, when: str, result: str) -> str:
+    """``page`` with these cells behind ``make target`` and what it is. Raises ValueError if it has no such row."""
+    row = re.compile(rf"^(\| `make {re.escape(target)}` \| [^|\n]* \|).*$", re.MULTILINE)
+    if len(row.findall(page)) != 1:
+        raise ValueError(f"CONTRIBUTING.md has no row, or several, for `make {target}`.")
+    return row.sub(lambda found: f"{found[1]} {when} | {result} |", page)
+
+
+def main(target: str) -> int:
+    with_row(PAGE.read_text(encoding="utf-8"), target, "", "")  # raises now, not after the run
+    when, result, code = timed(target)
+    PAGE.write_text(with_row(PAGE.read_text(encoding="utf-8"), target, when, result), encoding="utf-8")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
