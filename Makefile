@@ -29,13 +29,13 @@ test: .venv/ready
 
 # long runs of what `test` shows once (more ranks, more programs, generated code)
 test-slow: .venv/ready
-	.venv/bin/python -m pytest -m slow --durations=10 $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m 'slow and not release and not gpu' --durations=10 $(PYTEST_ARGS)
 
 test-all: test test-slow
 
 # before a release: all families, all programs, the long evidence
 test-release: .venv/ready
-	.venv/bin/python -m pytest -m release --durations=10 $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m 'release and not gpu' --durations=10 $(PYTEST_ARGS)
 
 # one of them, with its time and its result in CONTRIBUTING.md: make timed RUN=test
 RUN ?= test

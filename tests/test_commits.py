@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, DelayedScaling
 from fp8graph.backend.codegen import accelerator_of
-from helpers import MLP
+from helpers import MLP, first_fast
 
 if dist.is_available():
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -59,7 +59,7 @@ def state_of(backend: Backend) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in backend.state_dict().items()}
 
 
-@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
+@first_fast("how", ["reentrant", "not reentrant"])
 def test_checkpointing_around_compiled_code_commits(how: str) -> None:
     """With the reentrant one every call that trains is one of backward."""
     (expected, _net), (found, _other) = trained(), trained(how)

@@ -89,6 +89,7 @@ def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == printed
 
 
+@pytest.mark.slow
 def test_the_report_of_its_page() -> None:
     """What the sample shows of the report is in it, letter by letter."""
     with torch.device("meta"):

@@ -142,6 +142,7 @@ def test_the_short_names_are_refused(name: str) -> None:
     assert f"import fp8graph.{name}, not {name}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["passes", "models"])
 def test_a_users_own_folders(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
@@ -178,6 +179,7 @@ def test_the_site_is_built_by_an_extra() -> None:
     assert all(f"\n{name}==" in pinned for name in ("sphinx", "myst-nb", "furo"))
 
 
+@pytest.mark.slow
 def test_help_comes_at_once(tmp_path: Path) -> None:
     """Without torch, whose import takes seconds; installed or not, all names are there when they are asked for."""
     try:
@@ -197,6 +199,7 @@ def test_help_comes_at_once(tmp_path: Path) -> None:
     assert "module 'fp8graph' has no attribute 'nosuch'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_bare_checkout_has_the_backend(tmp_path: Path) -> None:
     code = "import fp8graph, torch; print('fp8graph' in torch._dynamo.list_backends())"
     assert python(code, tmp_path).stdout.strip() == "True"

@@ -15,7 +15,7 @@ from fp8graph import Policy, Rule
 from fp8graph.analysis.attention_legality import why_not_quantized
 from fp8graph.ir.compilation import Compilation
 from fp8graph.recipes import resolve_recipe
-from helpers import passed
+from helpers import first_fast, passed
 
 aten = torch.ops.aten
 
@@ -88,8 +88,8 @@ def branches(q: Tensor, k: Tensor, v: Tensor) -> Any:
     return cond(q.sum() > 0, *bodies, (q, k, v))
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("body", [region, branches])
+@first_fast("training", [True, False])
+@first_fast("body", [region, branches])
 def test_the_bodies_of_higher_order_ops(body: Any, training: bool) -> None:
     policy = Policy([Rule("*", "tensorwise", op="attention")], default=None)
     given = qkv(gradients=training)

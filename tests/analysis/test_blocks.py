@@ -47,6 +47,7 @@ def recipes(**settings: Any) -> dict[str, tuple[str | None, str]]:
     return {g.fqn: (g.recipe, g.reason) for g in report.gemms if g.fqn.endswith("up_proj") and g.gemm == "wgrad"}
 
 
+@pytest.mark.slow
 def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     found = recipes(recipe="nvfp4")
     assert [recipe for recipe, _ in found.values()] == ["nvfp4", "nvfp4", "nvfp4", None]
@@ -55,6 +56,7 @@ def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -111,6 +111,7 @@ def test_square_tiles_of_several_sequences_are_gathered_as_they_are(dim: int) ->
     ]
 
 
+@pytest.mark.slow
 def test_rows_whose_number_forward_asks_for() -> None:
     """A dynamic batch: what was gathered is asked for its size, which the FP8 copy would not have."""
     backend = fp8graph.Backend(Policy(default="delayed"), compiler="eager")

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import fp8graph
 from fp8graph.analysis.heads import LOGITS, LOSS, TIED
-from helpers import ALL
+from helpers import ALL, first_fast
 
 IDS = torch.randint(0, 96, (2, 8))
 
@@ -156,7 +156,7 @@ def small_whisper() -> tuple[Any, dict[str, Any]]:
 TOKENS = torch.zeros(1, 8, dtype=torch.long, device="meta")
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("make", "head", "settings"),
     [
         *(pytest.param(lambda n=n: small_llama(n), "lm_head", {}, id=f"Llama-{n}") for n in (64, 256, 1024, 2048)),

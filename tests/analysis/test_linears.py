@@ -25,6 +25,7 @@ def linears(module: nn.Module, *args: Tensor, **known: Any) -> list[Linear]:
     return list(linears_of(graph, compilation))
 
 
+@pytest.mark.slow
 def test_linears_of_one_kind_have_equal_keys_and_one_input() -> None:
     gate, up = linears(Two(48))
     found = [(linear.site.fqn, linear.size, linear.refusal) for linear in (gate, up)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph.models.llama import tiny_config
 from fp8graph.numerics import sqnr_db
-from helpers import ALL, MLP, NONE, compiled_step, eager_backend, same_bits, step
+from helpers import ALL, MLP, NONE, compiled_step, eager_backend, first_fast, same_bits, step
 
 
 def llama(**overrides: Any) -> Any:
@@ -29,7 +29,7 @@ def ids(batch: int = 2, length: int = 16) -> Tensor:
     return torch.randint(0, 256, (batch, length))
 
 
-@pytest.mark.parametrize(
+@first_fast(
     "how",
     [
         pytest.param({"backend": "fp8graph", "options": {"compiler": "eager"}}, id="name"),
@@ -66,6 +66,7 @@ def test_inference_modes_rewrite_fprop_only() -> None:
         assert [(gemm.gemm, gemm.recipe) for gemm in backend.report.gemms] == [("fprop", "tensorwise")] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["model.compile", "model.forward"])
 def test_generate_runs_compiled(style: str) -> None:
     model = llama(layers=1).eval()
@@ -185,8 +186,8 @@ def test_layers_bound_after_their_first_step_have_their_full_names_at_once() -> 
     assert found == {f"{i}.{linear}.{operand}" for i in range(3) for linear in linears for operand in operands}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("bias", [False, True])
+@first_fast("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@first_fast("bias", [False, True])
 def test_dtypes_and_bias(dtype: torch.dtype, bias: bool) -> None:
     model, x = MLP(bias=bias).to(dtype), torch.randn(4, 8, 32, dtype=dtype, requires_grad=True)
     expected = step(model, x, parameters=model.parameters())
@@ -207,8 +208,8 @@ def test_master_weights_under_torch_autocast() -> None:
     assert all(sqnr_db(e, g) > 16 for e, g in zip(expected, got, strict=True))
 
 
-@pytest.mark.parametrize("shape", [(1, 32), (3, 32), (1, 1, 32), (2, 7, 32)])
-@pytest.mark.parametrize("inner", [64, 40, 7])
+@first_fast("shape", [(1, 32), (3, 32), (1, 1, 32), (2, 7, 32)])
+@first_fast("inner", [64, 40, 7])
 def test_odd_sizes_are_padded_not_refused(shape: tuple[int, ...], inner: int) -> None:
     model, x = MLP(inner=inner), torch.randn(shape, requires_grad=True)
     backend = eager_backend()
@@ -245,6 +246,7 @@ def test_set_policy_recompiles_and_the_old_policy_comes_back_without() -> None:
     assert len(backend.report.graphs) == 2
 
 
+@pytest.mark.slow
 def test_a_policy_change_keeps_dynamic_shapes() -> None:
     model = MLP()
     backend = eager_backend(ALL)
@@ -303,6 +305,7 @@ def test_a_subgraph_of_a_higher_order_op_is_in_the_report() -> None:
     assert backend.report.graphs[0].after.count("return ") == backend.report.graphs[0].before.count("return ")
 
 
+@pytest.mark.slow
 def test_many_modules_of_torch_are_compiled_each() -> None:
     """Their calls have one code, which Dynamo compiles eight times at most."""
     x = torch.randn(16, 32)

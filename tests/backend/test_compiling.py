@@ -27,7 +27,7 @@ from fp8graph.backend.codegen import run_eagerly
 from fp8graph.backend.inductor_passes import JointPass, code_identity
 from fp8graph.compat import attention, torch_build
 from fp8graph.ir.settings import Settings
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, first_fast
 
 
 def test_the_list_holds_all_that_torchs_key_reads() -> None:
@@ -82,7 +82,7 @@ def first_run() -> Run:
     return run()
 
 
-@pytest.mark.parametrize("name", STATES)
+@first_fast("name", STATES)
 def test_state_is_in_the_key_or_changes_nothing(name: str) -> None:
     names, state = STATES[name]
     first, varied, again = first_run(), run(state), run()
@@ -170,11 +170,12 @@ def test_every_option_of_ours_is_varied() -> None:
     assert {*CHOICES} == {field.name for field in dataclasses.fields(Policy)}
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *CHOICES, *OTHERS])
+@first_fast("name", [*OPTIONS, *CHOICES, *OTHERS])
 def test_our_options_are_in_the_key(name: str) -> None:
     assert run(**(OPTIONS | CHOICES | OTHERS)[name]).key != first_run().key
 
 
+@pytest.mark.slow
 def test_findings_that_were_not_kept_are_found_again() -> None:
     """The graph may have been compiled with more spare inputs than it takes."""
     model, backend = torch.nn.Sequential(MLP(), torch.nn.GELU(), torch.nn.Linear(32, 32)), eager_backend(ALL)
@@ -191,6 +192,7 @@ def test_findings_that_were_not_kept_are_found_again() -> None:
         assert len(module.graph.find_nodes(op="placeholder")) == len(view.inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_autocast_in_another_dtype_leaves_the_entry_as_it_was() -> None:
     """The copy of the weight was made by the other graph once, and 541 of these numbers were others."""

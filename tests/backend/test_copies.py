@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph import Policy
-from helpers import ALL, MLP, through_torch_save
+from helpers import ALL, MLP, first_fast, through_torch_save
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
@@ -32,8 +32,8 @@ def trained(model: nn.Module, steps: int = 3) -> None:
         model(torch.randn(16, 32)).square().sum().backward()
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
-@pytest.mark.parametrize("how", COPIES)
+@first_fast("recipe", ["rowwise", "delayed"])
+@first_fast("how", COPIES)
 def test_a_copy_is_compiled_and_computes_the_same(how: str, recipe: str) -> None:
     model = nn.Sequential(MLP(), MLP())
     fp8graph.compile(model, Policy(default=recipe, min_speedup=0), compiler="eager", save="memory", fullgraph=True)

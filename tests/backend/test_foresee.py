@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from fp8graph import Policy
 from fp8graph.backend import compiling
-from helpers import MLP, Counting, counted_passes, eager_backend, same_bits, step
+from helpers import MLP, Counting, counted_passes, eager_backend, first_fast, same_bits, step
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "nvfp4"])
-@pytest.mark.parametrize("training", [True, False])
+@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "nvfp4"])
+@first_fast("training", [True, False])
 def test_a_graph_is_traced_once(recipe: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it takes beside Dynamo's inputs is foreseen, to the tensor."""
     runs = counted_passes(monkeypatch)
@@ -37,8 +37,8 @@ def test_gradients_are_foreseen(module: nn.Module, monkeypatch: pytest.MonkeyPat
     assert "addend" in backend.report.graphs[0].after
 
 
-@pytest.mark.parametrize("foreseen", [0, 1, 40])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@first_fast("foreseen", [0, 1, 40])
+@first_fast("recipe", ["tensorwise", "delayed"])
 def test_foreseeing_wrongly_changes_no_number(recipe: str, foreseen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = MLP(), torch.randn(16, 32, requires_grad=True)
     results: list[list[Tensor]] = []

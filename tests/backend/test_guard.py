@@ -89,6 +89,7 @@ def test_a_huge_outlier_in_a_weight() -> None:
     assert weight[0].rule == Rule("last", "tensorwise", fprop="rowwise", dgrad="rowwise", optional=True)
 
 
+@pytest.mark.slow
 def test_healthy_training_is_left_alone() -> None:
     for recipe in ("tensorwise", "rowwise", "delayed", "blockwise", "mxfp8", "nvfp4"):
         backend = Backend(Policy(default=recipe, min_speedup=0), compiler="eager")
@@ -188,6 +189,7 @@ def test_micro_batches_are_judged_together() -> None:
         assert len(guard.findings) == 0, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.save", "safetensors"])
 def test_a_resumed_run_has_the_same_policy(how: str, tmp_path: Path) -> None:
     backend = Backend(RULES, compiler="eager")
@@ -220,6 +222,7 @@ def test_a_resumed_run_has_the_same_policy(how: str, tmp_path: Path) -> None:
         resumed.load_state_dict(copied)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
 @pytest.mark.parametrize("compiled_before", [False, True])

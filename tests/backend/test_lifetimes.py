@@ -18,7 +18,7 @@ from fp8graph import Backend, Policy
 from fp8graph.backend import named_backend
 from fp8graph.backend.program import KEPT_POLICIES, Program
 from fp8graph.runtime.pages import Page
-from helpers import ALL, MLP, counted_passes, same_bits
+from helpers import ALL, MLP, counted_passes, first_fast, same_bits
 
 DELAYED = Policy(default="delayed", min_speedup=0)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -73,7 +73,7 @@ def _use(compile: Callable[[nn.Module, int], Any], i: int) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("how", "compiler"),
     [
         (_by_object, "eager"),
@@ -121,7 +121,7 @@ def test_copies_and_scales_go_with_their_model_and_code_at_reset() -> None:
     assert alive()["Program"] == 0
 
 
-@pytest.mark.parametrize("policy", [ALL, DELAYED], ids=["tensorwise", "delayed"])
+@first_fast("policy", [ALL, DELAYED], ids=["tensorwise", "delayed"])
 def test_one_model_is_compiled_again_and_again(policy: Policy) -> None:
     model, x, backend = MLP(), torch.randn(16, 32), Backend(policy, compiler="eager", cache_weights="update")
     backend.bind(model)
@@ -138,7 +138,7 @@ def test_one_model_is_compiled_again_and_again(policy: Policy) -> None:
     assert len(backend.names._models) == 1
 
 
-@pytest.mark.parametrize("name", [True, False])
+@first_fast("name", [True, False])
 def test_reset_leaves_the_state_of_what_lives(name: bool) -> None:
     def trained(reset: bool) -> tuple[list[Tensor], dict[str, list[float]]]:
         torch._dynamo.reset()

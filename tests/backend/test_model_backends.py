@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
-from helpers import MLP, same_bits
+from helpers import MLP, first_fast, same_bits
 
 OPTIONS: dict[str, Any] = {"compiler": "eager", "recipe": "delayed"}
 
@@ -29,7 +29,7 @@ def state_of(compiled: Any) -> dict[str, torch.Tensor]:
     return dict(fp8graph.backend_of(compiled).state_dict())
 
 
-@pytest.mark.parametrize("asked", ["first", "between", "last"])
+@first_fast("asked", ["first", "between", "last"])
 def test_two_models_of_one_class_have_states_of_their_own(asked: str) -> None:
     torch.manual_seed(0)
     x, models = torch.randn(16, 32), [MLP(), MLP()]

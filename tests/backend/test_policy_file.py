@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.backend.policy_file import PolicyFile
 from fp8graph.errors import ConfigError, PolicyError
-from helpers import MLP
+from helpers import MLP, first_fast
 
 TEXT = """
 default = "tensorwise"
@@ -58,7 +58,7 @@ def test_a_file_is_a_policy_and_what_to_watch(tmp_path: Path) -> None:
     assert PolicyFile.of(None).policy is None
 
 
-@pytest.mark.parametrize("how", ["path", "json", "dict", "options", "compile"])
+@first_fast("how", ["path", "json", "dict", "options", "compile"])
 def test_watching_begins_without_code(tmp_path: Path, how: str) -> None:
     torch._dynamo.reset()
     path, model = written(tmp_path), MLP()

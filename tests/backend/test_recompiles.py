@@ -11,14 +11,13 @@ from torch._dynamo.utils import counters
 
 import fp8graph
 from fp8graph.models.family import causal_lm
-from helpers import ALL, NONE, eager_backend, step
+from helpers import ALL, NONE, eager_backend, first_slow, step
 
 LENGTHS = (2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 64, 65, 100)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("training", [True, False])
+@first_slow("dynamic", [None, True])
+@first_slow("training", [True, False])
 def test_twenty_sequence_lengths_compile_twice(dynamic: bool | None, training: bool) -> None:
     """Once for the first and once for all others; Dynamo alone does the same."""
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ def trained(layers: int, policy: Policy, **kwargs: Any) -> tuple[Any, fp8graph.B
     return model, fp8graph.backend_of(model), [logits.detach(), *(p.grad for p in model.parameters())]
 
 
+@pytest.mark.slow
 def test_each_kind_of_block_is_compiled_once() -> None:
     _, whole, expected = trained(3, ALL)
     _, backend, got = trained(3, ALL, regions="auto")

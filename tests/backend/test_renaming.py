@@ -14,7 +14,7 @@ from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.renaming import Decided
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.places import Parameter
-from helpers import Two, eager_backend
+from helpers import Two, eager_backend, first_fast
 
 
 def decided(policy: Policy, layer: torch.nn.Module | None = None) -> Decided:
@@ -97,7 +97,7 @@ OTHERWISE: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("rules", OTHERWISE)
+@first_fast("rules", OTHERWISE)
 def test_a_layer_that_is_decided_otherwise_has_code_of_its_own(rules: list[Rule]) -> None:
     policy = Policy(rules, default="tensorwise", min_speedup=0)
     old = decided(policy)

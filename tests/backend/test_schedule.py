@@ -13,7 +13,7 @@ from torch import nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.errors import StateError
-from helpers import MLP, eager_backend, same_bits
+from helpers import MLP, eager_backend, first_fast, same_bits
 
 DELAYED = DelayedScaling(amax_history_len=4)
 WARM_UP = Policy([Rule("*", None, steps=(0, 2))], default=DELAYED, min_speedup=0)
@@ -50,8 +50,8 @@ def train(model: nn.Module, optimizers: list[Any], backend: fp8graph.Backend, st
     return seen, losses
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"fused": True}])
-@pytest.mark.parametrize("backwards", [1, 3])
+@first_fast("kwargs", [{}, {"fused": True}])
+@first_fast("backwards", [1, 3])
 def test_it_moves_on_by_itself(kwargs: dict[str, Any], backwards: int) -> None:
     model, backend = model_and()
     seen, _ = train(model, [torch.optim.AdamW(model.parameters(), **kwargs)], backend, 4, backwards)
@@ -113,7 +113,7 @@ def test_a_compiled_step_counts() -> None:
     assert train(model, [optimizer], backend, 3)[0] == [False, False, True]
 
 
-@pytest.mark.parametrize("cut", [1, 3])
+@first_fast("cut", [1, 3])
 def test_a_resumed_run_goes_on_where_it_was(cut: int) -> None:
     whole, backend = model_and()
     optimizer = torch.optim.AdamW(whole.parameters())

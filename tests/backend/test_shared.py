@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8graph import Backend, Policy, Rule
 from fp8graph.ir.settings import Settings
 from fp8graph.models.family import causal_lm
-from helpers import Counting, eager_backend, same_bits
+from helpers import Counting, eager_backend, first_fast, same_bits
 
 
 def llama_layer_by_layer(policy: Policy, layers: int = 3, *, bind: bool = True) -> tuple[Any, Counting]:
@@ -48,7 +48,7 @@ def train(model: Any, steps: int = 1) -> list[Tensor]:
 ATTENTION_IN_ROWS = [Rule(f"model.layers.{i}.self_attn.*", "rowwise") for i in (1, 2)]
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("rules", "generated"),
     [
         pytest.param([], 2, id="alike"),
@@ -73,6 +73,7 @@ def test_layers_share_code_where_they_are_decided_alike(rules: list[Rule], gener
     assert same_bits(got, train(alone))
 
 
+@pytest.mark.slow
 def test_shared_code_keeps_the_scaling_state_of_each_layer() -> None:
     """Scales and histories after three steps are those of layers that share nothing."""
     policy = Policy(default="delayed", min_speedup=0)

@@ -55,6 +55,7 @@ def test_steps_that_were_written_are_not_kept(tmp_path: Path) -> None:
     assert {r.step for r in backend.statistics or ()} == {3}  # the last one is not written yet
 
 
+@pytest.mark.slow
 def test_the_last_step_is_written_at_exit(tmp_path: Path) -> None:
     code = f"""
 import torch, fp8graph

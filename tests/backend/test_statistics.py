@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8graph import Backend, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import LAYOUTS, resolve_recipe
-from helpers import ALL, MLP, RECIPES, rounding_to_nearest, same_bits, step
+from helpers import ALL, MLP, RECIPES, first_fast, rounding_to_nearest, same_bits, step
 from ranks import run_ranks
 
 
@@ -88,8 +88,8 @@ def tensors_of(linear: Layer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
     return {"input": x.detach(), "weight": linear.weight.detach(), "grad_output": dy, "output": out, **grads}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_fast("recipe", RECIPES)
+@first_fast("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_every_recipe(recipe: str, how: str) -> None:
     """All operands, both layouts and all results of one linear, with sizes that are padded."""
     generated = how == "inductor"  # it measures what its kernels hold: FP32 numbers, unless it rounds as eager does
@@ -144,6 +144,7 @@ def test_micro_batches_are_merged_and_weights_are_not() -> None:
             assert values["linear", operand, "", "", stat] == pytest.approx(value, rel=1e-5), (operand, stat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_other_steps_run_what_they_ran(compiler: str) -> None:
     """Bit for bit, with the same graphs and as many of them; and observed steps train in the same way."""
@@ -175,7 +176,7 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize(
+@first_fast(
     "settings",
     [
         {"save": "memory"},
@@ -186,7 +187,7 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_observed_steps_train_as_others_do(recipe: str, settings: dict[str, Any]) -> None:
     """Bit for bit, whatever is kept for backward."""
     trained: list[list[Tensor]] = []

@@ -96,6 +96,7 @@ with new_folder(Path(sys.argv[1])) as folder:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="leftovers are only told where files cannot be locked")
 def test_a_killed_export(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     target = tmp_path / "model"

@@ -22,6 +22,7 @@ from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
 from fp8graph.errors import CheckpointError
+from helpers import first_fast
 
 SCHEMES = {
     "hf-float": "dynamic 128x128",
@@ -79,7 +80,7 @@ def decoded_by_its_library(name: str, tensors: dict[str, Tensor], folder: Path) 
     return qtensor.FP8QTensor(data.shape, torch.float32, data).dequantize(scale=scale, block_sizes=blocks)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@first_fast("name", SCHEMES)
 def test_what_libraries_write(name: str, written_by_its_library: Callable[[str], Path]) -> None:
     folder = written_by_its_library(name)
     checkpoint = Checkpoint(folder)

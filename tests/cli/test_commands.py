@@ -57,6 +57,7 @@ def test_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.
     assert all("cut to 2 layers" in line for line in error[:-1])
 
 
+@pytest.mark.slow
 def test_a_wrong_recipe_is_found_before_libraries_are_imported() -> None:
     script = """
 import sys
@@ -181,6 +182,7 @@ def test_extras_bring_what_is_said_of_them() -> None:
         assert any(re.match(rf"{package}\b", requirement) for requirement in extras[extra]), package
 
 
+@pytest.mark.slow
 def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in ``fp8graph explain llama | head``: no traceback."""
     script = "import sys; from fp8graph.cli import doctor, main\ndef run(_):\n  raise BrokenPipeError\n"

@@ -59,6 +59,7 @@ def llama() -> fp8graph.Report:
     return of_family("llama", target="cpu")
 
 
+@pytest.mark.slow
 def test_gemms_of_several_kinds_are_named() -> None:
     policy = fp8graph.Policy(
         [fp8graph.Rule("*.0.mlp.down_proj", "tensorwise", wgrad=None), fp8graph.Rule("*.q_proj", "mxfp8")]
@@ -100,6 +101,7 @@ def test_a_module_has_one_line() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_site_has_a_line() -> None:
     report = of_family("mixtral")
     lines, _ = printed(report)
@@ -107,6 +109,7 @@ def test_every_site_has_a_line() -> None:
     assert {gemm.fqn.rpartition(".")[2] for gemm in report.gemms} - set(text.replace("[1]", "").split()) == set()
 
 
+@pytest.mark.slow
 def test_colors(llama: fp8graph.Report) -> None:
     lines, _ = printed(llama, color=True)
     (q,) = [line for line in lines if "q_proj" in line]

@@ -37,6 +37,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
     return ["tune", str(folder), "--text", str(folder / "text.txt"), "--target", "sm_90", *sizes, *more]
 
 
+@pytest.mark.slow
 def test_a_policy_is_written(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy, picture = tmp_path / "policy.toml", tmp_path / "curve.png"
     kept = tmp_path / "measured.json"

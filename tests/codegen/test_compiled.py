@@ -40,6 +40,7 @@ NARROW = inductor.cpu_codegen_patches([torch.ones(1)])
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2", "e4m3fnuz", "e5m2fnuz"])
 def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> None:
     compiled = torch.compile(quantize, dynamic=False, options=NARROW)

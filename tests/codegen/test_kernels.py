@@ -24,6 +24,7 @@ from fp8graph.ir import ops
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
+from helpers import first_fast, first_slow
 from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -49,15 +50,19 @@ class Autocast(nn.Module):
             return self.linear(x).float().sin().sum()
 
 
-ELEMENTWISE = ("add", "gelu")  # fused as silu_mul is
+def marks_of(case: Case) -> pytest.MarkDecorator | tuple[()]:
+    """One producer is enough in the fast tests; "add" and "gelu" are fused as "silu_mul" is."""
+    if case.producer in ("add", "gelu"):
+        return pytest.mark.release
+    return () if (case.producer, case.recipe, case.layouts) in FAST else pytest.mark.slow
+
+
+FAST = {("nothing", "rowwise", "row"), ("nothing", "tensorwise", "both"), ("rms_norm", "delayed", "both")}
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case.producer in ELEMENTWISE else (), id=str(case))
-        for case in CASES
-    ],
+    [pytest.param(case, marks=marks_of(case), id=str(case)) for case in CASES],
 )
 def test_kernels_and_bytes_of_one_tensor(case: Case, data: dict[str, Any]) -> None:
     kernels, mib = recorded.of_case(case)
@@ -65,9 +70,9 @@ def test_kernels_and_bytes_of_one_tensor(case: Case, data: dict[str, Any]) -> No
     assert mib <= data["tensors"][str(case)][1]
 
 
-@pytest.mark.parametrize("size", [(8192, 4090), (8190, 4096)])
-@pytest.mark.parametrize("layouts", ["row", "both"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise"])
+@first_fast("size", [(8192, 4090), (8190, 4096)])
+@first_fast("layouts", ["row", "both"])
+@first_fast("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_padding_costs_no_pass(recipe: str, layouts: str, size: tuple[int, int]) -> None:
     """4090 columns become 4096 while they are quantized, 8190 rows 8192: one more kernel, which writes the zeros.
 
@@ -83,6 +88,7 @@ def test_padding_costs_no_pass(recipe: str, layouts: str, size: tuple[int, int])
     assert sum(k.bytes for k in padded) <= 1.001 * sum(k.bytes for k in aligned)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", "both"), ("silu_mul", "both"), ("nothing", "row")])
 def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     """70 tiles become 72, for torch and cuBLASLt to agree on the scales' strides: one more kernel writes the zeros, and
@@ -100,6 +106,7 @@ def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     assert sum(k.bytes for k in padded) <= 1.035 * sum(k.bytes for k in unpadded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
 def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
     """wgrad contracts over the tokens: their number is padded to a multiple of 16 when it is known."""
@@ -114,7 +121,7 @@ def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
     assert counts[1] <= counts[0] + 2  # the zeros of x and of dy
 
 
-@pytest.mark.parametrize(("a", "b"), [((), (1,)), ((1,), ()), ((1,), (1,)), ((), ())])
+@first_fast(("a", "b"), [((), (1,)), ((1,), ()), ((1,), (1,)), ((), ())])
 def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     """An own amax gives [], a table [1]. Inductor's templates for GPUs want both operands' alike."""
 
@@ -194,8 +201,7 @@ def test_what_is_worse(change: dict[str, Any]) -> None:
     assert recorded.is_worse(row, row | change)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MEASURED)
+@first_slow("layer", MEASURED)
 def test_the_kernels_of_a_layer_compile_without_spills(layer: str) -> None:
     """Every configuration that Inductor would try, for sm_90a."""
     sources = {k.source for k in recorded.layer_kernels(layer) if k.graph != "weights"}

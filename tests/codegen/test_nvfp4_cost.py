@@ -12,15 +12,15 @@ from fp8graph.ir import ops
 from fp8graph.numerics import quantization
 from fp8graph.recipes import OperandName
 from generated import OF_ONE_INDUCTOR, generate
+from helpers import first_slow
 
 X = torch.empty(2048, 1024, dtype=torch.bfloat16)
 MATRIX, SEED = torch.empty(16, 16, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int64)
 NEAREST: dict[str, Any] = {"disable_stochastic_rounding": True}
 
 
-@pytest.mark.slow
 @OF_ONE_INDUCTOR
-@pytest.mark.parametrize(
+@first_slow(
     ("fields", "operand", "kernels", "reads"),
     [
         ({**NEAREST, "disable_rht": True}, "input", 6, 5.7),

@@ -27,6 +27,7 @@ from fp8graph import (
 from fp8graph.compat import attention
 from fp8graph.compat.attention import HAS_QUANTIZED_ATTENTION
 from generated import MIB, OF_ONE_INDUCTOR, triton_kernels
+from helpers import first_slow
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 SLACK = 1.02  # of bytes: scales, and what versions of torch store between
@@ -52,6 +53,7 @@ def of_linear(recipe: Any, target: str) -> dict[str, tuple[int, float]]:
     return {graph: (len(some), sum(kernel.bytes for kernel in some) / MIB) for graph, some in counted.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "kernels", "mib"),
     [
@@ -117,9 +119,8 @@ def test_native_attention(recipe: Any, kernels: int, mib: float, monkeypatch: py
     assert forward[1] <= SLACK * mib
 
 
-@pytest.mark.slow
 @OF_ONE_INDUCTOR
-@pytest.mark.parametrize(
+@first_slow(
     ("recipe", "kernels", "mib"),
     [
         ("tensorwise", (7, 2), (84, 36.5)),  # 24 more: the decoded numbers, which backward decodes once more

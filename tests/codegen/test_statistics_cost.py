@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fp8graph.ir import ops
 from fp8graph.recipes import resolve_recipe
 from generated import generate
+from helpers import first_fast
 
 ROWS, COLUMNS = 2048, 1024
 X = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("block_size", "kernels", "reads"), [(0, 7, 1.1), (32, 12, 3.6)])
+@first_fast(("block_size", "kernels", "reads"), [(0, 7, 1.1), (32, 12, 3.6)])
 def test_a_tensor(block_size: int, kernels: int, reads: float) -> None:
     """It is read once, and twice more for the dynamic range of blocks along rows and along columns."""
     made = generate(lambda x: ops.tensor_statistics(x, block_size), [X]).kernels
@@ -21,7 +21,7 @@ def test_a_tensor(block_size: int, kernels: int, reads: float) -> None:
     assert sum(kernel.bytes for kernel in made) <= reads * X.nbytes
 
 
-@pytest.mark.parametrize(("recipe", "kernels", "reads"), [("tensorwise", 6, 1.1), ("mxfp8", 20, 2.4)])
+@first_fast(("recipe", "kernels", "reads"), [("tensorwise", 6, 1.1), ("mxfp8", 20, 2.4)])
 def test_a_copy(recipe: str, kernels: int, reads: float) -> None:
     """The tensor and the copy are read once; twice with 65,536 scales, which take most of the kernels."""
     resolved = resolve_recipe(recipe)

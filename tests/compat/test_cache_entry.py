@@ -46,6 +46,7 @@ class Carrying:
         return self.carried, counters["aot_autograd"]["autograd_cache_hit"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [False, True])
 def test_the_entry_carries_bytes(gradients: bool) -> None:
     backend, x = Carrying(), torch.ones(4, requires_grad=gradients)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph.compat import checkpointing
 from fp8graph.compat.checkpointing import Checkpointing
+from helpers import first_fast
 
 
 class Recompute(torch.autograd.Function):
@@ -148,7 +149,7 @@ def test_a_backward_in_a_recomputation_is_a_recomputation_of_its_own() -> None:
     assert last.repeats.forward is context
 
 
-@pytest.mark.parametrize("how", WAYS)
+@first_fast("how", WAYS)
 def test_nothing_is_kept_alive(how: str) -> None:
     seen, x = Seen(), torch.ones(3, requires_grad=True)
     y = checkpointed(seen, how)(x)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import fp8graph
 from fp8graph.backend import named_backend
 from fp8graph.compat import dynamo
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, first_fast
 
 
 class Source:
@@ -47,6 +47,7 @@ def test_what_dynamo_notes_on_a_module_goes_with_a_copy() -> None:
     assert copied._param_name_to_source == {"w": "L['w']"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("empty_cache")
 def test_a_float_that_varies_bounds_a_clamp() -> None:
     """``has_float_input`` can go once plain Inductor is right in all versions of torch that we run on."""
@@ -129,7 +130,7 @@ two_compiles = torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_s
 
 
 @two_compiles
-@pytest.mark.parametrize("by_name", [False, True])
+@first_fast("by_name", [False, True])
 def test_strict_mode_raises_at_the_recompile_limit(by_name: bool) -> None:
     """At the call that would have run in eager: there may be no later one that a compiled graph is called in."""
     backend = "fp8graph" if by_name else eager_backend(strict=True)
@@ -141,6 +142,7 @@ def test_strict_mode_raises_at_the_recompile_limit(by_name: bool) -> None:
     compiled(torch.ones(4, 16), 0)  # what was compiled still runs
 
 
+@pytest.mark.slow
 @two_compiles
 def test_without_strict_mode_the_report_says_what_met_the_recompile_limit() -> None:
     backend = eager_backend()

@@ -61,6 +61,7 @@ def test_a_cpu_graph_has_neither_512_bit_vectors_nor_their_instructions() -> Non
     assert instructions in (["x86-64-v3"], ["off -mno-avx512f"])  # torch from 2.13 on, and before
 
 
+@pytest.mark.slow
 @inductor_config.patch(fx_graph_cache=False)
 @functorch_config.patch(enable_autograd_cache=False)
 def test_flex_attention_of_narrow_vectors_on_a_cpu_whose_kernels_want_packed_operands(

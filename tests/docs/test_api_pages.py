@@ -12,6 +12,7 @@ import pytest
 
 import fp8graph
 from fp8graph import numerics, planning
+from helpers import first_fast
 from samples import ROOT, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
@@ -72,7 +73,7 @@ def test_every_page_is_in_a_table_and_has_an_example() -> None:
 
 
 @pytest.mark.usefixtures("apart")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@first_fast("page", PAGES, ids=name_of)
 def test_example(page: Path) -> None:
     run(page)
 

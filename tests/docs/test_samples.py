@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import first_fast
 from samples import AS_PAGES_SHOW, ROOT, Sample, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
@@ -79,7 +80,7 @@ def preamble(page: Path) -> str:
     return "".join(NAMES[name] for name in TAKES.get(name_of(page), "fp8graph").split(", "))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@first_fast("page", PAGES, ids=name_of)
 def test_samples_run(page: Path) -> None:
     run(page, preamble(page))
 

@@ -20,6 +20,7 @@ from fp8graph.numerics import matmul
 from fuzz import RECIPES, Input, Linear, Program, RuleSpec, Step, Weight
 from fuzz_draw import programs
 from fuzz_reference import assert_right
+from helpers import first_fast, first_slow
 
 NAMES: Final = [name for name, recipe in RECIPES.items() if recipe is not None]
 PART: Final = 50  # programs of one test, all of one recipe: about 30 seconds
@@ -52,13 +53,12 @@ def run_random(number: int, cases: int, compiler: str) -> None:
     run()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(-(-CASES // PART)))
+@first_slow("part", range(-(-CASES // PART)))
 def test_random_programs(part: int) -> None:
     run_random(part, min(PART, CASES - part * PART), "eager")
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("part", range(-(-INDUCTOR_CASES // INDUCTOR_PART)))
 def test_random_programs_through_inductor(part: int) -> None:
     run_random(part + 100_000, min(INDUCTOR_PART, INDUCTOR_CASES - part * INDUCTOR_PART), "inductor")
@@ -214,7 +214,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
 }
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.release)])
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions(name: str, compiler: str) -> None:
     assert_right(REGRESSIONS[name], compiler)
@@ -270,13 +270,13 @@ MISTAKES: Final[dict[str, Callable[[list[Any], dict[str, Any]], None]]] = {
 PLANTED_IN: Final = ("tensorwise", "delayed", "rowwise")
 
 
-@pytest.mark.parametrize("recipe", PLANTED_IN)
+@first_fast("recipe", PLANTED_IN)
 def test_without_a_mistake(recipe: str) -> None:
     assert_right(dataclasses.replace(PLANTED, recipe=recipe))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-@pytest.mark.parametrize("recipe", PLANTED_IN)
+@first_fast("mistake", MISTAKES)
+@first_fast("recipe", PLANTED_IN)
 def test_a_mistake_is_found(recipe: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "scaled_mm", _mistaken(MISTAKES[mistake], matmul.scaled_mm))
     with pytest.raises(AssertionError, match="dB, at least"):

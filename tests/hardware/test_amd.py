@@ -15,7 +15,7 @@ from fp8graph import hardware
 from fp8graph.hardware.amd import AMD, BOARDS
 from fp8graph.numerics import quantization
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
-from helpers import MLP, eager_backend, step
+from helpers import MLP, eager_backend, first_fast, step
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.bfloat16
 MULTIPLIED = {
@@ -211,8 +211,8 @@ def test_gfx942_on_a_cpu_is_torchs_own_casts(compiler: Any) -> None:
     }
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "rowwise", "mxfp8"])
-@pytest.mark.parametrize("settings", [{}, {"save": "memory", "save_activations_in_fp8": True}])
+@first_fast("recipe", ["delayed", "rowwise", "mxfp8"])
+@first_fast("settings", [{}, {"save": "memory", "save_activations_in_fp8": True}])
 def test_a_model_trains_as_for_gfx942(recipe: str, settings: dict[str, Any]) -> None:
     """Every graph is valid after every pass, whatever FP8 types are in it."""
     policy = fp8graph.Policy(default=recipe, min_speedup=0)
@@ -239,6 +239,7 @@ def test_explain_decides_and_says_why() -> None:
         print(report.kernels)
 
 
+@pytest.mark.slow
 def test_a_state_dict_goes_from_ocp_types_to_fnuz_and_back(caplog: pytest.LogCaptureFixture) -> None:
     """Scales are for 448 here and for 240 there: they are converted, and that is said. Histories are the same."""
     policy, module, x = fp8graph.Policy(default="delayed", min_speedup=0), MLP(), torch.randn(16, 32)

@@ -18,7 +18,7 @@ from fp8graph import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, P
 from fp8graph.compat import torch_build
 from fp8graph.numerics import bf16_product, dequantize, quantize
 from fp8graph.recipes import resolve_recipe
-from helpers import MLP, eager_backend, step
+from helpers import MLP, eager_backend, first_fast, step
 
 
 def test_what_a_cpu_multiplies() -> None:
@@ -70,8 +70,8 @@ def test_the_product_of_the_decoded_operands_is_rounded_once(
         assert (got <= high).all()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("dtype", OUT)
+@first_fast("recipe", ["tensorwise", "rowwise"])
+@first_fast("dtype", OUT)
 def test_no_layer_runs_torchs_reference(recipe: str, dtype: torch.dtype) -> None:
     module = MLP().to(dtype)
     backend = eager_backend(Policy(default=recipe))
@@ -120,6 +120,7 @@ torch.save((torch.backends.cpu.get_cpu_capability(), numbers(*torch.load(sys.arg
 """
 
 
+@pytest.mark.slow
 def test_another_instruction_set_computes_the_same(tmp_path: Path) -> None:
     """Codes and scales bit for bit, products but for the order of additions."""
     torch.manual_seed(0)

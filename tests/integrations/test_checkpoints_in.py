@@ -17,6 +17,7 @@ import fp8graph
 from fp8_checkpoints import CONFIG, F32, FORMATS, IDS, LINEARS, load, model
 from fp8graph.libraries.stored_linear import StoredLinear
 from fp8graph.numerics import sqnr_db
+from helpers import first_fast
 
 Rounded = Callable[[Tensor], Tensor]
 
@@ -213,7 +214,7 @@ def _logits(llama: Any, recipe: str | None) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("torchao")])
+@first_fast("name", [name for name in FORMATS if not name.startswith("torchao")])
 def test_load_checkpoint(name: str, folder: Callable[[str], Path]) -> None:
     """In FP32 nothing else is rounded, so that few numbers fall on the other side of a step than in float64."""
     llama: Any = LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
@@ -228,7 +229,7 @@ def test_load_checkpoint(name: str, folder: Callable[[str], Path]) -> None:
     _agrees(name, folder(name), _logits(llama, EXPECTED[name][0]))
 
 
-@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.loads])
+@first_fast("name", [name for name, one in FORMATS.items() if one.loads])
 def test_as_its_library_loads_it(name: str, folder: Callable[[str], Path]) -> None:
     llama = load(folder(name), F32).eval()
     _scatter(llama)
@@ -248,7 +249,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any)
     return (a.float() * scale_a) @ (b.float() * scale_b)
 
 
-@pytest.mark.parametrize("name", IN_FP32)
+@first_fast("name", IN_FP32)
 def test_its_library_computes_the_same(
     name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +262,7 @@ def test_its_library_computes_the_same(
     assert sqnr_db(expected, _logits(llama, EXPECTED[name][0])) > 60
 
 
-@pytest.mark.parametrize("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
+@first_fast("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
 def test_its_library_computes_the_same_in_bf16(name: str, folder: Callable[[str], Path]) -> None:
     with torch.no_grad():
         expected = load(folder(name)).eval()(input_ids=IDS, use_cache=False).logits

@@ -129,6 +129,7 @@ def test_what_it_leaves_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4
 
 
+@pytest.mark.slow
 def test_generation() -> None:
     """Prefill with SDPA, then decoding: the tokens of a model that uses SDPA for both."""
     model = model_of("llama", torch.float32, layers=1)

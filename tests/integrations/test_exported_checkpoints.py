@@ -16,7 +16,7 @@ from fp8graph import Float8BlockScaling, Float8RowwiseScaling
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
 from fp8graph.numerics import sqnr_db
-from helpers import mixtral, same_bits
+from helpers import first_fast, mixtral, same_bits
 
 RECIPES: dict[str, Any] = {
     "rowwise": Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0),
@@ -36,7 +36,7 @@ def exported(recipe: str, folder: Path, form: str, **kwargs: Any) -> tuple[Any, 
     return model, Checkpoint(fp8graph.export(model, folder, form, **kwargs))
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "blockwise ue8m0"])
+@first_fast("recipe", ["blockwise", "blockwise ue8m0"])
 def test_transformers_loads_the_bytes(recipe: str, tmp_path: Path) -> None:
     _, checkpoint = exported(recipe, tmp_path / "out", "fp8")
     loaded = fp8_checkpoints.load(tmp_path / "out")
@@ -82,7 +82,7 @@ def test_transformers_loads_experts(tmp_path: Path) -> None:
         assert torch.equal(loaded.get_parameter(f"{parameter}_scale_inv"), own.scale_inv)
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "calibrated"),
     [("rowwise", False), ("blockwise", False), ("mxfp8", False), ("delayed", False), ("nvfp4", True)],
 )
@@ -103,7 +103,7 @@ def test_compressed_tensors_loads_the_bytes(recipe: str, calibrated: bool, tmp_p
     assert sqnr_db(expected, got) > (8 if recipe == "nvfp4" else 18)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "delayed"])
+@first_fast("recipe", ["rowwise", "mxfp8", "delayed"])
 def test_modelopt_reads_the_config(recipe: str, tmp_path: Path) -> None:
     """It has no loader on a CPU: engines load its folders. Its own converter reads what is said of the layers."""
     converter = pytest.importorskip("modelopt.torch.export.convert_hf_config", reason="ModelOpt is not installed")

@@ -17,6 +17,7 @@ import gradients
 from fp8graph.errors import Fp8GraphError
 from fp8graph.integrations.gradients import GradientWire, send_gradients_in_fp8
 from fp8graph.numerics import sqnr_db, wire
+from helpers import first_slow
 from ranks import run_each, run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -88,9 +89,8 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(("how", "dtype", "bound"), [("fsdp", "E4M3", 28), ("fsdp", "E5M2", 22), ("ddp", "E4M3", 26)])
+@first_slow("ranks", [2, 4])
+@first_slow(("how", "dtype", "bound"), [("fsdp", "E4M3", 28), ("fsdp", "E5M2", 22), ("ddp", "E4M3", 26)])
 def test_gradients_are_near(how: str, dtype: str, bound: float, ranks: int, on_ranks: Any) -> None:
     """And the same on all ranks."""
     first, *others = on_ranks(ranks)

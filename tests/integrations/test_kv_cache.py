@@ -20,7 +20,7 @@ from fp8graph.integrations.kv_layer import Fp8Layer
 from fp8graph.models import FAMILIES
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
-from helpers import NONE
+from helpers import NONE, first_slow
 from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of
 
 SLIDING: dict[str, Any] = {"sliding_window": 8}
@@ -72,7 +72,9 @@ NEAR = {
 FAST = {"llama", "gpt_oss"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in NEAR])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.release) for name in NEAR]
+)
 def test_logits_are_near_those_of_bf16(name: str) -> None:
     model = model_of(name)
     ids = FAMILIES[name].inputs(model)["input_ids"]
@@ -260,6 +262,7 @@ def test_recurrent_layers_keep_their_states() -> None:
     assert cache.nbytes_unquantized == kept + cache.layers[1].get_seq_length() * 2 * 2 * 2 * 16 * 2
 
 
+@pytest.mark.slow
 def test_a_static_cache_is_decoded_by_one_graph() -> None:
     """Prefill and decoding are a graph each, whole; the tokens are those of eager. A second call compiles nothing."""
     torch._dynamo.reset()
@@ -283,6 +286,7 @@ def test_windows_compile() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_weights_and_cache_in_fp8() -> None:
     torch._dynamo.reset()
     model = model_of("llama", layers=1)
@@ -295,8 +299,7 @@ def test_weights_and_cache_in_fp8() -> None:
     assert {gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms if "proj" in gemm.fqn} == {"rowwise"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@first_slow("static", [False, True], ids=["dynamic", "static"])
 def test_compiled_by_inductor(static: bool) -> None:
     torch._dynamo.reset()
     model = model_of("llama", layers=1)

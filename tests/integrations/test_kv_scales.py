@@ -97,6 +97,7 @@ def test_calibrated_scales_hold_these_texts(kind: str) -> None:
     assert torch.equal(wide.layers[0][0], (scales.layers[0][0] * 448 * (4 / 448)))
 
 
+@pytest.mark.slow
 def test_it_generates_compiled_and_with_beams() -> None:
     model = model_of("llama")
     scales = calibrate_head_scales(model, [IDS], margin=2)

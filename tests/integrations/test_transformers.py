@@ -65,6 +65,7 @@ def found(trainer: Any) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [*trainer.model.state_dict().values(), *state.values()]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     whole = trainer_for(tmp_path / "whole")
     whole.train()
@@ -104,6 +105,7 @@ def forget(callbacks: dict[str, Any]) -> None:
     del callbacks["ScalingStateCallback"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_state(stopped: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     copy = changed(stopped, forget, tmp_path)
     trainer = trainer_for(tmp_path, max_steps=2)
@@ -118,6 +120,7 @@ def test_a_checkpoint_without_state(stopped: Path, tmp_path: Path, caplog: pytes
         strict.train(resume_from_checkpoint=copy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["AAAA", "not base64", 5, "cut"])
 def test_a_damaged_state(damage: Any, stopped: Path, tmp_path: Path) -> None:
     def spoil(callbacks: dict[str, Any]) -> None:
@@ -129,6 +132,7 @@ def test_a_damaged_state(damage: Any, stopped: Path, tmp_path: Path) -> None:
         trainer.train(resume_from_checkpoint=changed(stopped, spoil, tmp_path))
 
 
+@pytest.mark.slow
 def test_the_best_model_has_its_scales(tmp_path: Path) -> None:
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1.0}
     trainer = trainer_for(tmp_path, metric_for_best_model="eval_loss", **settings)
@@ -142,6 +146,7 @@ def test_the_best_model_has_its_scales(tmp_path: Path) -> None:
     assert same_bits(now.values(), expected.values())
 
 
+@pytest.mark.slow
 def test_through_wrappers(tmp_path: Path) -> None:
     """PEFT's, with the model in it compiled."""
     from peft import LoraConfig, get_peft_model

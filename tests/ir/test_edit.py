@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from fp8graph import Policy, Rule
 from fp8graph.ir import nodes, ops
 from fp8graph.ir.edit import set_direction
-from helpers import MLP, RECIPES, eager_backend
+from helpers import MLP, RECIPES, eager_backend, first_fast
 
 
 class Experts(MLP):
@@ -27,7 +27,7 @@ class Experts(MLP):
         return torch._grouped_mm(super().forward(x), self.experts.transpose(-2, -1), offs=offsets)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("recipe", RECIPES)
 def test_fakes_without_dispatch_are_the_fakes_of_the_ops(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[Any] = set()
     shortcut = ops.fake_results

@@ -9,10 +9,10 @@ from torch import fx
 from fp8graph import Policy
 from fp8graph.backend import inductor_passes
 from fp8graph.ir.text import GraphText, graph_text
-from helpers import MLP, RECIPES, view_of
+from helpers import MLP, RECIPES, first_fast, view_of
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("recipe", RECIPES)
 def test_lines_that_are_kept_are_those_that_would_be_written(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
 

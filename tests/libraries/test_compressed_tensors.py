@@ -15,6 +15,7 @@ from fp8graph.numerics import sqnr_db
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: pip install compressed-tensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "recipe", "quality"),
     [
@@ -52,6 +53,7 @@ def test_a_model_of_a_checkpoint(preset: str, recipe: str, quality: float, tmp_p
     assert sqnr_db(dy.double() @ weight, x.grad) > 25
 
 
+@pytest.mark.slow
 def test_torch_compile_says_that_it_is_too_late(tmp_path: Path) -> None:
     """In the first call the library's hook runs, before the model."""
     FORMATS["compressed-tensors-fp8-dynamic"].write(tmp_path)

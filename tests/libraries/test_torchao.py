@@ -11,6 +11,7 @@ import torch
 import fp8graph
 from fp8_checkpoints import FORMATS, load
 from fp8graph.numerics import sqnr_db
+from helpers import first_fast
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
 
@@ -40,6 +41,7 @@ def test_a_linear_of_a_checkpoint(name: str, recipe: str | None, tmp_path: Path)
     assert sqnr_db(dy.double() @ weight, x.grad) > 25
 
 
+@pytest.mark.slow
 def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
     FORMATS["torchao-tensorwise"].write(tmp_path)
     model: Any = fp8graph.compile(load(tmp_path), compiler="eager", cache_weights="update", fullgraph=True)
@@ -51,7 +53,7 @@ def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
     assert backend.weights.bytes == sum(module.weight.qdata.numel() for module in stored)  # transposed once, for dgrad
 
 
-@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+@first_fast("how", ["compile", "torch.compile"])
 def test_a_model_that_torchao_converted_for_training(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """It quantizes its operands itself: said once, however many layers and graphs there are."""
     from torchao.float8 import convert_to_float8_training  # pyright: ignore

@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 import fp8graph
 from fp8_checkpoints import BF16, CONFIG, E4M3, E8M0, F32, IDS, any_device
 from fp8graph.numerics import sqnr_db
+from helpers import first_fast
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
@@ -260,6 +261,7 @@ def losses(model: Any, steps: int = 4) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "deepseek_v3"))]
 )
@@ -315,6 +317,7 @@ def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) 
         assert torch.equal(module.weight.detach().view(torch.uint8), before[name])
 
 
+@pytest.mark.slow
 def test_lora_is_native_where_the_device_multiplies_tiles(tmp_path: Path) -> None:
     model = adapted(checkpoint("llama", tmp_path))
     report = fp8graph.explain(fp8graph.adopt(model), input_ids=IDS, labels=IDS, use_cache=False, target="sm_90")
@@ -364,7 +367,7 @@ def of_all_experts(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Te
     return torch.einsum("te,etn->tn", chosen, each)
 
 
-@pytest.mark.parametrize("settings", [{}, {"scale_fmt": "ue8m0"}, {"weight_block_size": [96, 128]}])
+@first_fast("settings", [{}, {"scale_fmt": "ue8m0"}, {"weight_block_size": [96, 128]}])
 def test_experts_are_multiplied_as_they_are(settings: dict[str, Any]) -> None:
     module, (x, *route) = experts(**settings), routed()
     given = x.clone().requires_grad_()
@@ -410,8 +413,8 @@ def test_scales_of_exponents_are_read_as_they_are() -> None:
     assert "float8_e8m0fnu[2, 3]" in report.graphs[0].after
 
 
-@pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("how", ["name", "backend", "function"])
+@first_fast("breaks", [False, True])
+@first_fast("how", ["name", "backend", "function"])
 def test_torch_compile_adopts_in_the_first_call(how: str, breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the library's layer broke the graph, and nothing but its first part had reached the backend."""
 

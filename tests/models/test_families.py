@@ -141,7 +141,7 @@ def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
-@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.slow))
+@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.slow, ("llama",)))
 def test_counts_and_agreement_with_bf16(name: str) -> None:
     model, inputs = model_and_inputs(FAMILIES[name])
     backend = eager_backend(None, recipe="tensorwise")
@@ -150,11 +150,13 @@ def test_counts_and_agreement_with_bf16(name: str) -> None:
     assert_agrees(found, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.graphs > 1])
 def test_graph_breaks_are_those_of_plain_dynamo(name: str) -> None:
     assert plain_graphs(*model_and_inputs(FAMILIES[name])) == FAMILIES[name].graphs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.release, ("mixtral",)))
 def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
@@ -178,6 +180,7 @@ def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPat
 GENERATING = [name for name, family in FAMILIES.items() if family.generates]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(GENERATING, pytest.mark.release, ("gemma3", "t5")))
 def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, as generate() calls it: static shapes are not asked for, the cache grows."""
@@ -219,6 +222,7 @@ def test_a_backend_by_name_finds_the_family() -> None:
     assert "visual_projection" in {g.fqn for g in chosen.report.gemms if g.recipe}  # the user's policy is the user's
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
     """The model's proj_out is its result; a single block's is most of that block's work, wherever it runs."""
@@ -234,6 +238,7 @@ def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
     assert "proj_out" in {g.fqn for g in alone.gemms if g.recipe}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [False, True])
 def test_rules_of_ones_own_before_the_familys(copied: bool) -> None:
     model, inputs = model_and_inputs(FAMILIES["clip"], 1)
@@ -267,6 +272,7 @@ UNKNOWN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every(UNKNOWN, pytest.mark.release, ("cohere",)))
 def test_a_family_that_no_file_names(name: str) -> None:
     torch._dynamo.reset()

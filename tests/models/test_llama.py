@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph.models.llama import FAMILY, tiny_config
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import dialect_counts, eager_backend
+from helpers import dialect_counts, eager_backend, first_fast
 
 
 def llama(layers: int = 2) -> Any:
@@ -29,6 +29,7 @@ def ids() -> Tensor:
     return torch.randint(0, 256, (2, 16))
 
 
+@pytest.mark.slow
 def test_the_head_is_left_alone_and_says_why() -> None:
     tokens = ids()
     report = fp8graph.explain(llama(2), input_ids=tokens, labels=tokens)
@@ -46,6 +47,7 @@ def test_operand_dtypes() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_step_beside_bf16() -> None:
     model, tokens = llama(), ids()
     reference = model(input_ids=tokens, labels=tokens)
@@ -74,7 +76,7 @@ def test_what_backward_keeps_is_fp8() -> None:
     assert len(fp8) == 4 + 4  # the columnwise copies of 4 activations and 4 (joined) weights
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@first_fast("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_train(dtype: torch.dtype) -> None:
     model, tokens = llama(1).to(dtype), ids()
     loss = torch.compile(model, backend=eager_backend(None))(input_ids=tokens, labels=tokens).loss
@@ -83,6 +85,7 @@ def test_other_dtypes_train(dtype: torch.dtype) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_master_weights_under_autocast_train() -> None:
     model, tokens = llama(1).float(), ids()
     backend = eager_backend(None)
@@ -102,6 +105,7 @@ def test_master_weights_under_autocast_train() -> None:
     assert counts["quantize"] == FAMILY.counts(1).quantized_tensors  # the casts of autocast are seen through
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing_leaves_the_scaling_state_as_it_is_without(use_reentrant: bool) -> None:
     """Layers that are computed twice are recorded once, with the scale that forward used."""
@@ -132,6 +136,7 @@ def scaling_state_of_training(**checkpointing: bool) -> dict[str, Tensor]:
     return dict(backend.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [r for r in RECIPE_NAMES if r != "tensorwise"])
 def test_counts_of_every_recipe(recipe: str) -> None:
     """Sharing does not depend on the recipe: as many quantize nodes as with one scale per tensor.

@@ -66,6 +66,7 @@ def test_a_linear_trains() -> None:
     assert {gemm.recipe for gemm in backend.report.gemms} == {"blockwise"}
 
 
+@pytest.mark.slow
 def test_hopper_multiplies_it_and_blackwell_does_not() -> None:
     """On Hopper the bytes become FP32 scales in front of the GEMM."""
     linear = nn.Linear(512, 256, device="meta", dtype=torch.bfloat16)

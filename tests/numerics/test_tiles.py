@@ -69,9 +69,11 @@ def test_shapes(recipe: Recipe, operand: Any) -> None:
 @pytest.mark.parametrize("source", SOURCES)
 def test_special_tiles(recipe: Recipe, operand: Any, source: torch.dtype) -> None:
     """Whole tiles of one number beside normal ones; one such element in a tile of normal numbers."""
-    tiles, element = torch.randn(140, 150).to(source), torch.randn(20, 150).to(source)
+    quantizer = recipe.quantizer(operand)
+    size = 128 if quantizer.scaling == "row" else max(quantizer.block)
+    tiles, element = torch.randn(size + 12, size + 22).to(source), torch.randn(20, size + 22).to(source)
     for number in (0.0, 1e-45, 1e-38, torch.finfo(source).max, math.inf, -math.inf, math.nan):
-        tiles[:130, :130], element[3, 140] = number, number
+        tiles[: size + 2, : size + 2], element[3, size + 12] = number, number
         check(tiles, recipe, operand)
         check(element, recipe, operand)
 
@@ -124,6 +126,7 @@ def test_every_e2m1_code_and_every_midpoint() -> None:
     assert packed[0, 0] == codes[0, 0] + 16 * codes[0, 1]
 
 
+@pytest.mark.slow
 def test_e4m3_scales_of_tiles_are_multiplied_by_the_rounded_sixth() -> None:
     """As Transformer Engine's kernel: a division by 6 rounds otherwise, here just above ties of E4M3."""
     x = torch.zeros(2, 64, dtype=torch.bfloat16)

@@ -30,7 +30,7 @@ from generated import (
     triton_kernels,
     write_weights,
 )
-from helpers import NONE, needs_library
+from helpers import NONE, first_fast, needs_library
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -57,6 +57,7 @@ def ops_of(view: fp8graph.GraphView) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @OF_ONE_INDUCTOR
 def test_every_launch_with_the_nodes_of_the_report_that_it_computes() -> None:
     """Nodes that lowering replaced go by the names that people see. What forward saves has a writer and a reader."""
@@ -116,6 +117,7 @@ def test_kernels_of_several_graphs_name_theirs() -> None:
     assert found == [(0, ("mm",)), (1, ("mm",)), (2, ("relu",)), (2, ("mm",))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
 def test_each_target_generates_its_own(target: str) -> None:
     found = kernels_of_mlp(target)
@@ -147,6 +149,7 @@ def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "outputs", "training"), [(8960, 384, True), (1536, 128, False), (11008, 128, False)]
 )
@@ -178,6 +181,7 @@ def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, o
     assert "use_fast_accum=True" not in code  # cuBLASLt has no such kernel for tiles, and torch says so
 
 
+@pytest.mark.slow
 def test_registers_and_spills_of_a_kernel() -> None:
     first = next(k for k in kernels_of_mlp() if k.kind == "triton")
     assert first.registers is not None
@@ -197,7 +201,7 @@ def triton_text(function: Any, *sizes: tuple[int, ...]) -> list[str]:
     return [kernel.source for kernel in triton_kernels(generate(function, inputs).kernels)]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"])
+@first_fast("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"])
 def test_scales_are_divided_exactly(recipe: str) -> None:
     """Triton's ``a / b`` is approximate; CPU and interpreter cannot see it, the text can."""
     text = "".join(triton_text(quantize_after("nothing", recipe, "grad_output", True, True)))
@@ -223,14 +227,14 @@ def test_only_scales_are_divided_exactly() -> None:
     assert sum(" / " in source for source in sources) == 2  # the amax and the cast
 
 
-@pytest.mark.parametrize(("rows", "kernels"), [(16, 1), (64, 1), (128, 3)])
+@first_fast(("rows", "kernels"), [(16, 1), (64, 1), (128, 3)])
 def test_few_rows_are_quantized_by_one_kernel(rows: int, kernels: int) -> None:
     """Their amax, the scale and the cast, behind a decoding step's SwiGLU. More rows want more than one program."""
     function = quantize_after("silu_mul", "tensorwise", "input", True, False)
     assert len(triton_kernels(generate(function, quantize_inputs(rows, 4096)).kernels)) == kernels
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_joined_weights_are_written_where_they_are_kept(recipe: str) -> None:
     weights = [torch.empty(256, 4096, dtype=torch.bfloat16) for _ in range(2)]  # loops, not one block per row
     buffers = joined_weights(recipe, *weights)
@@ -262,6 +266,7 @@ class Embedding(nn.Module):
         return rows.square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_an_embedding_and_a_loss(recipe: str) -> None:
     """Torch without CUDA indexes no fake CUDA tensor, which the decompositions of its operators do."""

@@ -14,7 +14,7 @@ from fp8graph.ir.sites import Decision
 from fp8graph.passes.assign import with_speedup
 from fp8graph.recipes import GEMMS, resolve_recipe
 from fp8graph.recipes.rules import Resolution
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, first_fast
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -75,7 +75,7 @@ def test_a_rule_for_matmuls(a: tuple[int, ...], b: tuple[int, ...], execution: s
     ]
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("target", "execution"),
     [("sm_80", "emulated"), ("sm_89", "native"), ("sm_90", "native"), ("sm_90a", "native"), ("sm_100", "native")],
 )

@@ -27,7 +27,7 @@ from attentions import (
 )
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import NONE, view_of
+from helpers import NONE, first_fast, view_of
 
 # Sylvester's matrix of 16 as a product of four of 2, with the rows of Transformer Engine's vector negated
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
@@ -63,8 +63,8 @@ MODULES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODULES)
-@pytest.mark.parametrize("recipe", [PER_TENSOR, PER_HEAD])
+@first_fast("name", MODULES)
+@first_fast("recipe", [PER_TENSOR, PER_HEAD])
 def test_q_and_k_are_transformed_and_their_gradients_back(name: str, recipe: Any) -> None:
     """The program on rounded transformed q and k, and its gradients for the program's own q and k."""
     module, sizes = MODULES[name]
@@ -121,6 +121,7 @@ def test_strides_and_what_backward_keeps() -> None:
     assert not any(name.startswith(("dequantize", "rotate", "hadamard")) for name in view.saved)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
@@ -152,7 +153,7 @@ MASK = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.
 MASK[:, :, 3] = False  # a query that sees nothing
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("module", "sizes", "seen", "bound"),
     [
         pytest.param(sdpa(), {}, ALL, 55, id="op"),
@@ -163,7 +164,7 @@ MASK[:, :, 3] = False  # a query that sees nothing
         pytest.param(sdpa(is_causal=True), {"dtype": torch.bfloat16}, ALL.tril(), 40, id="bf16"),
     ],
 )
-@pytest.mark.parametrize("recipe", [HYBRID, OF_HEADS])
+@first_fast("recipe", [HYBRID, OF_HEADS])
 def test_backward_in_fp8(module: nn.Module, sizes: dict[str, Any], seen: Tensor, bound: float, recipe: Any) -> None:
     """q, k, v and probabilities in E4M3, gradients in the recipe's type: each product reads rounded numbers.
 
@@ -214,7 +215,7 @@ def test_each_op_and_its_backward_are_replaced(form: str) -> None:
     assert {"query_data", "key_data", "value_data"} <= set(view.saved)
 
 
-@pytest.mark.parametrize("recipe", [HYBRID, OF_HEADS, Float8RowwiseScaling(attention_backward=True, hadamard_qk=True)])
+@first_fast("recipe", [HYBRID, OF_HEADS, Float8RowwiseScaling(attention_backward=True, hadamard_qk=True)])
 def test_backward_in_fp8_of_heads_as_models_have_them(recipe: Any) -> None:
     """[batch, tokens, heads, size] in memory: the result and the gradients are viewed as [batch, tokens, ...]."""
 

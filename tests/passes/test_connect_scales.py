@@ -13,7 +13,7 @@ import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import history
 from gathers import two_ranks
-from helpers import MLP, Weight, eager_backend, inputs_of, view_of
+from helpers import MLP, Weight, eager_backend, first_fast, inputs_of, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 
@@ -130,7 +130,7 @@ def test_delayed_scaling_is_refused_inside_of_a_higher_order_op() -> None:
     assert any(gemm.recipe == "delayed" for gemm in backend.report.gemms)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@first_fast("use_reentrant", [False, True])
 def test_inside_a_checkpointed_region_one_update_a_direction(use_reentrant: bool) -> None:
     def body(w: Tensor, x: Tensor) -> Tensor:
         return torch.utils.checkpoint.checkpoint(lambda x: (x @ w.T).relu() @ w, x, use_reentrant=use_reentrant)  # pyright: ignore

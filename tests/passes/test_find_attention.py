@@ -119,6 +119,7 @@ def test_names_are_those_of_modules() -> None:
     assert [row.name for row in rows] == ["layers.0", "layers.1", "layers.1[1]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "written", "form"),
     [

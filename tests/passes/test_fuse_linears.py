@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import ALL, MLP, compiled_step, dialect_counts, eager_backend, same_bits, step, view_of
+from helpers import ALL, MLP, compiled_step, dialect_counts, eager_backend, first_fast, same_bits, step, view_of
 
 
 class Projections(nn.Module):
@@ -73,9 +73,9 @@ def test_three_of_two_sizes_are_one_gemm_a_direction() -> None:
     assert {g.reason for g in view.gemms if g.fqn == "q"} == {"default; one GEMM with k, v"}
 
 
-@pytest.mark.parametrize("policy", [ALL, Policy(default="rowwise"), Policy(default=DelayedScaling())])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@first_fast("policy", [ALL, Policy(default="rowwise"), Policy(default=DelayedScaling())])
+@first_fast("bias", [False, True])
+@first_fast("dtype", [torch.float32, torch.bfloat16])
 def test_output_and_gradients(policy: Policy, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model, inputs = Projections(bias=bias).to(dtype), x(2, 8, 32).to(dtype).detach().requires_grad_()
@@ -257,7 +257,7 @@ def test_rows_and_columns_that_a_view_merges() -> None:
     assert all(sqnr_db(e, g) > 18 for e, g in zip(step(model, inputs, parameters=model.parameters()), got, strict=True))
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "target", "uneven"), [("blockwise", "sm_90", 192), ("mxfp8", "sm_100", 48), ("nvfp4", "sm_100", 40)]
 )
 def test_tiles_are_not_cut(recipe: str, target: str, uneven: int) -> None:

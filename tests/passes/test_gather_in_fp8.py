@@ -16,6 +16,7 @@ import parallelism
 from fp8graph import Policy
 from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of, two_ranks
 from generated import OF_ONE_INDUCTOR
+from helpers import first_fast
 
 if dist.is_available():
     from torch.distributed.device_mesh import init_device_mesh
@@ -119,7 +120,7 @@ def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
     assert len(backend.weights) == 0
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
     """What one scale spans is quantized before the gather all the same."""
     backend = fp8graph.Backend(Policy(default=recipe), compiler="eager")

@@ -26,7 +26,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import graph_text
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.hoist_weights import hoist_weights
-from helpers import ALL, MLP, Weight, eager_backend, view_of
+from helpers import ALL, MLP, Weight, eager_backend, first_fast, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
@@ -292,8 +292,8 @@ class Packed(nn.Module):
         return functional.linear(x, a), functional.linear(y, b)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-@pytest.mark.parametrize("sizes", [(48, 48), (32, 64)])
+@first_fast("recipe", ["tensorwise", "rowwise", "delayed"])
+@first_fast("sizes", [(48, 48), (32, 64)])
 def test_parts_of_one_parameter_are_weights_of_their_own(sizes: tuple[int, int], recipe: str) -> None:
     torch._dynamo.reset()
     model = Packed(sizes)
@@ -316,6 +316,7 @@ class Decoder(nn.Module):
         return self.decoder(self.attention(q, k, v, need_weights=False)[0], k)
 
 
+@pytest.mark.slow
 def test_attention_across_tensors() -> None:
     """torch packs q, k and v into one parameter and splits it: into three equal parts, or into q and k, v."""
     torch._dynamo.reset()

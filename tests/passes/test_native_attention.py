@@ -31,7 +31,7 @@ from fp8graph.compat.attention import HAS_QUANTIZED_ATTENTION
 from fp8graph.ir import ops, verify
 from fp8graph.numerics import sqnr_db
 from fp8graph.tools import explain
-from helpers import graph_inputs_for
+from helpers import first_fast, graph_inputs_for
 
 pytestmark = pytest.mark.skipif(not HAS_QUANTIZED_ATTENTION, reason="this torch has no op for FP8 attention")
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "gradients": False}
@@ -76,7 +76,7 @@ def test_the_graph_before_and_after() -> None:
 
 
 @pytest.mark.usefixtures("flash_attention_3")
-@pytest.mark.parametrize(
+@first_fast(
     "recipe",
     ["tensorwise", "rowwise", Float8CurrentScaling(hadamard_qk=True), Float8RowwiseScaling(hadamard_qk=True)],
     ids=["tensorwise", "rowwise", "tensorwise, transformed", "rowwise, transformed"],
@@ -96,6 +96,7 @@ def test_the_module_of_the_report_computes_attention(recipe: Any) -> None:
     assert 20 < sqnr_db(body(*given), got) < 40
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("flash_attention_3")
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.slow)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -129,6 +130,7 @@ def test_rows_that_the_data_choose_are_left_out() -> None:
         assert {r.operand for r in statistics} == {"weight", "wgrad"}
 
 
+@pytest.mark.slow
 def test_copies_of_experts_are_left_out() -> None:
     """Their tensors and results are measured."""
     model = mixtral(num_hidden_layers=1).bfloat16()

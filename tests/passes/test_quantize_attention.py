@@ -18,7 +18,7 @@ import fp8graph
 from attentions import FORMS_IN_TRAINING, OPS, Attention, asking, exact, qkv, results, rounded, sdpa, written_out
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import NONE, eager_backend, same_bits, view_of
+from helpers import NONE, eager_backend, first_fast, same_bits, view_of
 
 POWER_2 = Float8CurrentScaling(power_2_scale=True)
 EXACT = Float8RowwiseScaling(power_2_scale=False)
@@ -61,7 +61,7 @@ NEARLY = ("dropout", "dropout, causal, grouped queries", "written out, dropout")
 PER_HEAD = ("mask", "grouped queries", "written out", "tokens before heads", "bf16")
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("name", "recipe"),
     [*((name, "tensorwise") for name in MODULES), *((name, "rowwise") for name in PER_HEAD), (NEARLY[1], EXACT)],
 )
@@ -83,7 +83,7 @@ def test_the_program_runs_on_what_e4m3_leaves_of_q_k_and_v(name: str, recipe: An
     assert sqnr_db(results(module, q, k, v, policy=NONE)[0], got[0]) < 40
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("size", "kv_heads", "causal", "dtype", "bound"),
     [
         (64, 4, False, torch.float32, 110),
@@ -93,7 +93,7 @@ def test_the_program_runs_on_what_e4m3_leaves_of_q_k_and_v(name: str, recipe: An
         (64, 2, True, torch.bfloat16, 42),
     ],
 )
-@pytest.mark.parametrize("recipe", [POWER_2, EXACT])
+@first_fast("recipe", [POWER_2, EXACT])
 def test_the_oracle(size: int, kv_heads: int, causal: bool, dtype: torch.dtype, bound: float, recipe: Any) -> None:
     """FP32: only the sums are rounded. bf16: torch's kernel rounds the probabilities and the results."""
     torch.manual_seed(2)
@@ -105,8 +105,8 @@ def test_the_oracle(size: int, kv_heads: int, causal: bool, dtype: torch.dtype, 
         assert sqnr_db(one, other.double()) > bound
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-@pytest.mark.parametrize("which", [0, 1, 2], ids="qkv")
+@first_fast("recipe", ["tensorwise", "rowwise"])
+@first_fast("which", [0, 1, 2], ids="qkv")
 def test_infinities_and_nan_reach_the_result(recipe: str, which: int) -> None:
     """Where attention in high precision shows them, too."""
     for value in (math.inf, -math.inf, math.nan):
@@ -176,6 +176,7 @@ def test_checkpointed_code_is_run_again_as_it_was() -> None:
     assert same_bits(results(Attention(body), *given, policy=TENSORWISE), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_flex_attention(recipe: str) -> None:
@@ -197,6 +198,7 @@ def test_flex_attention(recipe: str) -> None:
     assert same_bits([got], [expected])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
 def test_flex_attention_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch trains it on GPUs only; its reference of the backward runs anywhere."""

@@ -15,7 +15,7 @@ import expert_parallel
 import fp8graph
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
-from helpers import eager_backend, same_bits, step
+from helpers import eager_backend, first_slow, same_bits, step
 from ranks import run_each, run_ranks
 
 if not torch.distributed.is_available():
@@ -183,9 +183,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[bool, tuple[tuple[int, int], tupl
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize("family", FAMILIES)
+@first_slow("training", [False, True], ids=["inference", "training"])
+@first_slow("family", FAMILIES)
 def test_rows_that_are_quantized(family: str, training: bool) -> None:
     settings, expected = FAMILIES[family]
 
@@ -245,8 +244,7 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[d
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@first_slow("ranks", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_experts_on_several_ranks(name: str, ranks: int, on_ranks: Callable[[int], list[dict[str, Any]]]) -> None:
     """The numbers of quantizing after the all-to-all, bit for bit, and of one process that has all experts."""
@@ -264,8 +262,7 @@ def test_experts_on_several_ranks(name: str, ranks: int, on_ranks: Callable[[int
         assert sqnr_db(whole, torch.cat(step_of_all)) > {"tensorwise": 28, "delayed": 60}.get(recipe, 100)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@first_slow("ranks", [2, 4])
 def test_bytes_of_an_all_to_all(ranks: int, on_ranks: Callable[[int], list[dict[str, Any]]]) -> None:
     """A quarter of those of FP32, with scales of rows and of 32 numbers beside them."""
     rows = expert_parallel.EXPERTS * expert_parallel.TOKENS // ranks

@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
-from helpers import ALL, MLP, RECIPES, Weight, eager_backend, same_bits, stage, step, view_of
+from helpers import ALL, MLP, RECIPES, Weight, eager_backend, first_fast, same_bits, stage, step, view_of
 
 
 def quantize_lines(text: str) -> list[str]:
@@ -86,7 +86,7 @@ def test_operands_of_experts_are_not_quantized_again() -> None:
     assert refused(Experts(), *args) == [("w", "the operands of grouped GEMMs are kept as they are")]
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("recipe", RECIPES)
 def test_no_number_changes(recipe: str) -> None:
     results: list[list[Tensor]] = []
     for save in ("speed", "memory"):
@@ -98,7 +98,7 @@ def test_no_number_changes(recipe: str) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@first_fast("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_activations_in_fp8(recipe: str) -> None:
     """Forward is the same; backward sees gate and up rounded to E4M3: 20 dB."""
     results: list[list[Tensor]] = []
@@ -181,6 +181,7 @@ def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dty
     return two
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
 def test_bytes_saved_per_layer(recipe: str) -> None:
     """Of plain Inductor's, which has the same partitioner; torch 2.11's keeps a little more."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Float8CurrentScaling, Policy, Rule
 from fp8graph.passes.share import Group
-from helpers import ALL, MLP, Weight, dialect_counts, same_bits, step, view_of
+from helpers import ALL, MLP, Weight, dialect_counts, first_fast, same_bits, step, view_of
 
 E4M3 = Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3)
 POWER_2 = Float8CurrentScaling(power_2_scale=True)
@@ -82,7 +82,7 @@ DIFFERENT = [
 ]
 
 
-@pytest.mark.parametrize(("first", "second"), SAME)
+@first_fast(("first", "second"), SAME)
 def test_one_tensor_is_quantized_once(first: Any, second: Any) -> None:
     assert counts(Branches(first, second), x(16, 32)) == (1 + 2 + 2, 2 * 5)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.numerics.channels import smoothing
-from helpers import compiled_step, eager_backend, mixtral, step
+from helpers import compiled_step, eager_backend, first_fast, mixtral, step
 
 SMOOTH = Float8CurrentScaling(smooth_input=True)
 
@@ -113,6 +113,7 @@ def test_refusals(module: nn.Module, rule: Rule, reason: str) -> None:
     assert "smoothing" not in backend.report.graphs[0].after
 
 
+@pytest.mark.slow
 def test_experts_are_not_smoothed() -> None:
     module, ids = mixtral(), torch.randint(0, 32, (1, 16))
     backend = eager_backend(Policy([Rule("*", SMOOTH, op="grouped_mm")], default=None))
@@ -143,9 +144,9 @@ def test_what_is_not_combined_is_in_the_report() -> None:
     assert any("smoothed_back" in refusal.reason for refusal in backend.report.refusals), backend.report.refusals
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("recipe", [SMOOTH, DelayedScaling(smooth_input=True)], ids=["current", "delayed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@first_fast("bias", [False, True])
+@first_fast("recipe", [SMOOTH, DelayedScaling(smooth_input=True)], ids=["current", "delayed"])
+@first_fast("dtype", [torch.bfloat16, torch.float32])
 def test_outputs_and_gradients(recipe: Any, bias: bool, dtype: torch.dtype) -> None:
     module, x = SwiGLU(bias).to(dtype), torch.randn(2, 8, 64).to(dtype).requires_grad_()
     backend = eager_backend(Policy([Rule("down", recipe)], default=None))

@@ -15,6 +15,7 @@ from fp8graph import ConfigError
 from fp8graph.numerics.gemm_error import ERROR_PARTS
 from fp8graph.planning.scoring import measure
 from fp8graph.recipes import resolve_recipe
+from helpers import first_fast
 
 X = torch.randn(32, 64)
 
@@ -38,8 +39,8 @@ def run(model: nn.Module, batches: list[Any], **settings: Any) -> Any:
     return measure(model, batches, [recipe], ["tensorwise"], **{**own, **settings})[0]
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "object"])
-@pytest.mark.parametrize("batch", [X, (X,), {"x": X}])
+@first_fast("form", ["tensor", "tuple", "object"])
+@first_fast("batch", [X, (X,), {"x": X}])
 def test_forms_of_losses_and_batches(form: str, batch: Any) -> None:
     found = run(Model(form), [batch])
     assert {one.gemm for one in found} == {"fprop", "wgrad"}  # nobody wants the gradient of x
@@ -105,7 +106,7 @@ class _Nothing(nn.Module):
 ROW = {"site": "up", "gemm": "fprop", "candidate": 0, "group": "up"} | dict.fromkeys(ERROR_PARTS, 1.0)
 
 
-@pytest.mark.parametrize(
+@first_fast(
     "batches",
     [
         *([[{**ROW, "square_error": value}]] for value in (float("nan"), float("inf"), -1.0, "1", None)),

@@ -24,6 +24,7 @@ from fp8graph.planning import step_cost, workload
 from fp8graph.planning.mesh import MOST_GPUS, Mesh, Network
 from fp8graph.planning.workload import Linear, Workload
 from fp8graph.recipes import resolve_recipe
+from helpers import first_slow
 from ranks import run_ranks
 from workloads import llama, llama_8b, tiny_model
 
@@ -153,9 +154,8 @@ def collectives_of(events: Any, ranks: int) -> Counted:
     return found + reduced
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-@pytest.mark.parametrize("ranks", RUN)
+@first_slow("ranks", RUN)
 def test_real_ranks_run_these_collectives(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(count_collectives_of, ranks, tmp_path, RUN[ranks], seconds=500):
         for (how, recipe), (real, reported) in found.items():
@@ -306,6 +306,7 @@ def test_shards_take_a_part_of_the_time() -> None:
     assert half.state_bytes < 0.51 * whole.state_bytes
 
 
+@pytest.mark.slow
 def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
     """768 tokens: gate and up are faster in FP8, the others are not."""
     config = tiny_config(1)
@@ -372,6 +373,7 @@ def test_hardware_and_recipes() -> None:
         Network.of_target("sm_89")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_config(1).save_pretrained(tmp_path)
     meshes = ["dp=2,fsdp=2,tp=2,sp", "dp=8"]
@@ -396,6 +398,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     }
 
 
+@pytest.mark.slow
 def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fp8graph.models.mixtral import FAMILY
 

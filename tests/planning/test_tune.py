@@ -95,6 +95,7 @@ def test_of_two_equally_fast_recipes_the_better_one(target: str) -> None:
     assert policy.resolve("layers.0", "linear").recipes["wgrad"] == e4m3  # gradients of one size: precision wins
 
 
+@pytest.mark.slow
 def test_a_llama_decides_by_groups_and_the_policy_loads(tmp_path: Path, target: str) -> None:
     torch.manual_seed(0)
     model = causal_lm("Llama")(2)
@@ -116,6 +117,7 @@ def test_a_llama_decides_by_groups_and_the_policy_loads(tmp_path: Path, target: 
     assert "model.layers.0.self_attn.q_proj fprop: tensorwise" in text
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_what_runs(target: str) -> None:
     torch.manual_seed(0)
     model = causal_lm("Llama")(2).bfloat16()
@@ -160,6 +162,7 @@ def test_the_model_is_left_as_it_was(target: str) -> None:
         assert (p.grad == 7.0).all()
 
 
+@pytest.mark.slow
 def test_it_resumes(tmp_path: Path, target: str) -> None:
     torch.manual_seed(0)
     model, path = Wide(), tmp_path / "measured.json"

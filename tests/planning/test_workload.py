@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fp8graph
@@ -10,6 +11,7 @@ from fp8graph.planning import workload
 from workloads import llama, tiny_model
 
 
+@pytest.mark.slow
 def test_a_model_becomes_a_workload() -> None:
     """What is read from Hugging Face's model and its report is what the tests make by hand."""
     config = tiny_config(2)

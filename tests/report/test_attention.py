@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fp8graph
@@ -76,6 +77,7 @@ def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 @AS_PAGES_SHOW
 def test_the_line_of_the_page() -> None:
     """docs/attention.md shows that of a Llama."""

@@ -69,6 +69,7 @@ def verbose(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, An
     return *run_script(folder, TORCH_LOGS="+fp8graph", TORCH_TRACE=str(folder / "trace")), folder / "trace"
 
 
+@pytest.mark.slow
 def test_torch_logs(tmp_path: Path, verbose: tuple[str, dict[str, Any], Path]) -> None:
     text, _ = run_script(tmp_path, TORCH_LOGS="fp8graph")
     assert "Sequential training: 5 of 5 GEMMs in FP8" in text
@@ -77,6 +78,7 @@ def test_torch_logs(tmp_path: Path, verbose: tuple[str, dict[str, Any], Path]) -
     assert all(f"graph after {stage}:" in text for stage in ("before", *view["stages"]))
 
 
+@pytest.mark.slow
 def test_tlparse_shows_the_graphs_and_the_report(tmp_path: Path, verbose: tuple[str, dict[str, Any], Path]) -> None:
     tlparse = Path(sys.executable).with_name("tlparse")
     if not tlparse.exists():

@@ -98,6 +98,7 @@ def rows(found: Page) -> list[str]:
     return [text for name in ("native", "emulated", "high-precision") for text in found.texts("tr", f"is-{name}")]
 
 
+@pytest.mark.slow
 def test_a_report_in_a_real_browser(tmp_path: Path) -> None:
     report, path = report_of(), tmp_path / "report.html"
     report.to_html(path)
@@ -140,6 +141,7 @@ def test_strange_names_in_a_real_browser(tmp_path: Path) -> None:
     assert "No graph was compiled." in "".join(opened(empty).texts("p"))
 
 
+@pytest.mark.slow
 def test_statistics_in_a_real_browser(tmp_path: Path) -> None:
     path = tmp_path / "statistics.html"
     report_of().to_html(path, statistics=statistics(["gate", "up", "down"]), losses={0: 2.0, 2: 1.0})
@@ -161,6 +163,7 @@ class Deep(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_identical_layers_take_no_room() -> None:
     sizes = [len(page(page_data(report_of(Deep(layers))))) for layers in (6, 24)]
     assert sizes[1] < 1.15 * sizes[0]
@@ -176,6 +179,7 @@ def computed(found: Page) -> list[tuple[str, bool]]:
     return [(own["data-unit"], "partly" in names) for own, names in classes if "computed" in names]
 
 
+@pytest.mark.slow
 @OF_ONE_INDUCTOR
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_kernels_in_a_real_browser(tmp_path: Path) -> None:

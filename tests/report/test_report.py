@@ -114,6 +114,7 @@ def test_the_module_of_a_view_runs_eagerly() -> None:
     assert len(gradients) == 4
 
 
+@pytest.mark.slow
 def test_explain_needs_neither_weights_nor_the_target() -> None:
     from transformers import LlamaForCausalLM
 
@@ -145,6 +146,7 @@ def test_explain_leaves_the_model_alone() -> None:
     assert same_bits([out], [model(torch.ones(8, 32))])
 
 
+@pytest.mark.slow
 def test_in_a_notebook() -> None:
     """The last expression of a cell is shown by its repr."""
     report = fp8graph.explain(MLP(), torch.randn(8, 32))

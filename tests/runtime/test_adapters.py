@@ -13,7 +13,7 @@ from torch import nn
 import fp8graph
 from fp8graph.models.family import causal_lm
 from fp8graph.runtime.adapters import Adapters
-from helpers import eager_backend, same_bits
+from helpers import eager_backend, first_fast, same_bits
 
 # transformers, of the names that PEFT still types
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -55,6 +55,7 @@ def adapted(**settings: Any) -> Any:
     return get_peft_model(causal_lm("Llama")(1).bfloat16(), config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("how", ["in place", "wrapper", "function"])
 def test_merging_and_back(bound: bool, how: str) -> None:
@@ -87,7 +88,7 @@ def warnings_of_unloading(caplog: pytest.LogCaptureFixture) -> int:
     return caplog.text.count("merge_and_unload() or unload() returns is not compiled")
 
 
-@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
+@first_fast("method", ["merge_and_unload", "unload"])
 def test_unloading_is_said(method: str, caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
     fp8graph.compile(model, compiler="eager")
@@ -113,6 +114,7 @@ def test_what_is_compiled_in_it_stays_compiled(caplog: pytest.LogCaptureFixture)
     assert fp8graph.backend_of(result).report.gemms
 
 
+@pytest.mark.slow
 def test_the_end_of_a_model_is_no_unloading(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
     fp8graph.compile(model, compiler="eager")

@@ -68,6 +68,7 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int]:
     return functions, executed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "cache_weights", "instructions_per_weight"),
     [

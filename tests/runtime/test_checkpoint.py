@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 import checkpointing
 from fp8graph import Backend, StateError
 from fp8graph.runtime.checkpoint import ScalingState
+from helpers import first_fast, first_slow
 from ranks import run_each, run_ranks
 
 KINDS = [*checkpointing.KINDS, checkpointing.WITHOUT_STATE]
@@ -40,7 +41,7 @@ def trained() -> checkpointing.Run:
     return run
 
 
-@pytest.mark.parametrize("compiled_before", [False, True])
+@first_fast("compiled_before", [False, True])
 def test_a_backend_goes_into_a_checkpoint_as_it_is(
     trained: checkpointing.Run, compiled_before: bool, tmp_path: Path
 ) -> None:
@@ -125,8 +126,7 @@ def two_again(two: Any, four: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     return run_ranks(run_each, 2, tmp_path_factory.mktemp("again"), calls, seconds=500)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+@first_slow(("before", "after"), [(2, 2), (2, 4), (4, 2)])
 def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
     """The same scales; on as many ranks as before also the same losses, and what comes of them, bit for bit."""
     of_ranks = [found["saved"] for found in (two if before == 2 else four)[1]]
@@ -143,8 +143,7 @@ def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any,
                 assert equal(found[how]["after"], of_ranks[rank][how]["after"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 4), (4, 2)])
+@first_slow(("before", "after"), [(2, 2), (2, 4), (4, 2)])
 def test_resuming_with_gathers_in_fp8(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
     """FP8 shards are no state: they are made from the loaded weights. Other ranks quantize other rows of a batch."""
     of_ranks = [found["saved"][checkpointing.WITHOUT_STATE] for found in (two if before == 2 else four)[1]]

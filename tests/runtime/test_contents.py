@@ -176,6 +176,7 @@ changes(3, lambda x: x.view(torch.int32)[7:8].bitwise_xor_(1))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton exists for Linux")
 def test_the_kernel_of_a_gpu_reads_each_word_of_each_tensor() -> None:
     """In Triton's interpreter."""

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.runtime.main_grads import MainGrads, why_not_accumulated
-from helpers import eager_backend
+from helpers import eager_backend, first_fast
 
 
 class Block(nn.Module):
@@ -138,7 +138,7 @@ ORDERS: list[Callable[[Run], None]] = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@first_fast("order", ORDERS)
 def test_gradients_are_those_of_autograd(order: Callable[[Run], None]) -> None:
     """But for bf16: autograd rounds each wgrad to it. Two steps, so that the buffers of one serve in the next."""
     ours, theirs = Run(True), Run(False)
@@ -232,6 +232,7 @@ def test_hooks_that_come_later_run_when_the_gradient_is_whole() -> None:
     assert seen[0].abs().max() > 0
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_leaves_no_buffer() -> None:
     run = Run(True)
     run.forward().backward()

@@ -13,6 +13,7 @@ import torch
 import pipelines
 from fp8graph.runtime import rank_groups
 from fp8graph.runtime.rank_groups import RankGroups
+from helpers import first_slow
 from ranks import run_each, run_ranks
 
 TWO_RANKS: dict[str, tuple[Any, ...]] = {
@@ -43,8 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict
     return lambda name: [rank[name] for rank in launched(2 if name in TWO_RANKS else 4)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*TWO_RANKS, "four stages", "fsdp, weights gathered in FP8", "apart"])
+@first_slow("name", [*TWO_RANKS, "four stages", "fsdp, weights gathered in FP8", "apart"])
 def test_a_pipeline_trains_as_one_process(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
     """Losses and scales are equal, bit for bit, though stages run forward and backward in different orders.
 
@@ -80,8 +80,7 @@ def test_a_stage_reduces_over_its_own_ranks(found: Callable[[str], list[dict[str
     assert [rank["reductions"] for rank in found("fsdp")] == [[2]] * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["delayed", "delayed, two stages per rank", "four stages", "ddp", "fsdp"])
+@first_slow("name", ["delayed", "delayed, two stages per rank", "four stages", "ddp", "fsdp"])
 def test_checkpoints_keep_the_state_of_each_stage(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
     """DCP keeps one value under one name: one name for all stages is refused, a name per stage is saved and loaded."""
     for rank in found(name):

@@ -19,7 +19,7 @@ from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.scaling_state import State
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, first_fast
 
 RECIPE = DelayedScaling(amax_history_len=4)
 SIZES = (32, 64, 48, 16)
@@ -124,7 +124,7 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("how", "recipe"), [*(("plain", r) for r in RECIPES), ("checkpoint", RECIPES[0]), ("reentrant", RECIPES[0])]
 )
 def test_twenty_steps(how: str, recipe: DelayedScaling) -> None:
@@ -148,8 +148,8 @@ def test_twenty_steps_of_generated_code(how: str) -> None:
 
 
 @torch._dynamo.config.patch(recompile_limit=64)  # shapes x gradients on and off x inputs with and without gradients
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("layers_at_a_time", [False, True])
+@first_fast("reentrant", [False, True])
+@first_fast("layers_at_a_time", [False, True])
 def test_checkpointing_around_compiled_layers(reentrant: bool, layers_at_a_time: bool) -> None:
     """torch.utils.checkpoint outside of the compiled code runs it twice: it updates once, with one scale."""
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_checkpointing_around_compiled_layers(reentrant: bool, layers_at_a_time:
     assert_equal_to_reference(net, backend)
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("compiled_before", "through"),
     [(False, "memory"), (True, "memory"), (True, "torch.save"), (True, "safetensors")],
 )
@@ -318,8 +318,8 @@ def test_a_layer_that_sees_zeros_keeps_its_scale() -> None:
     assert by_tensor(backend)["layers.0.input"] == before["layers.0.input"]
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("bad", [math.inf, -math.inf, math.nan])
+@first_fast("recipe", RECIPES)
 def test_an_overflow_is_not_recorded_and_freezes_nothing(bad: float, recipe: DelayedScaling) -> None:
     net = Net()
     model, backend = compiled(net, recipe)

@@ -81,19 +81,21 @@ BAD = [
 ]
 
 
+@pytest.fixture(scope="module")
+def two_trained() -> tuple[Any, Any]:
+    return trained(), trained()
+
+
 @pytest.mark.parametrize(("spoil", "message"), BAD)
-def test_bad_input_leaves_the_old_state_intact(spoil: Any, message: str) -> None:
-    model, backend = trained()
-    before = backend.state_dict()
-    _other, source = trained()
-    other = source.state_dict()
+def test_bad_input_leaves_the_old_state_intact(spoil: Any, message: str, two_trained: Any) -> None:
+    (_model, backend), (_other, source) = two_trained
+    before, other = backend.state_dict(), source.state_dict()
     with pytest.raises(StateError, match=message) as caught:
         backend.load_state_dict(spoil(other))
     assert "Nothing was loaded" in str(caught.value)
     after = backend.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
-    del model
 
 
 def test_another_recipe_is_named() -> None:

@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.numerics import quantize
 from fp8graph.runtime import contents, weight_cache
-from helpers import ALL, MLP, RECIPES, Weight, same_bits, step
+from helpers import ALL, MLP, RECIPES, Weight, first_fast, same_bits, step
 
 
 def compiled(model: Any, policy: Any = ALL, cache_weights: Any = "update", **kwargs: Any) -> tuple[Any, Backend]:
@@ -28,7 +28,7 @@ def model_and_input(seed: int = 0) -> tuple[MLP, Tensor]:
     return MLP(), torch.randn(16, 32, requires_grad=True)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("recipe", RECIPES)
 def test_same_numbers_as_quantizing_in_the_graph(recipe: str) -> None:
     model, x = model_and_input()
     results: list[list[Tensor]] = []
@@ -127,7 +127,7 @@ UPDATES: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", UPDATES)
+@first_fast("how", UPDATES)
 def test_a_changed_weight_is_quantized_again(how: str) -> None:
     model, x = model_and_input()
     run, _ = compiled(model)
@@ -138,7 +138,7 @@ def test_a_changed_weight_is_quantized_again(how: str) -> None:
     assert torch.equal(run(x), expected(x))
 
 
-@pytest.mark.parametrize(
+@first_fast(
     "make",
     [
         pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1, fused=True), id="fused AdamW"),
@@ -348,6 +348,7 @@ def test_loaded_state_scales_the_copies() -> None:
     assert same_bits([down.tensors["rowwise"]], [expected.data])
 
 
+@pytest.mark.slow
 def test_generated_code_quantizes_alike_weights_together() -> None:
     """Nine linears of one shape: one function for eight, one for a single one."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize, prune
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, first_fast
 
 LARGER = 40.0
 
@@ -138,7 +138,7 @@ def another_weight(model: MLP, _run: Callable[[], Any]) -> Any:
     return former  # as an optimizer holds it
 
 
-@pytest.mark.parametrize("change", [pruned, pruned_for_good, another_layer, another_weight])
+@first_fast("change", [pruned, pruned_for_good, another_layer, another_weight])
 def test_what_was_there_before_has_no_state_any_more(change: Callable[[MLP, Callable[[], Any]], Any]) -> None:
     model, x = MLP(), torch.randn(16, 32)
     fp8graph.compile(model, recipe="delayed", compiler="eager")

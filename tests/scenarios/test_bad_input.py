@@ -17,7 +17,7 @@ from fp8graph import Policy
 from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import ALL, MLP, compiled_step, eager_backend, rounding_to_nearest, same_bits, step
+from helpers import ALL, MLP, compiled_step, eager_backend, first_fast, rounding_to_nearest, same_bits, step
 
 
 def compiled(module: nn.Module, **kwargs: Any) -> tuple[Any, fp8graph.Backend]:
@@ -67,6 +67,7 @@ def test_what_is_not_finite_shows(recipe: str) -> None:
         assert same_bits(before, results(model, good)), (operand, bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 32), (2, 0, 32), (0, 5, 32)])
 @pytest.mark.parametrize("first", ["empty", "full"])
 def test_no_rows_at_all(shape: tuple[int, ...], first: str) -> None:
@@ -92,7 +93,7 @@ def test_an_empty_batch_says_why_it_is_not_in_fp8() -> None:
     assert all("an operand is empty: [0, " in g.reason for g in backend.report.gemms if g.gemm == "fprop")
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "compiler"),
     [
         *((name, "eager") for name in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")),
@@ -122,6 +123,7 @@ def test_rows_whose_number_the_data_decide(recipe: str, compiler: Any) -> None:
     assert all("a size is known at run time only, and may be 0: [" in gemm.reason for gemm in graph.gemms)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2])
 def test_a_sequence_of_length_one(length: int) -> None:
     torch.manual_seed(0)
@@ -135,6 +137,7 @@ def test_a_sequence_of_length_one(length: int) -> None:
     assert {g.recipe for g in backend.report.gemms if g.fqn.endswith("up_proj")} == {"tensorwise"}
 
 
+@pytest.mark.slow
 def test_parameters_on_meta() -> None:
     """Weights that were never loaded: an error that says so, not zeros. explain() needs no weights."""
     with torch.device("meta"):
@@ -187,7 +190,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", CHANGES)
+@first_fast("how", CHANGES)
 def test_weights_that_move_or_change_between_steps(how: str) -> None:
     """Bit for bit what a backend computes that never saw the old ones."""
     torch.manual_seed(0)

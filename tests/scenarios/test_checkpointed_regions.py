@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import fp8graph
 from fp8graph import Backend, Policy
-from helpers import same_bits
+from helpers import first_fast, same_bits
 
 POLICY = Policy(default="blockwise")
 Way = Callable[[Any, Tensor], Any]
@@ -100,7 +100,7 @@ def plain_run(**region: Any) -> Run:
     return run
 
 
-@pytest.mark.parametrize("way", WAYS)
+@first_fast("way", WAYS)
 def test_a_recomputation_has_the_regions_of_its_forward(way: str) -> None:
     run = Run(ways()[way])
     run(recipe="delayed").square().mean().backward()
@@ -115,8 +115,8 @@ def test_whatever_the_region_says(way: str, region: dict[str, Any]) -> None:
     assert_same_gradients(run, plain_run(**region))
 
 
-@pytest.mark.parametrize("way", BOTH)
-@pytest.mark.parametrize("surroundings", ["a region", "another thread"])
+@first_fast("way", BOTH)
+@first_fast("surroundings", ["a region", "another thread"])
 def test_whatever_surrounds_backward(way: str, surroundings: str) -> None:
     run = Run(ways()[way])
     for region in (True, False):
@@ -127,7 +127,7 @@ def test_whatever_surrounds_backward(way: str, surroundings: str) -> None:
         assert_same_gradients(run, plain_run(recipe="rowwise") if region else plain_run())
 
 
-@pytest.mark.parametrize("way", BOTH)
+@first_fast("way", BOTH)
 def test_one_layer_under_several_regions(way: str) -> None:
     plain, checkpointed = Run(plainly), Run(ways()[way])
     for run in (plain, checkpointed):
@@ -137,7 +137,7 @@ def test_one_layer_under_several_regions(way: str) -> None:
     assert_same_gradients(checkpointed, plain)
 
 
-@pytest.mark.parametrize("way", BOTH)
+@first_fast("way", BOTH)
 def test_regions_in_the_checkpointed_function(way: str) -> None:
     def twice(function: Any, x: Tensor) -> Tensor:
         x = function(x).relu()
@@ -151,7 +151,7 @@ def test_regions_in_the_checkpointed_function(way: str) -> None:
     assert_same_gradients(checkpointed, plain)
 
 
-@pytest.mark.parametrize("way", BOTH)
+@first_fast("way", BOTH)
 def test_a_policy_that_changes_before_backward(way: str) -> None:
     plain, checkpointed = Run(plainly), Run(ways()[way])
     for run in (plain, checkpointed):
@@ -171,7 +171,7 @@ def test_measurements_that_begin_before_backward(way: str) -> None:
     assert_same_gradients(checkpointed, plain)
 
 
-@pytest.mark.parametrize("way", BOTH)
+@first_fast("way", BOTH)
 def test_scales_of_a_function_of_several_compiled_parts(way: str) -> None:
     """Delayed scales of the second part, whose inputs are recomputed, are read and recorded as without checkpoint."""
     plain, checkpointed = (Run(w, Backend(Policy(default="delayed"), compiler="eager")) for w in (plainly, ways()[way]))

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, Policy, Rule
-from helpers import same_bits
+from helpers import first_fast, same_bits
 
 
 class Net(nn.Module):
@@ -68,7 +68,7 @@ def rows(backend: Backend) -> list[tuple[str, str, str]]:
     return [(gemm.fqn, gemm.gemm, str(gemm.recipe)) for gemm in backend.report.gemms]
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "wrap", "options"),
     [
         ("delayed", compiled, {}),
@@ -114,6 +114,7 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.usefixtures("process_group")
 def test_ddp_whose_reducer_is_python() -> None:

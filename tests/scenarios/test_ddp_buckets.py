@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph import Backend, DelayedScaling, Fp8CoverageError, Policy, Rule
 from fp8graph.numerics import sqnr_db
+from helpers import first_fast
 from parallelism import Net
 
 HIDDEN, INNER = 256, 1024  # each linear is a MiB: a bucket of its own, the least that torch allows
@@ -75,7 +76,7 @@ class Trained:
         return sorted((g.name, g.gemm, str(g.recipe), g.reason) for g in self.backend.report.gemms)
 
 
-@pytest.mark.parametrize(  # any two of them in all four ways
+@first_fast(  # any two of them in all four ways
     ("inside", "bind", "cache_weights"),
     [(False, False, "update"), (False, True, False), (True, False, False), (True, True, "update")],
 )
@@ -97,6 +98,7 @@ def test_the_parts_are_one_model(inside: bool, bind: bool, cache_weights: Any) -
     parts.backend.report.check()
 
 
+@pytest.mark.slow
 def test_the_parts_find_the_scales_that_were_loaded() -> None:
     """Tracing the parts calls each on fake tensors: those must not take what waits for the layers."""
     state = Trained(split=False).backend.state_dict()
@@ -106,6 +108,7 @@ def test_the_parts_find_the_scales_that_were_loaded() -> None:
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_strict_mode_looks_at_all_parts_together() -> None:
     Trained(split=True, strict=True)
     with pytest.raises(Fp8CoverageError, match="layers.7"):

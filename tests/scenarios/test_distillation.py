@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
-from helpers import ALL, MLP
+from helpers import ALL, MLP, first_fast
 
 
 def compiled(model: nn.Module, how: str) -> Any:
@@ -73,7 +73,7 @@ def test_a_target_made_in_inference_mode() -> None:
         assert sqnr_db(parameter.grad, same.grad) > 40
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_model_and_its_reference_agree_if_both_are_compiled(recipe: str) -> None:
     """The loss of DPO begins at log 2 only if they do; a reference in high precision rounds otherwise."""
     torch._dynamo.reset()

@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounter
 
 import fp8graph
 from fp8graph.models.family import causal_lm
-from helpers import ALL, MLP, eager_backend, same_bits, step
+from helpers import ALL, MLP, eager_backend, first_fast, first_slow, same_bits, step
 
 # transformers, of the names that PEFT and users still type
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -53,8 +53,7 @@ def trained_by_trainer(folder: Path, backend: fp8graph.Backend | None, **argumen
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@first_slow(
     ("compiler", "arguments"),
     [
         pytest.param("eager", {"gradient_accumulation_steps": 2}, id="accumulation"),
@@ -138,6 +137,7 @@ def trained_by_accelerate(backend: fp8graph.Backend | None) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_accelerate() -> None:
     expected = trained_by_accelerate(None)
     backend = eager_backend(None, cache_weights="update")
@@ -210,6 +210,7 @@ def test_frozen_weights_need_no_columnwise_copy_of_the_input() -> None:
     assert all(n % 60 for n in elements)
 
 
+@pytest.mark.slow
 def test_merged_adapters_and_back() -> None:
     """PEFT merges through ``.data``; its lists show it."""
     model = with_adapters().eval()
@@ -239,7 +240,7 @@ def process_group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("order", ["compile inside", "compile in place inside", "compile outside"])
+@first_fast("order", ["compile inside", "compile in place inside", "compile outside"])
 def test_ddp(order: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -291,8 +292,7 @@ def generated(backend: Any, cache: str) -> tuple[Any, Tensor]:
     return model, torch.tensor(out["generated_token_ids"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@first_slow("cache", ["dynamic", "static"])
 def test_text_generation_pipeline(cache: str) -> None:
     counter = CompileCounter()
     generated(counter, cache)

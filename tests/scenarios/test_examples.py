@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import first_slow
+
 ROOT = Path(__file__).parents[2]
 ON_RANKS = {"ddp", "fsdp2", "pipeline", "tensor_parallel"}  # started by torchrun
 # by python; the others run in this process, which has imported torch and transformers. Trainers keep their own state.
@@ -54,9 +56,8 @@ def test_every_example_is_run_and_named() -> None:
         assert len(file.read_text(encoding="utf-8").splitlines()) <= (80 if file.stem in ON_RANKS else 50), file
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # as for who runs it
-@pytest.mark.parametrize("name", SAYS)
+@first_slow("name", SAYS)
 def test_example(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(ROOT / "examples" / f"{name}.py")
     if name in NEEDS and importlib.util.find_spec(NEEDS[name][0]) is None:

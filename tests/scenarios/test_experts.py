@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
-from helpers import eager_backend, same_bits, step
+from helpers import eager_backend, first_fast, first_slow, same_bits, step
 
 moe = pytest.importorskip("transformers.integrations.moe")
 
@@ -54,9 +54,9 @@ def policy(recipe: Any, **gemms: Any) -> fp8graph.Policy:
     return fp8graph.Policy([fp8graph.Rule("*", recipe, op="*", **gemms)], default=None)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@first_fast("sizes", SIZES, ids=str)
+@first_fast("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@first_fast("recipe", RECIPES)
 def test_an_expert_is_a_linear_of_its_own(recipe: str, dtype: torch.dtype, sizes: list[int]) -> None:
     module = Experts(dtype)
     x = torch.randn(32, 32, dtype=dtype, requires_grad=True)
@@ -72,7 +72,7 @@ def test_an_expert_is_a_linear_of_its_own(recipe: str, dtype: torch.dtype, sizes
         assert sqnr_db(a.float(), b.float()) > (100 if dtype == torch.float32 else 50)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "delayed", "nvfp4"])
+@first_fast("recipe", [*RECIPES, "delayed", "nvfp4"])
 def test_an_infinity_shows_in_its_rows_and_its_expert(recipe: str) -> None:
     """As in high precision; nvfp4 loses a tile, of 16 outputs of the expert and of 16 tokens."""
     module, offs = Experts(), offsets(SIZES[0])
@@ -89,7 +89,7 @@ def test_an_infinity_shows_in_its_rows_and_its_expert(recipe: str) -> None:
         assert got[0][:13].isfinite().all()  # the other experts
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+@first_fast("recipe", [*RECIPES, "delayed"])
 def test_saving_memory_changes_nothing(recipe: str) -> None:
     """Backward keeps the FP8 copies of weights that are quantized in the graph, whatever ``save`` says."""
     module = Experts()
@@ -102,8 +102,7 @@ def test_saving_memory_changes_nothing(recipe: str) -> None:
     assert same_bits(*results)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
+@first_slow("recipe", [*RECIPES, "delayed"])
 def test_generated_code_computes_the_same(recipe: str) -> None:
     module, sizes = Experts(), SIZES[0]
     x = torch.randn(32, 32, requires_grad=True)
@@ -137,8 +136,8 @@ class Routed(Experts):
         return super().forward(x[mask], offs)
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("recipe", [*RECIPES, "delayed", "nvfp4"])
+@first_fast("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_fast("recipe", [*RECIPES, "delayed", "nvfp4"])
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_the_data_decide_how_many_tokens_there_are(recipe: str, compiler: Any) -> None:
     """Also that there is none: as on ranks to which an all-to-all sends none."""
@@ -210,8 +209,7 @@ def test_what_a_gpu_multiplies(target: str, recipe: str, execution: list[str], r
     report.check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@first_slow("recipe", ["tensorwise", "rowwise"])
 def test_code_for_a_gpu_calls_its_grouped_gemm(recipe: str) -> None:
     pytest.importorskip("triton")
     with torch.device("meta"):

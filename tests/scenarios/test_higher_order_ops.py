@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
+from helpers import first_fast, first_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")  # the expected result
 ELSEWHERE = "the backward of a higher-order op is a graph of its own, without the forward matmul"
@@ -108,7 +109,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "training"), CASES)
+@first_fast(("name", "training"), CASES)
 def test_linears_in_bodies(name: str, training: bool) -> None:
     _, inferred, trained, reasons = BODIES[name]
     backend = fp8graph.Backend(recipe="tensorwise", compiler="eager")
@@ -117,7 +118,7 @@ def test_linears_in_bodies(name: str, training: bool) -> None:
     assert found == (reasons if training else set())
 
 
-@pytest.mark.parametrize(("name", "training"), CASES)
+@first_fast(("name", "training"), CASES)
 def test_nothing_changes_where_nothing_is_asked_for(name: str, training: bool) -> None:
     backend = fp8graph.Backend(fp8graph.Policy(default=None), compiler="eager")
     expected, result, _ = run(name, training, backend)
@@ -125,7 +126,7 @@ def test_nothing_changes_where_nothing_is_asked_for(name: str, training: bool) -
     assert not any(g.recipe for g in backend.report.gemms)
 
 
-@pytest.mark.parametrize(("name", "training"), CASES)
+@first_fast(("name", "training"), CASES)
 def test_delayed_scaling_has_no_state_in_bodies(name: str, training: bool) -> None:
     backend = fp8graph.Backend(recipe="delayed", compiler="eager")
     expected, result, _ = run(name, training, backend)
@@ -135,12 +136,12 @@ def test_delayed_scaling_has_no_state_in_bodies(name: str, training: bool) -> No
         assert gemm.recipe or ELSEWHERE in gemm.reason or UNSEEN in gemm.reason or "has no state inside" in gemm.reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "training"), CASES)
+@first_slow(("name", "training"), CASES)
 def test_bodies_through_inductor(name: str, training: bool) -> None:
     _, inferred, trained, _ = BODIES[name]
     check(name, training, fp8graph.Backend(recipe="tensorwise"), trained if training and trained else inferred)
 
 
+@pytest.mark.slow
 def test_flex_attention_through_inductor() -> None:
     check("flex_attention", False, fp8graph.Backend(recipe="tensorwise"), (2, 2))

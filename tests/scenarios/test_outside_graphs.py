@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from helpers import ALL, MLP, eager_backend
+from helpers import ALL, MLP, eager_backend, first_fast
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ class Hooked(Model):
         self.mlp.up.register_full_backward_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("model", "regions", "layers"),
     [
         pytest.param(Model, None, [], id="none"),

@@ -143,7 +143,9 @@ def assert_same(found: Tensor, expected: Tensor, *, exact: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-6 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(("how", "ranks"), MEASURED)
+@pytest.mark.parametrize(
+    ("how", "ranks"), [pytest.param(*case, marks=pytest.mark.release if case[1] == 4 else ()) for case in MEASURED]
+)
 def test_the_ranks_are_one_process_with_the_scales_of_each_shard(how: str, ranks: int, of_ranks: Any) -> None:
     """Losses, gradients and scaling state after 5 steps; and how far they are from one process's own scales."""
     results = [found[how] for found in of_ranks(ranks)]
@@ -238,6 +240,7 @@ def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(name: str, of_ranks: 
     assert ranks[0][-1].keys() == ranks[1][-1].keys() == alone[-1].keys()
 
 
+@pytest.mark.release
 def test_a_group_of_ones_own(of_ranks: Any) -> None:
     """Ranks 0, 1 and 2, 3 reduce among themselves."""
     states = [found["in pairs"] for found in of_ranks(4)]

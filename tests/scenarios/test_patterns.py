@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import ALL, compiled_step, eager_backend, step
+from helpers import ALL, compiled_step, eager_backend, first_fast, step
 
 SHAPE = (4, 8, 32)
 
@@ -67,7 +67,7 @@ LINEARS: dict[str, tuple[Body, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LINEARS)
+@first_fast("name", LINEARS)
 def test_a_linear_however_it_is_written(name: str) -> None:
     torch.manual_seed(0)
     module, count = LINEARS[name]
@@ -90,8 +90,8 @@ BATCHED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...]]] =
 }
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("name", BATCHED)
+@first_fast("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@first_fast("name", BATCHED)
 def test_batched_matmuls_are_for_who_names_them(name: str, recipe: str) -> None:
     body, shape = BATCHED[name]
     a, b = torch.randn(SHAPE, requires_grad=True), torch.randn(shape, requires_grad=True)

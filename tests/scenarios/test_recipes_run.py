@@ -13,7 +13,17 @@ import fp8graph
 from fp8graph import Float8BlockScaling, Format, NVFP4BlockScaling, Policy, Rule, numerics
 from fp8graph.numerics import history
 from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, RECIPE_NAMES, GemmName, OperandName, resolve_recipe
-from helpers import MLP, compiled_step, eager_backend, inputs_of, rounding_to_nearest, same_bits, step, view_of
+from helpers import (
+    MLP,
+    compiled_step,
+    eager_backend,
+    first_fast,
+    inputs_of,
+    rounding_to_nearest,
+    same_bits,
+    step,
+    view_of,
+)
 
 # dB that one GEMM of normal data keeps, by the number of bits of the mantissa of the coarser operand
 BOUND = {"tensorwise": 24.0, "delayed": 24.0, "nvfp4": 15.0}
@@ -26,8 +36,8 @@ LINEARS: list[tuple[tuple[int, ...], int, bool, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
-@pytest.mark.parametrize(("shape", "outputs", "bias", "dtype"), LINEARS)
+@first_fast("recipe", RECIPE_NAMES)
+@first_fast(("shape", "outputs", "bias", "dtype"), LINEARS)
 def test_linear(recipe: str, shape: tuple[int, ...], outputs: int, bias: bool, dtype: torch.dtype) -> None:
     module = nn.Linear(shape[-1], outputs, bias=bias).to(dtype)
     x = torch.randn(shape).to(dtype).requires_grad_()
@@ -77,7 +87,7 @@ def test_why_emulated_is_in_the_report() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "target", "dtype", "reason"),
     [
         ("rowwise", "sm_90", torch.bfloat16, None),

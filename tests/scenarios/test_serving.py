@@ -23,6 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_folder(source, source / "fp8", recipe="rowwise", format="compressed-tensors")
 
 
+@pytest.mark.slow
 def test_prefill_and_decode_are_a_graph_each(folder: Path) -> None:
     llama: Any = LlamaForCausalLM(copy.deepcopy(CONFIG))
     llama.to(torch.bfloat16).eval()
@@ -57,6 +58,7 @@ class Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v)
 
 
+@pytest.mark.slow
 def test_an_fp8_cache_is_decoded_where_attentions_inputs_are_made() -> None:
     kernels: dict[bool, list[str]] = {}
     bytes_moved: dict[bool, int] = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Policy
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import MLP, eager_backend, same_bits, through_torch_save
+from helpers import MLP, eager_backend, first_fast, first_slow, same_bits, through_torch_save
 
 
 def batch(step: int) -> Tensor:
@@ -43,7 +43,7 @@ def scaled_steps(module: nn.Module, model: Any) -> list[bool]:
     return skipped
 
 
-@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+@first_fast("recipe", RECIPE_NAMES)
 def test_grad_scaler_sees_an_overflow(recipe: str) -> None:
     """Gradients that overflow in fp16 reach the scaler through saturating casts: it skips what it skips without us."""
     torch.manual_seed(0)
@@ -57,9 +57,7 @@ def test_grad_scaler_sees_an_overflow(recipe: str) -> None:
     assert scaled_steps(module, torch.compile(module, backend=eager_backend(Policy(default=recipe)))) == expected
 
 
-@pytest.mark.parametrize(
-    ("recipe", "bad"), [*((recipe, math.inf) for recipe in RECIPE_NAMES), ("tensorwise", math.nan)]
-)
+@first_fast(("recipe", "bad"), [*((recipe, math.inf) for recipe in RECIPE_NAMES), ("tensorwise", math.nan)])
 def test_a_bad_gradient_is_not_hidden_in_any_layer(recipe: str, bad: float) -> None:
     """A saturated dy = inf would give finite weight gradients."""
     module = MLP()
@@ -73,7 +71,7 @@ def test_a_bad_gradient_is_not_hidden_in_any_layer(recipe: str, bad: float) -> N
         assert not torch.isfinite(parameter.grad).all(), name
 
 
-@pytest.mark.parametrize(("recipe", "fused"), [*((recipe, False) for recipe in RECIPE_NAMES), ("tensorwise", True)])
+@first_fast(("recipe", "fused"), [*((recipe, False) for recipe in RECIPE_NAMES), ("tensorwise", True)])
 def test_fp32_master_weights_under_autocast(recipe: str, fused: bool) -> None:
     torch.manual_seed(0)
     module = MLP()
@@ -131,7 +129,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("how", "recipe"), [*((how, "rowwise") for how in COPIES), ("pickle", "delayed"), ("torch.save", "delayed")]
 )
 def test_copies_of_a_compiled_model(how: str, recipe: str) -> None:
@@ -210,8 +208,7 @@ def test_two_optimizers_make_their_own_weights_stale() -> None:
         assert backend.weights.quantized == quantized
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@first_slow("mode", ["reduce-overhead", "max-autotune"])
 def test_modes_of_torch_compile(mode: str) -> None:
     module = MLP()
     losses: list[list[float]] = []

@@ -40,6 +40,28 @@ def needs_library(family: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(absent, reason=f"{library} is not installed: it is no dependency")] if absent else []
 
 
+def first_fast(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+    """``pytest.mark.parametrize``, of which the first case is fast and the others, which show more of it, are slow."""
+    first, *others = cases
+    marked = [_marked(case, pytest.mark.slow, several=not isinstance(names, str)) for case in others]
+    return pytest.mark.parametrize(names, [first, *marked], ids=ids)
+
+
+def first_slow(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+    """``pytest.mark.parametrize``, of which the first case is slow and the others wait for a release."""
+    first, *others = cases
+    marked = [_marked(case, pytest.mark.release, several=not isinstance(names, str)) for case in others]
+    slow = _marked(first, pytest.mark.slow, several=not isinstance(names, str))
+    return pytest.mark.parametrize(names, [slow, *marked], ids=ids)
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator, *, several: bool) -> Any:
+    """A case of one value or ``several``, perhaps a ``pytest.param`` already, with one mark more."""
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
+    return pytest.param(*(case if several else (case,)), marks=mark)
+
+
 def rounding_to_nearest(recipe: str) -> Recipe:
     """The recipe by name, without random numbers: where a seed is not known."""
     found = resolve_recipe(recipe)

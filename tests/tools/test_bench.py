@@ -69,6 +69,7 @@ def test_a_scaling_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert accumulated == {"tensor": True, "row": True, "block": False, "nvfp4": False}
 
 
+@pytest.mark.slow
 def test_linears() -> None:
     (result,) = bench.linears(CPU, ["tensorwise"], [(16, 32, 48)], rounds=1)
     assert (result.tokens, result.inputs, result.outputs, result.recipe) == (16, 32, 48, "tensorwise")

@@ -266,6 +266,7 @@ def attention_of(model: Any, **inputs: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_lines_for_flash_attention() -> None:
     """Those of docs/performance.md, run as they stand: no mask, is_causal; and that transformers' way is another."""
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")

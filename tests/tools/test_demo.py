@@ -17,6 +17,7 @@ def test_the_verdict() -> None:
     assert verdict(ones, [0.985] * 30)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("good", "code"), [(True, 0), pytest.param(False, 1, marks=pytest.mark.slow)])
 def test_demo_in_short(good: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_demo(steps=3, seed=0, recipe="tensorwise", compiler="eager", out=tmp_path, judge=lambda *_: (0.0, good))

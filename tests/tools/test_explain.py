@@ -14,11 +14,12 @@ from torch import nn
 import fp8graph
 from fp8graph import offline
 from fp8graph.cli import main
-from helpers import ALL
+from helpers import ALL, first_fast
 
 CONTEXTS: list[Any] = [contextlib.nullcontext, torch.no_grad, torch.inference_mode]
 
 
+@pytest.mark.slow
 def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "llama", "--seq", "16", "--target", "sm_90"]) == 0
     out, err = capsys.readouterr()
@@ -33,6 +34,7 @@ def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
     assert "42 of 45 GEMMs in FP8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fp8graph.models.llama import tiny_config
 
@@ -49,9 +51,9 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "r.html").exists()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-@pytest.mark.parametrize("made_in", CONTEXTS)
-@pytest.mark.parametrize("read_in", CONTEXTS)
+@first_fast("recipe", ["tensorwise", "delayed"])
+@first_fast("made_in", CONTEXTS)
+@first_fast("read_in", CONTEXTS)
 def test_what_a_report_loads_later_is_of_the_mode_it_was_made_in(made_in: Any, read_in: Any, recipe: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     policy = fp8graph.Policy(default=recipe, min_speedup=0)
@@ -76,6 +78,7 @@ def test_explain_as_often_as_one_likes() -> None:
         assert len(report.gemms) == 2
 
 
+@pytest.mark.slow
 def test_a_page_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", "gpt2", "--seq", "16", "--inference", "--json", "--html", str(tmp_path / "r.html")]
     assert main(arguments) == 0

@@ -20,7 +20,7 @@ from fp8graph.models.family import causal_lm
 from fp8graph.numerics import decoding
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
-from helpers import mixtral, same_bits
+from helpers import first_fast, mixtral, same_bits
 
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 LINEARS = 7  # per layer of a Llama
@@ -44,7 +44,7 @@ def written(model: Any, folder: Path, *args: Any, **kwargs: Any) -> Checkpoint:
     return checkpoint
 
 
-@pytest.mark.parametrize(
+@first_fast(
     ("recipe", "form", "method", "scheme"),
     [
         ("blockwise", "auto", "fp8", "dynamic 128x128"),
@@ -80,6 +80,7 @@ def test_the_bytes_and_scales_are_those_of_fprop(
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
 def test_what_is_written_is_what_the_next_forward_multiplies(recipe: str) -> None:
     model = trained(recipe)
@@ -136,6 +137,7 @@ class _Served(nn.Module):
         return nn.functional.linear(x, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_the_served_model_gives_the_trained_models_logits_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = trained(SERVED[name], fuse_linears=False).eval()
@@ -149,6 +151,7 @@ def test_the_served_model_gives_the_trained_models_logits_bit_for_bit(name: str,
     assert torch.equal(expected, got)
 
 
+@pytest.mark.slow
 def test_a_state_for_an_engine_is_what_a_folder_holds(tmp_path: Path) -> None:
     model = trained("blockwise")
     state = dict(fp8graph.quantized_state(model))
@@ -158,6 +161,7 @@ def test_a_state_for_an_engine_is_what_a_folder_holds(tmp_path: Path) -> None:
     assert same_bits(state.values(), [shards.tensor(name) for name in state])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "form"), [("nvfp4", "auto"), ("nvfp4", "modelopt"), ("tensorwise", "modelopt")])
 def test_static_scales_from_calibration(recipe: str, form: str, tmp_path: Path) -> None:
     model = trained(recipe)
@@ -183,6 +187,7 @@ def test_static_scales_from_calibration(recipe: str, form: str, tmp_path: Path) 
         assert torch.allclose(dequantize(stored), decoded, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_delayed_scales_need_a_step_of_training(tmp_path: Path) -> None:
     model = trained("delayed", steps=0)
     with torch.no_grad():
@@ -202,6 +207,7 @@ def test_layers_that_no_format_has_stay_as_they_are(tmp_path: Path, caplog: pyte
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8", "delayed"])
 def test_experts_are_written_as_linears(recipe: str, tmp_path: Path) -> None:
     """Bytes and scales of each expert, by the names of Mixtral's checkpoints."""
@@ -229,6 +235,7 @@ def test_experts_are_written_as_linears(recipe: str, tmp_path: Path) -> None:
     assert {f"{saved}.gate", "model.layers.0.mlp.gate", "lm_head"} == set(checkpoint.quantization.ignore)
 
 
+@pytest.mark.slow
 def test_experts_whose_tiles_would_be_cut_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = mixtral(intermediate_size=192).bfloat16()
     fp8graph.compile(model, recipe="blockwise", compiler="eager")
@@ -244,6 +251,7 @@ def test_experts_whose_tiles_would_be_cut_stay_as_they_are(tmp_path: Path, caplo
     )
 
 
+@pytest.mark.slow
 def test_policies_decide_what_is_written(tmp_path: Path) -> None:
     policy = Policy([Rule("model.layers.0.*", None), Rule("*.mlp.*", "mxfp8")], default="rowwise", extends="default")
     checkpoint = written(trained(None, policy=policy), tmp_path)
@@ -257,6 +265,7 @@ def test_policies_decide_what_is_written(tmp_path: Path) -> None:
         fp8graph.export(trained(None, policy=policy), tmp_path / "fp8", "fp8")
 
 
+@pytest.mark.slow
 def test_other_files_come_along(tmp_path: Path) -> None:
     source = tmp_path / "source"
     model = trained("blockwise")
@@ -268,6 +277,7 @@ def test_other_files_come_along(tmp_path: Path) -> None:
     assert {"config.json", "generation_config.json", "model.safetensors"} <= names
 
 
+@pytest.mark.slow
 def test_errors(tmp_path: Path) -> None:
     model = trained("blockwise", steps=0)
     with pytest.raises(fp8graph.ConfigError, match="no weight of LlamaForCausalLM is multiplied in FP8 by what is"):

@@ -15,7 +15,7 @@ from fp8graph import Backend, Policy
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.models.family import causal_lm
-from helpers import MLP, same_bits
+from helpers import MLP, first_fast, same_bits
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 Way = Callable[[Any, str], Any]  # compiles a model with a recipe, calls it, and returns what is exported
@@ -95,7 +95,7 @@ def expected(request: pytest.FixtureRequest) -> tuple[str, dict[str, Tensor]]:
     return request.param, dict(fp8graph.quantized_state(model))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@first_fast("way", WAYS)
 def test_a_state_and_a_folder_have_the_same_bytes(
     way: str, expected: tuple[str, dict[str, Tensor]], tmp_path: Path
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_state_and_a_folder_have_the_same_bytes(
     assert same_bits([checkpoint.shards.tensor(name) for name in state], state.values())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "delayed", "mxfp8"])
 def test_weights_that_the_graph_itself_quantizes(recipe: str) -> None:
     """Joined linears too: gate and up share their scale."""
     models = [fp8graph.compile(Blocks(), recipe=recipe, compiler="eager", cache_weights=keep) for keep in (True, False)]
@@ -157,6 +157,7 @@ def test_nothing_to_write_says_which() -> None:
         next(fp8graph.quantized_state(loss_of))  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_of_peft_are_merged_first(merged: bool, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")

@@ -11,6 +11,7 @@ import torch
 from fp8graph.cli import main
 
 
+@pytest.mark.slow
 def test_a_config_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from fp8graph.models.llama import tiny_config
 
@@ -47,6 +48,7 @@ MODELS: dict[str, tuple[str, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_all_kinds_of_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()

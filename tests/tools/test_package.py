@@ -17,7 +17,7 @@ from fp8graph import ConfigError, Policy, Rule
 from fp8graph.compat import torch_build
 from fp8graph.compat.torch_build import PACKAGES_FP8_ON_CPU
 from fp8graph.models.family import causal_lm
-from helpers import MLP
+from helpers import MLP, first_slow
 from stored_weights import stored
 
 ON_CPU = pytest.mark.skipif(not PACKAGES_FP8_ON_CPU, reason="this torch's C++ for a CPU does not compile with FP8")
@@ -53,8 +53,7 @@ def size(path: Path) -> int:
 
 @ON_CPU
 @pytest.mark.usefixtures("in_fp32")
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
+@first_slow("recipe", ["tensorwise", "delayed", "blockwise", "mxfp8"])
 def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = MLP(128, 256).bfloat16()

@@ -86,6 +86,7 @@ def test_each_matrix_counts_alike() -> None:
     assert statistics.fmean(each) == pytest.approx((16 / 8 + 400 / 40000) / 2)  # all errors over all squares
 
 
+@pytest.mark.slow
 def test_one_gemm_is_switched() -> None:
     """fprop changes the loss; dgrad the gradients of earlier weights; wgrad that of its own weight."""
     switched = tune_order.Switched(2, "fp32", "tensorwise")
