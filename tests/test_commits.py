@@ -67,6 +67,7 @@ def test_checkpointing_around_compiled_code_commits(how: str) -> None:
     assert state_of(found) == state_of(expected)
 
 
+@pytest.mark.slow
 def test_a_compiled_optimizer_step_leaves_the_commit_to_the_next_forward() -> None:
     (expected, _net), (found, _other) = trained(steps=2), trained("compiled step")
     assert any(scale != [1.0] for name, scale in state_of(expected).items() if "|scale" in name)

@@ -118,6 +118,7 @@ def test_colors(llama: fp8graph.Report) -> None:
     assert "\x1b[2mhigh precision" in head
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "llama", "--seq", "16", "--inference", "--recipe", "mxfp8", "--target", "sm_90"]) == 0
     out = capsys.readouterr().out

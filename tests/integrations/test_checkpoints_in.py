@@ -249,7 +249,8 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any)
     return (a.float() * scale_a) @ (b.float() * scale_b)
 
 
-@first_fast("name", IN_FP32)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_FP32)
 def test_its_library_computes_the_same(
     name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +263,8 @@ def test_its_library_computes_the_same(
     assert sqnr_db(expected, _logits(llama, EXPECTED[name][0])) > 60
 
 
-@first_fast("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
 def test_its_library_computes_the_same_in_bf16(name: str, folder: Callable[[str], Path]) -> None:
     with torch.no_grad():
         expected = load(folder(name)).eval()(input_ids=IDS, use_cache=False).logits

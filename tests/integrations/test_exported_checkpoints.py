@@ -50,6 +50,7 @@ def test_transformers_loads_the_bytes(recipe: str, tmp_path: Path) -> None:
     assert not isinstance(loaded.lm_head, FP8Linear)
 
 
+@pytest.mark.slow
 def test_transformers_dequantizes_to_the_same_weights(tmp_path: Path) -> None:
     """On a CPU it loads an FP8 folder as bf16 weights, dequantized by its own code."""
     from transformers import LlamaForCausalLM
@@ -65,6 +66,7 @@ def test_transformers_dequantizes_to_the_same_weights(tmp_path: Path) -> None:
     assert sqnr_db(expected, got) > 20  # it does not quantize activations
 
 
+@pytest.mark.slow
 def test_transformers_loads_experts(tmp_path: Path) -> None:
     """One tensor for all experts, of the bytes and scales that were written for each."""
     from transformers import MixtralForCausalLM

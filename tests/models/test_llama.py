@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph.models.llama import FAMILY, tiny_config
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import dialect_counts, eager_backend, first_fast
+from helpers import dialect_counts, eager_backend
 
 
 def llama(layers: int = 2) -> Any:
@@ -76,7 +76,8 @@ def test_what_backward_keeps_is_fp8() -> None:
     assert len(fp8) == 4 + 4  # the columnwise copies of 4 activations and 4 (joined) weights
 
 
-@first_fast("dtype", [torch.float32, torch.float16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_train(dtype: torch.dtype) -> None:
     model, tokens = llama(1).to(dtype), ids()
     loss = torch.compile(model, backend=eager_backend(None))(input_ids=tokens, labels=tokens).loss

@@ -29,6 +29,7 @@ def test_nothing_stays_replaced() -> None:
     torch.testing.assert_close(torch.compile(model, backend="inductor")(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what is pretended")
 def test_the_replacement_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delete the replacement of compile_to_module from ``offline`` when this fails: torch can do without it."""

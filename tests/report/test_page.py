@@ -130,6 +130,7 @@ def test_links_into_the_page(tmp_path: Path) -> None:
     assert found.texts("g", "node")
 
 
+@pytest.mark.slow
 def test_strange_names_in_a_real_browser(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     strange(report_of()).to_html(path)

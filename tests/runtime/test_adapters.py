@@ -101,6 +101,7 @@ def test_unloading_is_said(method: str, caplog: pytest.LogCaptureFixture) -> Non
     assert any(g.recipe for g in fp8graph.backend_of(result).report.gemms)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_in_it_stays_compiled(caplog: pytest.LogCaptureFixture) -> None:
     from peft import LoraConfig, get_peft_model
 

@@ -75,6 +75,7 @@ def test_a_checkpoint_of_other_layers_is_refused(trained: checkpointing.Run, tmp
     assert equal(before, trained.backend.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [AsyncCheckpointerType.THREAD, pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.slow)],

@@ -198,6 +198,7 @@ def test_lora() -> None:
     assert [g.fqn for g in graph.gemms if g.recipe is None and g not in adapters] == ["base_model.model.lm_head"] * 2
 
 
+@pytest.mark.slow
 def test_frozen_weights_need_no_columnwise_copy_of_the_input() -> None:
     model = with_adapters()
     model.compile(backend=eager_backend(None, cache_weights="update"))

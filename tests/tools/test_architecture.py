@@ -16,7 +16,7 @@ from fp8_checkpoints import FORMATS
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.models.family import causal_lm
 from fp8graph.tools.architecture import compared
-from helpers import first_fast, mixtral
+from helpers import mixtral
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,8 @@ def test_names_without_the_heads_prefix(whole: Path, tmp_path: Path) -> None:
     assert problems == []
 
 
-@first_fast("family", ["Mixtral", "tied"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Mixtral", "tied"])
 def test_experts_and_tied_weights(family: str, tmp_path: Path) -> None:
     """Experts are saved one by one, and of tied weights the first."""
     torch.manual_seed(0)

@@ -70,6 +70,7 @@ def test_what_a_report_loads_later_is_of_the_mode_it_was_made_in(made_in: Any, r
     assert sum(node.target is torch.ops.fp8graph.scaled_mm.default for node in module.graph.nodes) == len(report.gemms)
 
 
+@pytest.mark.slow
 def test_explain_as_often_as_one_likes() -> None:
     """Dynamo compiles no code more than eight times; 0 of 0 GEMMs came then."""
     for size in range(16, 16 * 13, 16):

@@ -197,6 +197,7 @@ def test_delayed_scales_need_a_step_of_training(tmp_path: Path) -> None:
     written(model, tmp_path, calibration=[IDS])
 
 
+@pytest.mark.slow
 def test_layers_that_no_format_has_stay_as_they_are(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=256)
     model = fp8graph.compile(transformers.GPT2LMHeadModel(config).bfloat16(), recipe="rowwise", compiler="eager")

@@ -15,7 +15,7 @@ from fp8graph import cli
 from fp8graph.checkpoints import Checkpoint, Shards
 from fp8graph.models.family import causal_lm
 from fp8graph.tools.export_folder import export_folder
-from helpers import first_fast, mixtral, same_bits
+from helpers import mixtral, same_bits
 
 LINEARS = 7  # per layer
 
@@ -28,7 +28,8 @@ def saved(folder: Path, layers: int = 2) -> Any:
     return model
 
 
-@first_fast("recipe", ["blockwise", "rowwise", "mxfp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8"])
 def test_the_same_bytes_as_the_model_multiplies(recipe: str, tmp_path: Path) -> None:
     model = saved(tmp_path / "source")
     found = Checkpoint(export_folder(tmp_path / "source", tmp_path / "out", recipe=recipe))
@@ -46,6 +47,7 @@ def test_the_same_bytes_as_the_model_multiplies(recipe: str, tmp_path: Path) -> 
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_experts_are_quantized_by_their_names_in_the_shards(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = mixtral().bfloat16()

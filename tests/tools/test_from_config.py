@@ -60,6 +60,7 @@ def test_all_kinds_of_models(name: str, capsys: pytest.CaptureFixture[str]) -> N
     assert ("without images" in err) is (name == "qwen2_vl")
 
 
+@pytest.mark.slow
 def test_a_cut_leaves_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     """DeepSeek's first three layers have none."""
     assert main(["explain", "deepseek_v3", "--seq", "16", "--layers", "1", "--inference", "--target", "cpu"]) == 0
@@ -68,6 +69,7 @@ def test_a_cut_leaves_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> 
     assert "experts" in out
 
 
+@pytest.mark.slow
 def test_more_tokens_than_positions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "clip", "--layers", "1", "--inference", "--target", "cpu"]) == 2
     (_, line) = capsys.readouterr().err.splitlines()
@@ -75,6 +77,7 @@ def test_more_tokens_than_positions(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("Try --seq 77, or call fp8graph.explain(model, ...) with inputs of your own.")
 
 
+@pytest.mark.slow
 def test_a_class_of_ones_choice(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", "llama", "--seq", "16", "--layers", "1", "--target", "cpu"]
     assert main([*arguments, "--class", "AutoModelForSequenceClassification"]) == 0
