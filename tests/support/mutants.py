@@ -34,7 +34,20 @@ from small_faults import FAULTS, SURVIVORS, Fault
 ROOT: Final = Path(__file__).parents[2]
 RESULT: Final = ROOT / "tests" / "data" / "mutants.json"
 _LINKS: Final = ("passes", "models")  # links in fp8graph/ that git does not track
-_PYTEST: Final = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-m", "fast", "--tb=line")
+_PYTEST: Final = (
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:randomly",
+    "-n",
+    "0",
+    "-m",
+    "fast",
+    "--tb=line",
+)
 _PATIENCE: Final = 600  # seconds for the tests of one fault: one that hangs is noticed, too
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 _DONE, _FAILURES, _NO_TESTS = 0, 1, 5  # exit codes of pytest
