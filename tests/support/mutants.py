@@ -35,18 +35,8 @@ ROOT: Final = Path(__file__).parents[2]
 RESULT: Final = ROOT / "tests" / "data" / "mutants.json"
 _LINKS: Final = ("passes", "models")  # links in fp8graph/ that git does not track
 _PYTEST: Final = (
-    "-m",
-    "pytest",
-    "-q",
-    "-p",
-    "no:cacheprovider",
-    "-p",
-    "no:randomly",
-    "-n",
-    "0",
-    "-m",
-    "fast",
-    "--tb=line",
+    *("-m", "pytest", "-q", "-m", "fast", "-n", "0", "--tb=line"),
+    *("-p", "no:cacheprovider", "-p", "no:randomly"),  # the same test kills each time
 )
 _PATIENCE: Final = 600  # seconds for the tests of one fault: one that hangs is noticed, too
 _FAILED: Final = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)

@@ -1,0 +1,59 @@
+"""What decides when a test runs, what it finds made already, and what is written of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kept
+import timed
+from helpers import first_fast, first_slow
+
+
+def tiers(mark: pytest.MarkDecorator) -> list[tuple[Any, list[str], Any]]:
+    _, cases = mark.args
+    parameters = [case if isinstance(case, type(pytest.param())) else pytest.param(case) for case in cases]
+    return [(case.values, [one.name for one in case.marks], case.id) for case in parameters]
+
+
+def test_the_first_of_several_cases_runs_earlier() -> None:
+    skip = pytest.mark.skip
+    cases = ["a", pytest.param("b", marks=skip, id="second"), "c"]
+    assert tiers(first_fast("x", cases)) == [
+        (("a",), [], None),
+        (("b",), ["skip", "slow"], "second"),
+        (("c",), ["slow"], None),
+    ]
+    assert tiers(first_slow(("x", "y"), [(1, 2), (3, 4)])) == [((1, 2), ["slow"], None), ((3, 4), ["release"], None)]
+
+
+def test_a_test_without_a_mark_is_fast(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("fast")
+
+
+def test_what_is_kept_is_made_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "FOLDER", tmp_path)
+    made: list[str] = []
+
+    def make(name: str) -> str:
+        made.append(name)
+        return name + "!"
+
+    for names, expected in (("aab", ["a", "b"]), ("ab", ["a", "b"])):
+        assert [kept.kept(make)(name) for name in names] == [f"{name}!" for name in names]
+        assert made == expected
+    monkeypatch.setattr(kept, "product", lambda: b"another")
+    assert kept.kept(make)("a") == "a!"
+    assert made == ["a", "b", "a"]
+
+
+def test_a_run_is_written_into_its_row() -> None:
+    page = "| `make test` | fast | | |\n| `make test-slow` | slow | old | old |\n"
+    assert timed.with_row(page, "test-slow", "now", "5 passed") == page.replace("old | old", "now | 5 passed")
+    with pytest.raises(ValueError, match="no row, or several, for `make test-all`"):
+        timed.with_row(page, "test-all", "now", "5 passed")
+    contributing = timed.PAGE.read_text(encoding="utf-8")
+    for target in ("test", "test-slow", "test-release"):
+        assert timed.with_row(contributing, target, "now", "all") != contributing
