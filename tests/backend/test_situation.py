@@ -7,8 +7,22 @@ from typing import Any
 import pytest
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
-from fp8graph.backend.situation import region_text
+from fp8graph.backend.policies import Policies
+from fp8graph.backend.situation import Situation, region_text
 from fp8graph.recipes.autocast import POLICY
+
+
+def test_situations_are_keys() -> None:
+    in_force = Policies(None).now
+    one: dict[str, Any] = {"policy": "p", "region": DelayedScaling(), "amax_group": None, "in_force": in_force}
+    assert Situation(**one) == Situation(**one)
+    others: list[dict[str, Any]] = [
+        {"policy": "q"},
+        {"region": None},
+        {"region": "rowwise"},
+        {"amax_group": "0"},
+    ]
+    assert len({Situation(**{**one, **other}) for other in [{}, *others]}) == 5
 
 
 @pytest.mark.parametrize(
