@@ -26,11 +26,10 @@ from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import graph_text
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.hoist_weights import hoist_weights
-from helpers import ALL, MLP, Weight, eager_backend, first_fast, view_of
+from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
-COMMON = "power_2_scale=False, amax_epsilon=0.0, "
 
 
 def x(*shape: int, requires_grad: bool = False) -> Tensor:
@@ -40,7 +39,7 @@ def x(*shape: int, requires_grad: bool = False) -> Tensor:
 def around(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[list[str], list[str]]:
     """The lines of the graph before and after the pass."""
     stages = view_of(module, *args, policy=policy, cache_weights="update").stages
-    return stages["fuse_linears"].splitlines(), stages["hoist_weights"].splitlines()
+    return brief(stages["fuse_linears"]).splitlines(), brief(stages["hoist_weights"]).splitlines()
 
 
 def quantized(lines: list[str]) -> list[str]:
@@ -52,8 +51,7 @@ def test_the_copy_of_a_weight_is_an_input() -> None:
     with torch.no_grad():
         before, after = around(nn.Linear(32, 48, bias=False), x(16, 32))
     of_input = [
-        f"quantize_input: (e4m3[16, 32], f32[]) = fp8graph.quantize(arg1_1, dtype=e4m3, {COMMON}rowwise=[1, 16], "
-        "columnwise=[])",
+        "quantize_input: (e4m3[16, 32], f32[]) = fp8graph.quantize(arg1_1, dtype=e4m3, rowwise=[1, 16], columnwise=[])",
         "input_rowwise: e4m3[16, 32] = quantize_input[0]",
         "input_scale_inv: f32[] = quantize_input[1]",
     ]
@@ -63,7 +61,7 @@ def test_the_copy_of_a_weight_is_an_input() -> None:
         "arg2_1: f32[0]",
         "arg3_1: f32[0]",
         *of_input,
-        f"quantize_weight: (e4m3[48, 32], f32[]) = fp8graph.quantize(arg0_1, dtype=e4m3, {COMMON}rowwise=[16, 16], "
+        "quantize_weight: (e4m3[48, 32], f32[]) = fp8graph.quantize(arg0_1, dtype=e4m3, rowwise=[16, 16], "
         "columnwise=[])",
         "weight_rowwise: e4m3[48, 32] = quantize_weight[0]",
         "weight_scale_inv: f32[] = quantize_weight[1]",
@@ -187,9 +185,9 @@ def test_a_graph_by_hand() -> None:
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     (weight,) = known.weights
     assert (weight.parameters, weight.outputs, weight.layouts) == ((0,), ("rowwise", "scale_inv"), ((16, 16), ()))
-    assert graph_text(weight.quantizing) == (
+    assert brief(graph_text(weight.quantizing)) == (
         "input0: f32[48, 32]\n"
-        f"q: (e4m3[48, 32], f32[]) = fp8graph.quantize(input0, dtype=e4m3, {COMMON}rowwise=[16, 16], columnwise=[])\n"
+        "q: (e4m3[48, 32], f32[]) = fp8graph.quantize(input0, dtype=e4m3, rowwise=[16, 16], columnwise=[])\n"
         "getitem: e4m3[48, 32] = q[0]\n"
         "getitem_1: f32[] = q[1]\n"
         "return getitem, getitem_1"

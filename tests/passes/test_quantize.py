@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph import Policy, Rule
-from helpers import ALL, NONE, Weight, stage, view_of
+from helpers import ALL, NONE, Weight, brief, stage, view_of
 
 
 def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -20,8 +20,7 @@ def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def body(text: str) -> list[str]:
     """The lines of a graph between the inputs and the result, without the settings of the quantizers."""
-    lines = [re.sub(r"power_2_scale=False, amax_epsilon=0.0, ", "", line) for line in text.splitlines()]
-    return [line for line in lines if "=" in line]
+    return [line for line in brief(text).splitlines() if "=" in line]
 
 
 def test_linear() -> None:

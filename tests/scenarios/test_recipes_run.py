@@ -36,7 +36,7 @@ LINEARS: list[tuple[tuple[int, ...], int, bool, torch.dtype]] = [
 ]
 
 
-@first_fast("recipe", RECIPE_NAMES)
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
 @first_fast(("shape", "outputs", "bias", "dtype"), LINEARS)
 def test_linear(recipe: str, shape: tuple[int, ...], outputs: int, bias: bool, dtype: torch.dtype) -> None:
     module = nn.Linear(shape[-1], outputs, bias=bias).to(dtype)

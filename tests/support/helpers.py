@@ -163,6 +163,11 @@ def view_of(module: Any, *args: Any, policy: Any = ALL, **kwargs: Any) -> GraphV
     return view
 
 
+def brief(text: str) -> str:
+    """A graph's text without the settings of a quantizer that are the same in most recipes."""
+    return text.replace(", power_2_scale=False, amax_epsilon=0.0", "")
+
+
 def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
     """The text of the graph after one pass."""
     return view_of(module, *args, **kwargs).stages[after]
