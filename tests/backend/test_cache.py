@@ -213,6 +213,7 @@ def test_a_warm_start_with_scaling_state(cold: dict[str, Any], warm: dict[str, A
     assert cold["longer history"]["hits"] == 0
 
 
+@pytest.mark.release
 def test_artifacts_carry_code_and_reports_to_another_machine(tmp_path: Path) -> None:
     artifacts = str(tmp_path / "artifacts")
     steps = {"plain": PLAIN, "delayed": DELAYED}

@@ -15,7 +15,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph import Policy
-from helpers import ALL, MLP, first_fast, through_torch_save
+from helpers import ALL, MLP, first_fast, first_slow, through_torch_save
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
@@ -32,7 +32,7 @@ def trained(model: nn.Module, steps: int = 3) -> None:
         model(torch.randn(16, 32)).square().sum().backward()
 
 
-@first_fast("recipe", ["rowwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["rowwise", pytest.param("delayed", marks=pytest.mark.release)])
 @first_fast("how", COPIES)
 def test_a_copy_is_compiled_and_computes_the_same(how: str, recipe: str) -> None:
     model = nn.Sequential(MLP(), MLP())
@@ -95,8 +95,7 @@ def check_in_process(_rank: int, model: nn.Module) -> None:
     assert all(gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["in place", "by name"])
+@first_slow("how", ["in place", "by name"])
 def test_a_spawned_process_runs_a_model_that_ran_before(how: str) -> None:
     model: nn.Module = MLP()
     policy = Policy(default="delayed", min_speedup=0)

@@ -89,7 +89,7 @@ def tensors_of(linear: Layer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
 
 
 @first_fast("recipe", RECIPES)
-@first_fast("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_fast("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.release)])
 def test_every_recipe(recipe: str, how: str) -> None:
     """All operands, both layouts and all results of one linear, with sizes that are padded."""
     generated = how == "inductor"  # it measures what its kernels hold: FP32 numbers, unless it rounds as eager does

@@ -18,7 +18,7 @@ from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.compat import inductor
 from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.recipes import Quantizer
-from helpers import ALL, MLP, NONE, bits, compiled_step, same_bits
+from helpers import ALL, MLP, NONE, bits, compiled_step, first_slow, same_bits
 
 # Inductor's C++ ignores emulate_precision_casts before torch 2.13; its Triton does not.
 CPU_CODE_EMULATES_PRECISION_CASTS = torch.__version__ >= "2.13"
@@ -122,8 +122,7 @@ def test_none_for_everything_is_plain_inductor() -> None:
     assert {g.reason for g in backend.report.gemms} == {"default -> high precision"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@first_slow("dtype", [torch.float32, torch.float16])
 def test_other_dtypes_odd_sizes_and_dynamic_shapes(dtype: torch.dtype) -> None:
     module = MLP(inner=40, bias=True).to(dtype)
     backend = fp8graph.Backend(ALL)

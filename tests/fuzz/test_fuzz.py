@@ -276,7 +276,7 @@ def test_without_a_mistake(recipe: str) -> None:
 
 
 @first_fast("mistake", MISTAKES)
-@first_fast("recipe", PLANTED_IN)
+@first_fast("recipe", PLANTED_IN, others=pytest.mark.release)
 def test_a_mistake_is_found(recipe: str, mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "scaled_mm", _mistaken(MISTAKES[mistake], matmul.scaled_mm))
     with pytest.raises(AssertionError, match="dB, at least"):

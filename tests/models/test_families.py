@@ -66,11 +66,17 @@ LAYERS_DIFFER = {"deepseek_v3", "gemma2", "gemma3", "gpt_oss"}
 
 # those whose graphs differ: dense, experts, Conv1D and a broken graph, an encoder and a decoder
 FAST = ("llama", "mixtral", "gpt2", "t5")
+# the first family of those with the same counts
+DISTINCT = {(family.layer, family.rest): name for name, family in reversed(FAMILIES.items())}.values()
 
 
-def every(names: Iterable[str], others: Any, fast: Iterable[str] = FAST) -> list[Any]:
-    """All ``names`` as parameters. ``others``: the mark of those that are not in ``fast``."""
-    return [pytest.param(name, marks=[*needs_library(name), *(() if name in fast else (others,))]) for name in names]
+def every(names: Iterable[str], fast: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:
+    """All ``names`` as parameters. Those that are neither in ``fast`` nor in ``slow`` wait for a release."""
+
+    def tier(name: str) -> list[pytest.MarkDecorator]:
+        return [] if name in fast else [pytest.mark.slow if name in slow else pytest.mark.release]
+
+    return [pytest.param(name, marks=[*needs_library(name), *tier(name)]) for name in names]
 
 
 # their forward calls copy.deepcopy, at which Dynamo breaks the graph before torch 2.13
@@ -130,7 +136,7 @@ def assert_agrees(found: dict[str, float], name: str) -> None:
     assert [value >= bound for value, bound in zip(found.values(), BOUNDS[name], strict=True)] == [True] * 3, found
 
 
-@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.release))
+@pytest.mark.parametrize("name", every(FAMILIES, FAST))
 def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the counts of two: what is said of each further layer, and of everything else."""
     traced = counted_passes(monkeypatch)
@@ -141,7 +147,7 @@ def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
-@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.slow, ("llama",)))
+@pytest.mark.parametrize("name", every(FAMILIES, ("llama",), DISTINCT))
 def test_counts_and_agreement_with_bf16(name: str) -> None:
     model, inputs = model_and_inputs(FAMILIES[name])
     backend = eager_backend(None, recipe="tensorwise")
@@ -157,7 +163,7 @@ def test_graph_breaks_are_those_of_plain_dynamo(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(FAMILIES, pytest.mark.release, ("mixtral",)))
+@pytest.mark.parametrize("name", every(FAMILIES, ("mixtral",)))
 def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
     traced = counted_passes(monkeypatch)
@@ -181,7 +187,7 @@ GENERATING = [name for name, family in FAMILIES.items() if family.generates]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(GENERATING, pytest.mark.release, ("gemma3", "t5")))
+@pytest.mark.parametrize("name", every(GENERATING, ("gemma3", "t5")))
 def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, as generate() calls it: static shapes are not asked for, the cache grows."""
     traced = counted_passes(monkeypatch)
@@ -273,7 +279,7 @@ UNKNOWN: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(UNKNOWN, pytest.mark.release, ("cohere",)))
+@pytest.mark.parametrize("name", every(UNKNOWN, ("cohere",)))
 def test_a_family_that_no_file_names(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
-from helpers import ALL, MLP, RECIPES, Weight, eager_backend, first_fast, same_bits, stage, step, view_of
+from helpers import ALL, MLP, RECIPES, Weight, eager_backend, first_fast, first_slow, same_bits, stage, step, view_of
 
 
 def quantize_lines(text: str) -> list[str]:
@@ -181,8 +181,7 @@ def bytes_per_layer(policy: Policy | None, **settings: Any) -> Counter[torch.dty
     return two
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
+@first_slow("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
 def test_bytes_saved_per_layer(recipe: str) -> None:
     """Of plain Inductor's, which has the same partitioner; torch 2.11's keeps a little more."""
     most = (0.88, 0.69, 0.48) if torch.__version__ >= "2.13" else (0.89, 0.71, 0.52)

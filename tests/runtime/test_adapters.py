@@ -13,7 +13,7 @@ from torch import nn
 import fp8graph
 from fp8graph.models.family import causal_lm
 from fp8graph.runtime.adapters import Adapters
-from helpers import eager_backend, first_fast, same_bits
+from helpers import eager_backend, first_fast, first_slow, same_bits
 
 # transformers, of the names that PEFT still types
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -55,9 +55,8 @@ def adapted(**settings: Any) -> Any:
     return get_peft_model(causal_lm("Llama")(1).bfloat16(), config).eval()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize("how", ["in place", "wrapper", "function"])
+@first_slow("bound", [False, True])
+@first_slow("how", ["in place", "wrapper", "function"])
 def test_merging_and_back(bound: bool, how: str) -> None:
     model = adapted()
     backend = eager_backend(None, cache_weights=True)

@@ -19,7 +19,7 @@ from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.scaling_state import State
-from helpers import MLP, eager_backend, first_fast
+from helpers import MLP, eager_backend, first_fast, first_slow
 
 RECIPE = DelayedScaling(amax_history_len=4)
 SIZES = (32, 64, 48, 16)
@@ -136,8 +136,7 @@ def test_twenty_steps(how: str, recipe: DelayedScaling) -> None:
     assert_equal_to_reference(net, backend, recipe)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["plain", "checkpoint"])
+@first_slow("how", ["plain", "checkpoint"])
 def test_twenty_steps_of_generated_code(how: str) -> None:
     """Without biases: the order in which their gradients are summed is the compiler's choice."""
     torch.manual_seed(0)

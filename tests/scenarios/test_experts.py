@@ -136,8 +136,8 @@ class Routed(Experts):
         return super().forward(x[mask], offs)
 
 
-@first_fast("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@first_fast("recipe", [*RECIPES, "delayed", "nvfp4"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_fast("recipe", [*RECIPES, "delayed", "nvfp4"], others=pytest.mark.release)
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_the_data_decide_how_many_tokens_there_are(recipe: str, compiler: Any) -> None:
     """Also that there is none: as on ranks to which an all-to-all sends none."""

@@ -18,6 +18,7 @@ from helpers import (
     compiled_step,
     eager_backend,
     first_fast,
+    first_slow,
     inputs_of,
     rounding_to_nearest,
     same_bits,
@@ -228,8 +229,7 @@ def test_nvfp4_with_a_scale_per_token(rule: Rule) -> None:
     assert numerics.sqnr_db(module(x)[:5], y[:5]) > 20  # the smallest tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8", "nvfp4"])
+@first_slow("recipe", ["rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_compiled_is_eager_bit_for_bit(recipe: str) -> None:
     """Operands that are graph inputs, ragged tiles, both layouts: Inductor's code and the dialect agree."""
     module, x = nn.Linear(150, 70).bfloat16(), torch.randn(2, 35, 150).bfloat16().requires_grad_()

@@ -40,10 +40,12 @@ def needs_library(family: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.skipif(absent, reason=f"{library} is not installed: it is no dependency")] if absent else []
 
 
-def first_fast(names: str | Sequence[str], cases: Iterable[Any], ids: Any = None) -> pytest.MarkDecorator:
+def first_fast(
+    names: str | Sequence[str], cases: Iterable[Any], ids: Any = None, others: pytest.MarkDecorator = pytest.mark.slow
+) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize``, of which the first case is fast and the others, which show more of it, are slow."""
-    first, *others = cases
-    marked = [_marked(case, pytest.mark.slow, several=not isinstance(names, str)) for case in others]
+    first, *more = cases
+    marked = [_marked(case, others, several=not isinstance(names, str)) for case in more]
     return pytest.mark.parametrize(names, [first, *marked], ids=ids)
 
 

@@ -20,7 +20,7 @@ from fp8graph.models.family import causal_lm
 from fp8graph.numerics import decoding
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
-from helpers import first_fast, mixtral, same_bits
+from helpers import first_fast, first_slow, mixtral, same_bits
 
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 LINEARS = 7  # per layer of a Llama
@@ -137,8 +137,7 @@ class _Served(nn.Module):
         return nn.functional.linear(x, weight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@first_slow("name", SERVED)
 def test_the_served_model_gives_the_trained_models_logits_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = trained(SERVED[name], fuse_linears=False).eval()
     checkpoint = written(model, tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fp8graph.cli import main
+from helpers import first_slow
 
 
 @pytest.mark.slow
@@ -48,8 +49,7 @@ MODELS: dict[str, tuple[str, int]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@first_slow("name", MODELS)
 def test_all_kinds_of_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     torch._dynamo.reset()
     assert main(["explain", name, "--seq", "16", "--inference", "--json", "--target", "cpu"]) == 0
