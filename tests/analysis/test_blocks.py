@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import fp8graph
 from fp8graph import NVFP4BlockScaling, Policy, Rule, explain
 from fp8graph.analysis.blocks import Blocks
+from helpers import first_slow
 
 
 @pytest.mark.parametrize(("blocks", "kept"), [(1, 0), (3, 0), (4, 1), (9, 1), (10, 2), (32, 5), (52, 8)])
@@ -56,8 +57,7 @@ def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@first_slow(
     "settings",
     [
         {"recipe": "mxfp8"},

@@ -249,7 +249,7 @@ def test_a_checkpoint_of_dcp_has_the_rules(compiled_before: bool, tmp_path: Path
     assert guard.findings == []
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_generated_code_is_guarded_as_the_graph_is() -> None:
     """The same finding and rule at the same step; then from the compile cache, where no pass runs."""

@@ -80,8 +80,8 @@ def _use(compile: Callable[[nn.Module, int], Any], i: int) -> None:
         (_by_name, "eager"),
         (_in_place, "eager"),
         (_explained, "eager"),
-        pytest.param(_by_name, "inductor", marks=pytest.mark.slow),
-        pytest.param(_by_object, "inductor", marks=pytest.mark.slow),
+        pytest.param(_by_name, "inductor", marks=pytest.mark.release),
+        pytest.param(_by_object, "inductor", marks=pytest.mark.release),
     ],
 )
 def test_models_come_and_go(how: Any, compiler: str) -> None:

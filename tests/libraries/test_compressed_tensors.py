@@ -11,12 +11,12 @@ import torch
 import fp8graph
 from fp8_checkpoints import FORMATS, IDS, load
 from fp8graph.numerics import sqnr_db
+from helpers import first_slow
 
 pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed: pip install compressed-tensors")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@first_slow(
     ("preset", "recipe", "quality"),
     [
         ("fp8", "tensorwise", 25),

@@ -218,7 +218,7 @@ def test_kernels_in_a_real_browser(tmp_path: Path) -> None:
     assert "reads what was saved: " in details_of(found)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_llama_of_many_layers(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 

@@ -129,7 +129,7 @@ def test_ddp_whose_reducer_is_python() -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_its_code_is_generated() -> None:
     """The dialect's nodes are lowered there, and the gradients are those of the backward that AOTAutograd compiles."""
     (expected, _), (got, _) = (train(Backend(policy("delayed")), again) for again in (False, True))
