@@ -12,8 +12,8 @@ from fp8graph.tools.tested import RUNS, Run
 @pytest.mark.parametrize(
     ("versions", "expected"),
     [
-        (("2.13.0+cpu", "3.11.7", "5.23.0"), "all tests ran on them"),
-        (("2.13.1", "3.11.0", None), "all tests ran on them"),
+        (("2.13.0+cpu", "3.11.7", "5.23.0"), "all fast tests ran on them"),
+        (("2.13.1", "3.11.0", None), "all fast tests ran on them"),
         (("2.12.0", "3.12.1", None), "a sample of the tests ran on them"),
         (("2.12.0", "3.11.7", "5.23.0"), "no tests ran on them. They ran on "),
         (("2.13.0", "3.12.1", "5.23.0"), "no tests ran on them. They ran on "),
@@ -40,7 +40,7 @@ def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setattr(tested, "here", lambda run=run: (run.torch, f"{run.python}.9", run.transformers))
         assert main(["doctor"]) == 0
         assert "these versions" in (out := capsys.readouterr().out)
-        assert ("all tests ran on them" if run.all_tests else "a sample of the tests ran on them") in out
+        assert ("all fast tests ran on them" if run.all_tests else "a sample of the tests ran on them") in out
     monkeypatch.setattr(tested, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
     assert main(["doctor"]) == 0
     assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
