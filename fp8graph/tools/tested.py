@@ -53,7 +53,8 @@ def remark(torch_version: str, python: str, transformers: str | None) -> str:
     own = (torch_version, python, transformers)
     found = [run for run in RUNS if all(map(_same, own, (run.torch, run.python, run.transformers)))]
     if found:
-        return "all fast tests ran on them" if any(run.all_tests for run in found) else "a sample of the tests ran on them"
+        which = "all fast tests" if any(run.all_tests for run in found) else "a sample of the tests"
+        return f"{which} ran on them"
     low, high = SUPPORTED_TORCH
     allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
     runs = "; ".join(f"{run}{'' if run.all_tests else ' (a sample)'}" for run in RUNS)
