@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, DelayedScaling
 from fp8graph.backend.codegen import accelerator_of
-from helpers import MLP, first_fast
+from helpers import MLP
 
 if dist.is_available():
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -59,7 +59,8 @@ def state_of(backend: Backend) -> dict[str, list[float]]:
     return {name: tensor.tolist() for name, tensor in backend.state_dict().items()}
 
 
-@first_fast("how", ["reentrant", "not reentrant"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant"])
 def test_checkpointing_around_compiled_code_commits(how: str) -> None:
     """With the reentrant one every call that trains is one of backward."""
     (expected, _net), (found, _other) = trained(), trained(how)
@@ -74,6 +75,7 @@ def test_a_compiled_optimizer_step_leaves_the_commit_to_the_next_forward() -> No
     assert state_of(found) == state_of(expected)
 
 
+@pytest.mark.slow
 def test_the_process_group_may_be_gone() -> None:
     """With a step that nothing has committed: its forward and backward are done."""
     backend, net = trained()
@@ -95,6 +97,7 @@ def test_a_number_on_the_cpu_does_not_say_where_the_model_is() -> None:
     assert accelerator_of([2, torch.tensor(1.0)]).type == "cpu"
 
 
+@pytest.mark.slow
 def test_a_backend_may_be_collected_while_hooks_of_optimizers_run() -> None:
     """Torch iterates over them, and two backends that refer to themselves are garbage."""
     gc.disable()

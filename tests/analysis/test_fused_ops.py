@@ -32,6 +32,7 @@ def report_of(model: nn.Module, policy: Any = ALL) -> fp8graph.Report:
     return backend.report
 
 
+@pytest.mark.slow
 def test_the_fast_path_of_an_encoder_and_the_way_around_it() -> None:
     report = report_of(ENCODER)
     assert not report.gemms

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from fp8graph import Policy
@@ -22,6 +23,7 @@ def names(policy: Policy, last: str) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_native_and_emulated() -> None:
     """Both operands of each GEMM are found, whether it reads the numbers or decodes them."""
     layers, gemms = ("gate", "up", "down"), {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad")}

@@ -57,6 +57,7 @@ def test_a_copy_is_compiled_and_computes_the_same(how: str, recipe: str) -> None
     assert fp8graph.backend_of(copied).report.gemms
 
 
+@pytest.mark.slow
 def test_blocks_compiled_one_by_one_share_the_backend_of_the_copy() -> None:
     model = nn.Sequential(nn.Sequential(MLP(), MLP()), nn.Linear(32, 8))
     fp8graph.compile(model, ALL, regions=["MLP"], compiler="eager")

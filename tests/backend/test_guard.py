@@ -135,6 +135,7 @@ def test_a_rule_is_applied_once_and_reported(caplog: pytest.LogCaptureFixture) -
     assert "fp8graph.guard" not in backend.state_dict()
 
 
+@pytest.mark.slow
 def test_a_schedule_goes_on() -> None:
     policy = Policy([Rule("*", None, steps=(0, 3))], default="tensorwise", min_speedup=0)
     backend = Backend(policy, compiler="eager")

@@ -106,6 +106,7 @@ def test_an_optimizer_of_copies_counts() -> None:
     assert train(model, [torch.optim.SGD([flat])], backend, 3)[0] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_a_compiled_step_counts() -> None:
     model, backend = model_and()
     optimizer = torch.optim.SGD(model.parameters())

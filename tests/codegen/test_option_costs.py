@@ -100,6 +100,7 @@ def of_attention(recipe: Any, *, training: bool, execution: str) -> list[tuple[i
     return [(len(some), sum(kernel.bytes for kernel in some) / MIB) for some in found]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_QUANTIZED_ATTENTION, reason="this torch has no op for FP8 attention")
 @pytest.mark.parametrize(
     ("recipe", "kernels", "mib"),

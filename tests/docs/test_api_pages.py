@@ -12,7 +12,6 @@ import pytest
 
 import fp8graph
 from fp8graph import numerics, planning
-from helpers import first_fast
 from samples import ROOT, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
@@ -72,8 +71,9 @@ def test_every_page_is_in_a_table_and_has_an_example() -> None:
     assert len(names) == len(set(names))  # some file systems do not tell "Plan" from "plan"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("apart")
-@first_fast("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_example(page: Path) -> None:
     run(page)
 

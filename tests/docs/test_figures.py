@@ -24,6 +24,7 @@ def make() -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_every_figure_is_made_and_committed(make: Any, tmp_path: Path) -> None:
     make.main(tmp_path)
     made = sorted(path.name for path in tmp_path.iterdir())

@@ -215,7 +215,7 @@ REGRESSIONS: Final[dict[str, Program]] = {
 
 
 @pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.release)])
-@pytest.mark.parametrize("name", REGRESSIONS)
+@first_fast("name", REGRESSIONS)
 def test_regressions(name: str, compiler: str) -> None:
     assert_right(REGRESSIONS[name], compiler)
 

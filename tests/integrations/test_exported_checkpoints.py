@@ -36,7 +36,8 @@ def exported(recipe: str, folder: Path, form: str, **kwargs: Any) -> tuple[Any, 
     return model, Checkpoint(fp8graph.export(model, folder, form, **kwargs))
 
 
-@first_fast("recipe", ["blockwise", "blockwise ue8m0"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise ue8m0"])
 def test_transformers_loads_the_bytes(recipe: str, tmp_path: Path) -> None:
     _, checkpoint = exported(recipe, tmp_path / "out", "fp8")
     loaded = fp8_checkpoints.load(tmp_path / "out")
@@ -105,7 +106,8 @@ def test_compressed_tensors_loads_the_bytes(recipe: str, calibrated: bool, tmp_p
     assert sqnr_db(expected, got) > (8 if recipe == "nvfp4" else 18)
 
 
-@first_fast("recipe", ["rowwise", "mxfp8", "delayed"])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "delayed"])
 def test_modelopt_reads_the_config(recipe: str, tmp_path: Path) -> None:
     """It has no loader on a CPU: engines load its folders. Its own converter reads what is said of the layers."""
     converter = pytest.importorskip("modelopt.torch.export.convert_hf_config", reason="ModelOpt is not installed")

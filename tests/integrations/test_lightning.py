@@ -79,6 +79,7 @@ def test_lightning_resumes_bit_identically(pl: Any, tmp_path: Path) -> None:
     assert same_bits(tensors_of(resumed.inner), tensors_of(whole.inner))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_says_what_is_wrong(pl: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fitted(pl, tmp_path, 2, callback=False)

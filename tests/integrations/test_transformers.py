@@ -159,6 +159,7 @@ def test_through_wrappers(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-1" / STATE).read_text().count("scaling_state") == 1
 
 
+@pytest.mark.slow
 def test_a_model_of_another_backend(tmp_path: Path) -> None:
     trainer = trainer_for(tmp_path, backend="eager")
     with pytest.raises(ConfigError, match="was not compiled with the fp8graph backend"):

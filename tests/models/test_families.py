@@ -215,6 +215,7 @@ def test_the_policy_of_a_model_is_its_familys() -> None:
     assert policy_for(llama, "rowwise").default == "rowwise"
 
 
+@pytest.mark.slow
 def test_a_backend_by_name_finds_the_family() -> None:
     """CLIP's projections have no name that the general policy knows."""
     model, inputs = model_and_inputs(FAMILIES["clip"], 1)

@@ -66,6 +66,7 @@ def test_training_step_beside_bf16() -> None:
     assert min(gradients.values()) > 15, min(gradients.items(), key=lambda item: item[1])
 
 
+@pytest.mark.slow
 def test_what_backward_keeps_is_fp8() -> None:
     saved: list[Tensor] = []
     model, tokens = llama(1), ids()

@@ -18,6 +18,7 @@ from generated import kernels_of_mlp
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
 
+@pytest.mark.slow
 def test_nothing_stays_replaced() -> None:
     before = torch.cuda.get_device_properties, GraphLowering.compile_to_module  # pyright: ignore
     interface = device_interface.get_interface_for_device("cuda")

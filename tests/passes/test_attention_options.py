@@ -307,6 +307,7 @@ def test_the_number_of_heads_must_be_known_and_that_of_tokens_not() -> None:
     assert "attention_backward needs to know how many heads there are" in backend.report.attention[0].reason
 
 
+@pytest.mark.slow
 def test_rows_of_written_out_probabilities_need_known_tokens() -> None:
     """[heads, queries, keys], of which the last two are the number of tokens."""
     recipe = fp8graph.Float8RowwiseScaling(attention_backward=True)

@@ -92,6 +92,7 @@ def test_tensors_alone() -> None:
     assert len(re.findall(r"fp8graph\.tensor_statistics", text)) == 5
 
 
+@pytest.mark.slow
 def test_the_gemms_and_their_operands_stay() -> None:
     """What no node measures is what the other variant computes."""
     module = MLP().bfloat16()

@@ -175,6 +175,7 @@ def test_policies_that_decide_differently_have_different_identities() -> None:
     assert [same for same in by_identity.values() if len(same) > 1] == []
 
 
+@pytest.mark.slow
 def test_set_policy_is_obeyed_where_long_expressions_differ_at_their_ends() -> None:
     backend = eager_backend(Policy([Rule(re.compile(f"{LONG}|up"), None)]))
     model, x = torch.compile(MLP(), backend=backend), torch.randn(4, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fp8graph
@@ -28,6 +29,7 @@ def test_sums_of_gradients_belong_to_the_module_of_a_gradient() -> None:
     assert {view.origins[name].module for name in sums} <= {"gate", "up"}
 
 
+@pytest.mark.slow
 def test_the_partitioned_graph_says_what_is_saved() -> None:
     x = torch.randn(8, 32, requires_grad=True)
     (view,) = fp8graph.explain(MLP(), x, policy=ALL).graphs

@@ -114,6 +114,7 @@ def test_a_report_in_a_real_browser(tmp_path: Path) -> None:
     assert "input_columnwise" in details
 
 
+@pytest.mark.slow
 def test_links_into_the_page(tmp_path: Path) -> None:
     report, path = report_of(), tmp_path / "report.html"
     report.to_html(path)

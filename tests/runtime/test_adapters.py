@@ -13,7 +13,7 @@ from torch import nn
 import fp8graph
 from fp8graph.models.family import causal_lm
 from fp8graph.runtime.adapters import Adapters
-from helpers import eager_backend, first_fast, first_slow, same_bits
+from helpers import eager_backend, first_slow, same_bits
 
 # transformers, of the names that PEFT still types
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -87,7 +87,8 @@ def warnings_of_unloading(caplog: pytest.LogCaptureFixture) -> int:
     return caplog.text.count("merge_and_unload() or unload() returns is not compiled")
 
 
-@first_fast("method", ["merge_and_unload", "unload"])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["merge_and_unload", "unload"])
 def test_unloading_is_said(method: str, caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
     fp8graph.compile(model, compiler="eager")

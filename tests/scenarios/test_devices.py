@@ -88,6 +88,7 @@ def test_cuda_graphs(recipe: str, training: bool, device: torch.device) -> None:
     assert same_bits(*results)
 
 
+@pytest.mark.slow
 @on_devices("recipe", "tensorwise", "delayed", "rowwise", "blockwise")
 def test_fused_adamw_with_kept_weights(recipe: str, device: torch.device) -> None:
     """It changes weights without a new version: four steps are bit for bit those of weights quantized in the graph."""

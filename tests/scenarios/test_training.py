@@ -193,6 +193,7 @@ def test_an_averaged_model() -> None:
     assert backend.weights.quantized == 3 * 2 * 3  # three weights of two models in three steps
 
 
+@pytest.mark.slow
 def test_two_optimizers_make_their_own_weights_stale() -> None:
     module = MLP()
     backend = eager_backend(cache_weights="update", fuse_linears=False)

@@ -318,6 +318,7 @@ def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
     assert {goal.verdict for goal in goals.judge([])} == {"not measured"}
 
 
+@pytest.mark.slow
 def test_the_report_of_made_up_results(tmp_path: Path) -> None:
     folder = made_up.write(tmp_path)
     found = report.blocks(folder)

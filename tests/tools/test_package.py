@@ -106,6 +106,7 @@ def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
         assert torch.equal(by_torch_alone(tmp_path, x), fp8graph.compile(layer)(x))
 
 
+@pytest.mark.slow
 @ON_CPU
 def test_refusals(tmp_path: Path) -> None:
     x = torch.randn(32, 64)

@@ -112,6 +112,7 @@ def test_one_gemm_is_switched() -> None:
     assert all(torch.equal(found[name], exact[name]) for name in exact)
 
 
+@pytest.mark.slow
 def test_the_results_are_in_the_documents() -> None:
     runs = order_evidence.read(RESULTS / "tune_order_cpu")
     table, short = order_evidence.tables(runs)
