@@ -23,7 +23,7 @@ demo: export OMP_NUM_THREADS = $(shell $(PYTHON) -c "import os; print(min(8, os.
 demo: .venv/ready
 	.venv/bin/python -m fp8graph demo
 
-# every feature: what each takes stands in CONTRIBUTING.md
+# one case of each kind; the time of each tier stands in CONTRIBUTING.md
 test: .venv/ready
 	.venv/bin/python -m pytest -m fast --durations=10 $(PYTEST_ARGS)
 

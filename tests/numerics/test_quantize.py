@@ -171,7 +171,6 @@ def test_special_elements(source: torch.dtype, special: float) -> None:
         assert q.data.float()[1, 2].isnan() == (not math.isfinite(special))
 
 
-@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_tensor(data: st.DataObject) -> None:

@@ -1,4 +1,4 @@
-"""What decides when a test runs, what it finds made already, and what is written of a run."""
+"""The tier of a test, results that are kept between runs, and the row that a run writes."""
 
 from __future__ import annotations
 
@@ -44,9 +44,13 @@ def test_what_is_kept_is_made_again_when_a_source_changes(tmp_path: Path, monkey
     for names, expected in (("aab", ["a", "b"]), ("ab", ["a", "b"])):
         assert [kept.kept(make)(name) for name in names] == [f"{name}!" for name in names]
         assert made == expected
-    monkeypatch.setattr(kept, "product", lambda: b"another")
+    assert kept.ROOT / "tests" / "support" in kept.SOURCES  # the model of the kernels lies there
+    (tmp_path / "helper.py").write_text("x = 1")
+    monkeypatch.setattr(kept, "SOURCES", (*kept.SOURCES, tmp_path))
+    kept.sources.cache_clear()
     assert kept.kept(make)("a") == "a!"
     assert made == ["a", "b", "a"]
+    kept.sources.cache_clear()
 
 
 def test_a_run_is_written_into_its_row() -> None:
