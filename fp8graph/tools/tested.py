@@ -23,19 +23,19 @@ class Run:
     torch: str
     python: str
     transformers: str
-    all_tests: bool  # all fast tests, at least; else a sample
+    all_fast_tests: bool  # all fast tests, at least; else a sample
 
     def __str__(self) -> str:
         return f"torch {self.torch} with Python {self.python} and transformers {self.transformers}"
 
 
 RUNS: Final = (
-    Run("2.13.0", "3.11", "5.23.0", all_tests=True),
-    Run("2.13.0", "3.13", "5.23.0", all_tests=False),
-    Run("2.13.0", "3.12", "5.23.0", all_tests=False),
-    Run("2.11.0", "3.11", "5.23.0", all_tests=True),
-    Run("2.14.1", "3.11", "5.24.0", all_tests=True),
-    Run("2.15.0", "3.12", "5.24.0", all_tests=True),
+    Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True),
+    Run("2.13.0", "3.13", "5.23.0", all_fast_tests=False),
+    Run("2.13.0", "3.12", "5.23.0", all_fast_tests=False),
+    Run("2.11.0", "3.11", "5.23.0", all_fast_tests=True),
+    Run("2.14.1", "3.11", "5.24.0", all_fast_tests=True),
+    Run("2.15.0", "3.12", "5.24.0", all_fast_tests=True),
 )
 
 
@@ -53,11 +53,11 @@ def remark(torch_version: str, python: str, transformers: str | None) -> str:
     own = (torch_version, python, transformers)
     found = [run for run in RUNS if all(map(_same, own, (run.torch, run.python, run.transformers)))]
     if found:
-        which = "all fast tests" if any(run.all_tests for run in found) else "a sample of the tests"
+        which = "all fast tests" if any(run.all_fast_tests for run in found) else "a sample of the tests"
         return f"{which} ran on them"
     low, high = SUPPORTED_TORCH
     allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
-    runs = "; ".join(f"{run}{'' if run.all_tests else ' (a sample)'}" for run in RUNS)
+    runs = "; ".join(f"{run}{'' if run.all_fast_tests else ' (a sample)'}" for run in RUNS)
     only = "" if allowed else f", and only torch {low} to {high} is allowed"
     return f"no tests ran on them{only}. They ran on {runs}"
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8graph.compat import fakes
@@ -92,3 +93,20 @@ def test_what_a_subclass_holds_beside_tensors_is_no_tensor() -> None:
     outer = Sharded(inner, torch.ones(2))
     found = fakes.wrapped_tensors(outer)
     assert [x is y for x, y in zip(found, (inner, inner.a, inner.b, outer.b), strict=True)] == [True] * 4
+
+
+def test_what_was_taken_for_granted_of_a_size_is_checked_when_the_graph_runs() -> None:
+    def chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        rows = x[mask]
+        torch._check(rows.shape[0] >= 2)
+        return rows * 2
+
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        inputs = [torch.empty(4, 3), torch.empty(4, dtype=torch.bool)]
+        module = make_fx(chosen)(*inputs)
+    x, one = torch.randn(4, 3), torch.arange(4) < 1
+    assert module(x, one).shape == (1, 3)
+    fakes.assert_sizes(module, inputs)
+    with pytest.raises(RuntimeError, match="u0 >= 2"):
+        module(x, one)
+    assert torch.equal(module(x, ~one), x[1:] * 2)

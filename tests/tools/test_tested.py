@@ -28,8 +28,8 @@ from fp8graph.tools.tested import RUNS, Run
 def test_versions_count_together(
     versions: tuple[str, str, str | None], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = Run("2.12.1", "3.12", "5.24.0", all_tests=False)
-    monkeypatch.setattr(tested, "RUNS", (Run("2.13.0", "3.11", "5.23.0", all_tests=True), some))
+    some = Run("2.12.1", "3.12", "5.24.0", all_fast_tests=False)
+    monkeypatch.setattr(tested, "RUNS", (Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True), some))
     runs = "torch 2.13.0 with Python 3.11 and transformers 5.23.0; "
     runs += "torch 2.12.1 with Python 3.12 and transformers 5.24.0 (a sample)"
     assert tested.remark(*versions) == expected + (runs if expected.startswith("no") else "")
@@ -40,7 +40,7 @@ def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.setattr(tested, "here", lambda run=run: (run.torch, f"{run.python}.9", run.transformers))
         assert main(["doctor"]) == 0
         assert "these versions" in (out := capsys.readouterr().out)
-        assert ("all fast tests ran on them" if run.all_tests else "a sample of the tests ran on them") in out
+        assert ("all fast tests ran on them" if run.all_fast_tests else "a sample of the tests ran on them") in out
     monkeypatch.setattr(tested, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
     assert main(["doctor"]) == 0
     assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
