@@ -3,6 +3,8 @@ PYTHON ?= python3
 TORCH ?= 2.13.0
 # two test processes of one thread each use two cores better than one process of two threads
 export OMP_NUM_THREADS ?= 1
+# what Python and pytest compile of our files is kept for the next process, whatever the machine's habit
+export PYTHONDONTWRITEBYTECODE :=
 # loadfile: the tests of one file share what they start (ranks, a process with a cache), and what they compile
 # -rs: each skip is listed with its reason
 PYTEST_ARGS ?= -n 2 --dist loadfile -rs

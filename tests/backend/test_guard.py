@@ -20,7 +20,7 @@ import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
 from guarding import BAD, Block, scales, sharded
-from helpers import same_bits
+from helpers import first_slow, same_bits
 from ranks import run_ranks
 
 RULES = Policy(default="tensorwise", min_speedup=0)
@@ -337,35 +337,33 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
     assert (first[1], second[1]) == (0, 1)  # without reduce, each rank finds its own
 
 
-@pytest.mark.slow
+@first_slow("recipe", ["delayed", "tensorwise"])
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-def test_a_guard_under_fsdp2(tmp_path: Path) -> None:
+def test_a_guard_under_fsdp2(recipe: str, tmp_path: Path) -> None:
     """Sharded layers, weights gathered in FP8: one policy on both ranks, and the losses of a run that was given it.
 
     The checkpoint that DCP saves on both goes on where it was saved.
     """
-    recipes = ("tensorwise", "delayed")
-    policies = {recipe: Policy(default=recipe, min_speedup=0) for recipe in recipes}
+    policies = {recipe: Policy(default=recipe, min_speedup=0)}
     first, second = run_ranks(sharded, 2, tmp_path, policies, str(tmp_path), seconds=800, collective_seconds=300)
-    for recipe in recipes:
-        rule = Rule(BAD, recipe, dgrad=None, wgrad=None, optional=True)
-        policy = Policy([rule], default=recipe, min_speedup=0).to_dict()
-        assert first[recipe]["findings"] == second[recipe]["findings"]
-        assert same_bits(first[recipe]["weights"].values(), second[recipe]["weights"].values())
-        for found in (first[recipe], second[recipe]):
-            assert len(found["findings"]) == 1
-            assert found["findings"][0].startswith(f"step 2: {BAD}: 75 % of grad_output became zero ({recipe}, ")
-            assert found["policy"] == policy
-            assert found["recipes"] == {"fprop": recipe, "dgrad": None, "wgrad": None}
-            assert found["sent"] == [6, 15]  # once per step; not in step 3, which follows an observed one, nor `middle`
-            assert found["losses"] == found["told"]["losses"]
-            assert same_bits(found["weights"].values(), found["told"]["weights"].values())
-            resumed = found["resumed"]
-            assert resumed["loaded"].keys() == found["saved"].keys() > {"fp8graph.guard"}
-            assert same_bits(resumed["loaded"].values(), found["saved"].values())
-            assert resumed["policy"] == policy
-            assert resumed["report"] == found["report"]
-            assert resumed["findings"] == 0
-            assert resumed["losses"] == found["losses"][5:]
-            assert same_bits(resumed["weights"].values(), found["weights"].values())
+    rule = Rule(BAD, recipe, dgrad=None, wgrad=None, optional=True)
+    policy = Policy([rule], default=recipe, min_speedup=0).to_dict()
+    assert first[recipe]["findings"] == second[recipe]["findings"]
+    assert same_bits(first[recipe]["weights"].values(), second[recipe]["weights"].values())
+    for found in (first[recipe], second[recipe]):
+        assert len(found["findings"]) == 1
+        assert found["findings"][0].startswith(f"step 2: {BAD}: 75 % of grad_output became zero ({recipe}, ")
+        assert found["policy"] == policy
+        assert found["recipes"] == {"fprop": recipe, "dgrad": None, "wgrad": None}
+        assert found["sent"] == [6, 15]  # once per step; not in step 3, which follows an observed one, nor `middle`
+        assert found["losses"] == found["told"]["losses"]
+        assert same_bits(found["weights"].values(), found["told"]["weights"].values())
+        resumed = found["resumed"]
+        assert resumed["loaded"].keys() == found["saved"].keys() > {"fp8graph.guard"}
+        assert same_bits(resumed["loaded"].values(), found["saved"].values())
+        assert resumed["policy"] == policy
+        assert resumed["report"] == found["report"]
+        assert resumed["findings"] == 0
+        assert resumed["losses"] == found["losses"][5:]
+        assert same_bits(resumed["weights"].values(), found["weights"].values())

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8graph import Backend, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import LAYOUTS, resolve_recipe
-from helpers import ALL, MLP, RECIPES, first_fast, rounding_to_nearest, same_bits, step
+from helpers import ALL, MLP, RECIPES, first_fast, first_slow, rounding_to_nearest, same_bits, step
 from ranks import run_ranks
 
 
@@ -144,8 +144,7 @@ def test_micro_batches_are_merged_and_weights_are_not() -> None:
             assert values["linear", operand, "", "", stat] == pytest.approx(value, rel=1e-5), (operand, stat)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@first_slow("compiler", ["eager", "inductor"])
 def test_other_steps_run_what_they_ran(compiler: str) -> None:
     """Bit for bit, with the same graphs and as many of them; and observed steps train in the same way."""
     losses: dict[int, list[Tensor]] = {}

@@ -12,31 +12,33 @@ import pytest
 import torch
 
 from fp8graph import offline
+from helpers import first_slow
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@first_slow(("cases", "count"), [("some", 3 + 7 + 4), ("all", 45 + 24 + 4)])
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
-def test_generated_kernels_compute_the_reference() -> None:
-    """Every recipe, behind a norm, SwiGLU and nothing, one layout and both; zeros, saturation, all magnitudes.
+def test_generated_kernels_compute_the_reference(cases: str, count: int) -> None:
+    """Every recipe, behind a norm; zeros, saturation, all magnitudes, a ragged end of rows and columns.
 
-    All of it with a ragged end of rows and columns; with whole tiles both layouts at once, which is one of them too.
+    In all cases: behind a norm, SwiGLU and nothing, one layout and both, with a ragged end; and with whole tiles both
+    layouts at once.
 
     Precision casts are emulated: else Inductor casts the producer's FP32 value (``numerics`` says what that changes).
     What the interpreter cannot see: races, FMA contraction, and approximate division, which test_kernels.py excludes.
     """
     path = os.pathsep.join(map(str, (ROOT / "tests" / "support", ROOT, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "interpreted"],
+        [sys.executable, "-W", "ignore", "-m", "interpreted", cases],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    cases = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(cases) == 45 + 24 + 4
-    assert all(case["outputs"] >= 2 for case in cases)
-    assert [case["case"] for case in cases if case["different"]] == []
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == count
+    assert all(case["outputs"] >= 2 for case in found)
+    assert [case["case"] for case in found if case["different"]] == []

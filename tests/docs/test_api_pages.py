@@ -78,7 +78,7 @@ def test_example(page: Path) -> None:
     run(page)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.usefixtures("apart")
 @pytest.mark.parametrize("page", slow_pages(PAGES), ids=name_of)
 def test_slow_example(page: Path) -> None:

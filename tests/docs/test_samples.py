@@ -85,7 +85,7 @@ def test_samples_run(page: Path) -> None:
     run(page, preamble(page))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.parametrize("page", slow_pages(PAGES), ids=name_of)
 def test_slow_samples_run(page: Path) -> None:
     run(page, preamble(page), slow=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,11 @@ def test_saving_in_the_background(trained: checkpointing.Run, kind: Any, tmp_pat
     assert not equal(fresh.state_dict(), trained.backend.state_dict())
 
 
+Found = tuple[Path, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """Where two ranks saved, and what each found."""
     folder = tmp_path_factory.mktemp("of2")
     return folder, run_ranks(run_each, 2, folder, {
@@ -110,28 +114,35 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def four(two: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Where four ranks saved, and what each found there and in what two ranks had saved."""
-    folder = tmp_path_factory.mktemp("of4")
-    return folder, run_ranks(run_each, 4, folder, {
-        "saved": (checkpointing.save, (str(folder), KINDS)),
-        "of 2": (checkpointing.load, (str(two[0]), KINDS)),
-    }, seconds=500)  # fmt: skip
+def resumed(two: Found, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[Any, Any]]:
+    """Of so many ranks before and after: what each of those that saved found, and each of those that resumed."""
 
+    @cache
+    def four() -> Found:
+        """Where four ranks saved, and what each found there and in what two ranks had saved."""
+        folder = tmp_path_factory.mktemp("of4")
+        return folder, run_ranks(run_each, 4, folder, {
+            "saved": (checkpointing.save, (str(folder), KINDS)),
+            "of 2": (checkpointing.load, (str(two[0]), KINDS)),
+        }, seconds=500)  # fmt: skip
 
-@pytest.fixture(scope="module")
-def two_again(two: Any, four: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks found in what two and four had saved."""
-    folders = {"of 2": two[0], "of 4": four[0]}
-    calls = {name: (checkpointing.load, (str(folder), KINDS)) for name, folder in folders.items()}
-    return run_ranks(run_each, 2, tmp_path_factory.mktemp("again"), calls, seconds=500)
+    @cache
+    def two_again(folder: Path) -> list[dict[str, Any]]:
+        calls = {"again": (checkpointing.load, (str(folder), KINDS))}
+        return run_ranks(run_each, 2, tmp_path_factory.mktemp("again"), calls, seconds=500)
+
+    def found(before: int, after: int) -> tuple[Any, Any]:
+        folder, saved = two if before == 2 else four()
+        loaded = [of["of 2"] for of in four()[1]] if after == 4 else [of["again"] for of in two_again(folder)]
+        return [of["saved"] for of in saved], loaded
+
+    return found
 
 
 @first_slow(("before", "after"), [(2, 2), (2, 4), (4, 2)])
-def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
+def test_resuming_on_other_numbers_of_ranks(resumed: Any, before: int, after: int) -> None:
     """The same scales; on as many ranks as before also the same losses, and what comes of them, bit for bit."""
-    of_ranks = [found["saved"] for found in (two if before == 2 else four)[1]]
-    results = [found[f"of {before}"] for found in (two_again if after == 2 else four[1])]
+    of_ranks, results = resumed(before, after)
     for rank, found in enumerate(results):
         for how in checkpointing.KINDS:
             expected = of_ranks[0][how]["saved"]
@@ -145,10 +156,9 @@ def test_resuming_on_other_numbers_of_ranks(two: Any, four: Any, two_again: Any,
 
 
 @first_slow(("before", "after"), [(2, 2), (2, 4), (4, 2)])
-def test_resuming_with_gathers_in_fp8(two: Any, four: Any, two_again: Any, before: int, after: int) -> None:
+def test_resuming_with_gathers_in_fp8(resumed: Any, before: int, after: int) -> None:
     """FP8 shards are no state: they are made from the loaded weights. Other ranks quantize other rows of a batch."""
-    of_ranks = [found["saved"][checkpointing.WITHOUT_STATE] for found in (two if before == 2 else four)[1]]
-    results = [found[f"of {before}"][checkpointing.WITHOUT_STATE] for found in (two_again if after == 2 else four[1])]
+    of_ranks, results = ([found[checkpointing.WITHOUT_STATE] for found in each] for each in resumed(before, after))
     assert all(found["sent"] > 0 for found in of_ranks)
     expected, got = (
         [statistics.mean(x) for x in zip(*(r["losses"] for r in each), strict=True)] for each in (of_ranks, results)

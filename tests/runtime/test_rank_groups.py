@@ -13,45 +13,52 @@ import torch
 import pipelines
 from fp8graph.runtime import rank_groups
 from fp8graph.runtime.rank_groups import RankGroups
-from helpers import first_slow
 from ranks import run_each, run_ranks
 
-TWO_RANKS: dict[str, tuple[Any, ...]] = {
-    "tensorwise": ("tensorwise",),
-    "delayed": ("delayed",),
-    "delayed, two stages per rank": ("delayed", True),
-    "blockwise": ("blockwise",),
+RUNS: dict[int, dict[str, tuple[Any, ...]]] = {  # on so many ranks, the arguments of ``pipelines.staged``
+    2: {
+        "tensorwise": ("tensorwise",),
+        "delayed": ("delayed",),
+        "delayed, two stages per rank": ("delayed", True),
+        "blockwise": ("blockwise",),
+    },
+    4: {
+        "four stages": ("delayed",),
+        "ddp": ("delayed", False, 2, "ddp"),
+        "fsdp": ("delayed", False, 2, "fsdp"),
+        "fsdp, weights gathered in FP8": ("tensorwise", False, 2, "fsdp"),
+        "apart": ("delayed", False, 2),
+    },
 }
-FOUR_RANKS: dict[str, tuple[Any, ...]] = {
-    "four stages": ("delayed",),
-    "ddp": ("delayed", False, 2, "ddp"),
-    "fsdp": ("delayed", False, 2, "fsdp"),
-    "fsdp, weights gathered in FP8": ("tensorwise", False, 2, "fsdp"),
-    "apart": ("delayed", False, 2),
-}
+SLOW = {"tensorwise", "delayed", "ddp"}  # the others wait for a release
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank found, by the name of the run. Ranks are launched once for all runs of their number."""
+    """What each rank found, by the name of the run. Ranks are launched once for the slow ones of their number."""
 
     @cache
-    def launched(ranks: int) -> list[dict[str, Any]]:
-        runs = TWO_RANKS if ranks == 2 else FOUR_RANKS
-        calls = {name: (pipelines.staged, arguments) for name, arguments in runs.items()}
+    def launched(ranks: int, slow: bool) -> list[dict[str, Any]]:
+        calls = {name: (pipelines.staged, x) for name, x in RUNS[ranks].items() if (name in SLOW) == slow}
         return run_ranks(run_each, ranks, tmp_path_factory.mktemp(f"ranks{ranks}"), calls)
 
-    return lambda name: [rank[name] for rank in launched(2 if name in TWO_RANKS else 4)]
+    return lambda name: [rank[name] for rank in launched(2 if name in RUNS[2] else 4, name in SLOW)]
 
 
-@first_slow("name", [*TWO_RANKS, "four stages", "fsdp, weights gathered in FP8", "apart"])
+def runs(*names: str) -> pytest.MarkDecorator:
+    """Some of ``RUNS``, by name, each when it runs."""
+    cases = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.release) for name in names]
+    return pytest.mark.parametrize("name", cases)
+
+
+@runs(*RUNS[2], "four stages", "fsdp, weights gathered in FP8", "apart")
 def test_a_pipeline_trains_as_one_process(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
     """Losses and scales are equal, bit for bit, though stages run forward and backward in different orders.
 
     On torch 2.13 a stage first runs on uninitialized memory, forward and backward; nothing of that is recorded.
     """
-    recipe, _, replicas, *_ = *{**TWO_RANKS, **FOUR_RANKS}[name], False, 1
-    if name in TWO_RANKS or name == "four stages":
+    recipe, _, replicas, *_ = *{**RUNS[2], **RUNS[4]}[name], False, 1
+    if name in RUNS[2] or name == "four stages":
         replicas = 1
     ranks = found(name)
     losses, state = pipelines.alone(recipe, 2 * len(ranks) // replicas)
@@ -62,25 +69,24 @@ def test_a_pipeline_trains_as_one_process(name: str, found: Callable[[str], list
     assert all(torch.equal(merged[key], state[key]) for key in state)
 
 
-@pytest.mark.slow
-def test_the_replicas_of_a_stage_share_their_scales(found: Callable[[str], list[dict[str, Any]]]) -> None:
+@runs("ddp", "fsdp")
+def test_the_replicas_of_a_stage_share_their_scales(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
     """They record amaxes together, when a step is over: one process alone, which records at once, is near."""
     losses, _ = pipelines.alone("delayed", 4)
-    for name in ("ddp", "fsdp"):
-        assert [rank["losses"] for rank in found(name)[2:]] == [pytest.approx(losses, rel=2e-3)] * 2
-        for one, other in (found(name)[:2], found(name)[2:]):
-            assert one["stage"] == other["stage"]
-            assert all(torch.equal(other["state"][key], value) for key, value in one["state"].items())
+    ranks = found(name)
+    assert [rank["losses"] for rank in ranks[2:]] == [pytest.approx(losses, rel=2e-3)] * 2
+    for one, other in (ranks[:2], ranks[2:]):
+        assert one["stage"] == other["stage"]
+        assert all(torch.equal(other["state"][key], value) for key, value in one["state"].items())
 
 
-@pytest.mark.slow
-def test_a_stage_reduces_over_its_own_ranks(found: Callable[[str], list[dict[str, Any]]]) -> None:
-    assert [rank["reductions"] for rank in found("delayed")] == [[], []]  # a rank alone records in the graph
-    assert [rank["reductions"] for rank in found("ddp")] == [[2]] * 4
-    assert [rank["reductions"] for rank in found("fsdp")] == [[2]] * 4
+@runs("delayed", "ddp", "fsdp")
+def test_a_stage_reduces_over_its_own_ranks(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
+    """A rank alone records in the graph."""
+    assert [rank["reductions"] for rank in found(name)] == ([[], []] if name == "delayed" else [[2]] * 4)
 
 
-@first_slow("name", ["delayed", "delayed, two stages per rank", "four stages", "ddp", "fsdp"])
+@runs("delayed", "delayed, two stages per rank", "four stages", "ddp", "fsdp")
 def test_checkpoints_keep_the_state_of_each_stage(name: str, found: Callable[[str], list[dict[str, Any]]]) -> None:
     """DCP keeps one value under one name: one name for all stages is refused, a name per stage is saved and loaded."""
     for rank in found(name):
@@ -94,7 +100,7 @@ def test_a_recipe_without_state_has_nothing_to_lose(found: Callable[[str], list[
     assert [rank["refused"] for rank in found("tensorwise")] == ["", ""]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_replicas_that_nothing_joins_are_told_so(found: Callable[[str], list[dict[str, Any]]]) -> None:
     for rank in found("apart"):
         (warning,) = [text for text in rank["warnings"] if "stage" in text]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from helpers import first_slow
 from ranks import run_each, run_ranks
 
 pytestmark = [
@@ -60,6 +61,8 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 MORE = {
     *((2, f"delayed, {how}") for how in ("not resharded", "loaded", "assigned", "unseen", "generated")),
     *((2, how) for how in ("unseen", "gathered together", "checkpointed", "accumulated", "assigned", "generated")),
+    *((2, how) for how in ("not resharded", "in FP32", "rowwise", "loaded", "regions", "another backend")),
+    *((2, how) for how in ("delayed, checkpointed", "delayed, compiled step")),
     *((4, name) for name in CASES[4]),
 }
 # what stays in high precision, with the reason
@@ -141,7 +144,7 @@ def test_rows_are_quantized_in_each_forward(ranks: int, of_ranks: Any) -> None:
         assert found["gemms"] == 2 * 3 * 3 + 2 * 3  # of training and of evaluation
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_regions_are_the_layers(of_ranks: Any) -> None:
     """``fp8graph.compile(model, regions="auto")`` after ``fully_shard`` is the loop over layers."""
     for (_, by_hand), (_, at_once) in zip(of_ranks(2, "tensorwise"), of_ranks(2, "regions"), strict=True):
@@ -181,7 +184,7 @@ def test_a_backend_keeps_no_model_alive(of_ranks: Any) -> None:
         assert found["freed"]
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_another_backend_takes_over(of_ranks: Any) -> None:
     for expected, found in of_ranks(2, "another backend"):
         saved = [a - b for a, b in zip(expected["bytes"], found["bytes"], strict=True)]
@@ -205,34 +208,26 @@ def test_another_policy_brings_back_what_it_reads(of_ranks: Any) -> None:
         assert saved[0] == 0 < matrices
 
 
-@pytest.mark.slow
-def test_layers_share_code(tmp_path: Path) -> None:
+@first_slow("recipe", ["delayed", "tensorwise"])
+def test_layers_share_code(recipe: str, tmp_path: Path) -> None:
     """Layers compiled one by one: forward and backward, before and after weights come in FP8."""
     import sent
 
-    calls = {f"{recipe} {n}": (sent.generations, (recipe, n)) for recipe in ("tensorwise", "delayed") for n in (2, 5)}
-    for found in run_ranks(run_each, 2, tmp_path, calls):
-        for recipe in ("tensorwise", "delayed"):
-            for layers in (2, 5):
-                counts, names = found[f"{recipe} {layers}"]
-                assert counts == [2, 4, 4]
-                assert names == [f"layers.{i}.{name}" for i in range(layers) for name in ("gate", "up", "down")]
+    for counts, names in run_ranks(sent.generations, 2, tmp_path, recipe, 5):
+        assert counts == [2, 4, 4]
+        assert names == [f"layers.{i}.{name}" for i in range(5) for name in ("gate", "up", "down")]
 
 
-@pytest.mark.slow
-def test_memory_of_a_layer_while_it_runs(tmp_path: Path) -> None:
+@first_slow("recipe", ["delayed", "tensorwise"])
+def test_memory_of_a_layer_while_it_runs(recipe: str, tmp_path: Path) -> None:
     """One byte for each number in forward; in backward, fprop's and dgrad's. Evaluation came first, and is as wide.
 
     What stands for whole parameters, as large as the largest, is counted in each layer: 2/3 of a byte here.
     """
     import sent
 
-    calls = {
-        f"{recipe} {on}": (sent.peaks, (recipe, on)) for recipe in ("tensorwise", "delayed") for on in (False, True)
-    }
+    calls = {in_fp8: (sent.peaks, (recipe, in_fp8)) for in_fp8 in (False, True)}
     for found in run_ranks(run_each, 2, tmp_path, calls):
-        for recipe in ("tensorwise", "delayed"):
-            before, after = (found[f"{recipe} {in_fp8}"] for in_fp8 in (False, True))
-            # bf16 and FP8 of the widest; backward: and the gradients, in bf16
-            assert before == pytest.approx([2 + 2 / 3, 2 + 2 / 3, 5 + 1 / 3], abs=0.1)
-            assert after == pytest.approx([1 + 2 / 3, 1 + 2 / 3, 3 + 1 / 3], abs=0.12)
+        # bf16 and FP8 of the widest; backward: and the gradients, in bf16
+        assert found[False] == pytest.approx([2 + 2 / 3, 2 + 2 / 3, 5 + 1 / 3], abs=0.1)
+        assert found[True] == pytest.approx([1 + 2 / 3, 1 + 2 / 3, 3 + 1 / 3], abs=0.12)

@@ -90,17 +90,43 @@ MEASURED = {
 ALONE = delayed(reduce_amax=False)
 GENERATED = ("ddp", "tp and sp")
 FIRST = {"all layers first": 0, "none first": 3}
-RUNS: dict[int, dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]] = {  # on so many ranks
-    ranks: {how: (parallelism.run, (how, list(RECIPES.values()))) for how, count in MEASURED if count == ranks}
-    for ranks in (2, 4)
+RECIPES_OF: dict[tuple[str, int], tuple[str, ...]] = {  # of each kind on so many ranks
+    **dict.fromkeys(MEASURED, tuple(RECIPES)),
+    **{(f"{how}, generated", 2): ("tensorwise", "delayed") for how in GENERATED},
 }
-RUNS[2] |= {
-    f"{how}, generated": (parallelism.run, (how, [RECIPES["tensorwise"], RECIPES["delayed"]], "inductor"))
-    for how in GENERATED
+# the others wait for a release
+SLOW = {
+    *(("ddp", 2, name) for name in ("tensorwise", "delayed")),
+    *(("fsdp", 2, name) for name in ("delayed", "blockwise, any scale")),
+    *(("tp and sp", 2, name) for name in ("delayed", "rowwise, any scale")),
+    ("ddp, generated", 2, "delayed"),
 }
-RUNS[2] |= {name: (parallelism.run_skipping, (delayed(), first)) for name, first in FIRST.items()}
-RUNS[2]["without the reduction"] = parallelism.run, ("ddp", [ALONE])
-RUNS[4]["in pairs"] = parallelism.run_in_pairs, (delayed(),)
+
+
+def cases(*, generated: bool) -> list[Any]:
+    return [
+        pytest.param(how, ranks, name, marks=() if (how, ranks, name) in SLOW else pytest.mark.release)
+        for (how, ranks), names in RECIPES_OF.items()
+        if how.endswith(", generated") == generated
+        for name in names
+    ]
+
+
+def runs(ranks: int, *, slow: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What so many ranks run in one start, by name: of the slow tests, or of a release."""
+    found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for how, names in ((how, names) for (how, count), names in RECIPES_OF.items() if count == ranks):
+        recipes = [RECIPES[name] for name in names if ((how, ranks, name) in SLOW) == slow]
+        kind, _, generated = how.partition(", ")
+        if recipes:
+            found[how] = parallelism.run, (kind, recipes, "inductor" if generated else "eager")
+    if slow:
+        found |= {name: (parallelism.run_skipping, (delayed(), first)) for name, first in FIRST.items()}
+        found["without the reduction"] = parallelism.run, ("ddp", [ALONE])
+    elif ranks == 4:
+        found["in pairs"] = parallelism.run_in_pairs, (delayed(),)
+    return found
+
 
 pytestmark = [
     pytest.mark.slow,
@@ -110,13 +136,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
-    """What each of so many ranks found, by the names of ``RUNS``."""
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """By rank: what a recipe gave in one of ``cases``; or, without a recipe, what another of ``runs`` did."""
 
     @functools.cache
-    def found(ranks: int) -> list[dict[str, Any]]:
+    def run(ranks: int, slow: bool) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp(f"of{ranks}")
-        return run_ranks(run_each, ranks, folder, RUNS[ranks], seconds=1100, collective_seconds=300)
+        return run_ranks(run_each, ranks, folder, runs(ranks, slow=slow), seconds=1100, collective_seconds=300)
+
+    def found(how: str, ranks: int, name: str | None = None) -> list[Any]:
+        if name is None:
+            return [of_rank[how] for of_rank in run(ranks, ranks == 2)]
+        return [of_rank[how][str(RECIPES[name])] for of_rank in run(ranks, (how, ranks, name) in SLOW)]
 
     return found
 
@@ -143,36 +174,33 @@ def assert_same(found: Tensor, expected: Tensor, *, exact: bool) -> None:
         torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-6 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize(
-    ("how", "ranks"), [pytest.param(*case, marks=pytest.mark.release if case[1] == 4 else ()) for case in MEASURED]
-)
-def test_the_ranks_are_one_process_with_the_scales_of_each_shard(how: str, ranks: int, of_ranks: Any) -> None:
+@pytest.mark.parametrize(("how", "ranks", "name"), cases(generated=False))
+def test_the_ranks_are_one_process_with_the_scales_of_each_shard(
+    how: str, ranks: int, name: str, of_ranks: Any
+) -> None:
     """Losses, gradients and scaling state after 5 steps; and how far they are from one process's own scales."""
-    results = [found[how] for found in of_ranks(ranks)]
+    results = of_ranks(how, ranks, name)
     kwargs = split(how, ranks)
     # sums of two numbers have one order; sequence parallel sums rows in parts that one process sums at once
     exact = how != "tp and sp" and (ranks == 2 or how == "fsdp and tp")
-    for name, recipe in RECIPES.items():
-        of_recipe = [result[str(recipe)] for result in results]
-        expected, alone = emulated(name, ranks, **kwargs), emulated(name, ranks)
-        columns = expected["losses"].shape[1]  # the ranks of one share see the same loss
-        losses = torch.tensor([found["losses"] for found in of_recipe[:: ranks // columns]]).t()
-        for rank, found in enumerate(of_recipe):
-            assert_same(torch.tensor(found["losses"]), expected["losses"][:, rank * columns // ranks], exact=exact)
-            assert found["gradients"].keys() == expected["gradients"].keys()
-            for parameter, gradient in expected["gradients"].items():
-                assert_same(found["gradients"][parameter], gradient, exact=exact)
-            assert found["fp8"] == LINEARS
-            assert found["gemms"] == 3 * len(LINEARS)
-            # each weight once per update; what FSDP2 gathers in each call, and kept in FP8 it would not be sharded
-            assert found["quantized"] == (0 if how.startswith("fsdp") else len(LINEARS) * parallelism.STEPS)
-            assert_same_state(found["state"], of_recipe[0]["state"], expected["state"], exact=exact)
-        decibels = [sqnr_db(alone["losses"].flatten(), losses.sum(1) / kwargs.get("shares", 1))]
-        weights = [f"{linear}.weight" for linear in LINEARS]
-        decibels.append(min(sqnr_db(alone["gradients"][w], of_recipe[0]["gradients"][w]) for w in weights))
-        assert all(
-            found > measured - BELOW for found, measured in zip(decibels, MEASURED[how, ranks][name], strict=True)
-        ), (name, decibels)
+    expected, alone = emulated(name, ranks, **kwargs), emulated(name, ranks)
+    columns = expected["losses"].shape[1]  # the ranks of one share see the same loss
+    losses = torch.tensor([found["losses"] for found in results[:: ranks // columns]]).t()
+    for rank, found in enumerate(results):
+        assert_same(torch.tensor(found["losses"]), expected["losses"][:, rank * columns // ranks], exact=exact)
+        assert found["gradients"].keys() == expected["gradients"].keys()
+        for parameter, gradient in expected["gradients"].items():
+            assert_same(found["gradients"][parameter], gradient, exact=exact)
+        assert found["fp8"] == LINEARS
+        assert found["gemms"] == 3 * len(LINEARS)
+        # each weight once per update; what FSDP2 gathers in each call, and kept in FP8 it would not be sharded
+        assert found["quantized"] == (0 if how.startswith("fsdp") else len(LINEARS) * parallelism.STEPS)
+        assert_same_state(found["state"], results[0]["state"], expected["state"], exact=exact)
+    decibels = [sqnr_db(alone["losses"].flatten(), losses.sum(1) / kwargs.get("shares", 1))]
+    weights = [f"{linear}.weight" for linear in LINEARS]
+    decibels.append(min(sqnr_db(alone["gradients"][w], results[0]["gradients"][w]) for w in weights))
+    measured = MEASURED[how, ranks][name]
+    assert all(found > least - BELOW for found, least in zip(decibels, measured, strict=True)), decibels
 
 
 def assert_same_state(found: Any, first: Any, expected: dict[emulation.Field, Tensor], *, exact: bool) -> None:
@@ -193,44 +221,41 @@ def assert_same_state(found: Any, first: Any, expected: dict[emulation.Field, Te
             assert torch.equal(state[tensor, field][first_step], value[first_step])
 
 
-@pytest.mark.parametrize("how", GENERATED)
-def test_generated_code_trains_as_the_graph_does(how: str, of_ranks: Any) -> None:
+@pytest.mark.parametrize(("how", "ranks", "name"), cases(generated=True))
+def test_generated_code_trains_as_the_graph_does(how: str, ranks: int, name: str, of_ranks: Any) -> None:
     """Inductor rounds as eager does, but for the last bits of norms and sums: 132.8 dB measured, or no difference."""
-    results = [(of_rank[how], of_rank[f"{how}, generated"]) for of_rank in of_ranks(2)]
-    for recipe in map(str, (RECIPES["tensorwise"], RECIPES["delayed"])):
-        first = results[0][1][recipe]["state"]
-        for eager, found in ((interpreted[recipe], generated[recipe]) for interpreted, generated in results):
-            assert (eager["by_inductor"], found["by_inductor"] > 0) == (0, True)
-            assert found["fp8"] == eager["fp8"] == LINEARS
-            assert found["gemms"] == eager["gemms"] == 3 * len(LINEARS)
-            assert found["collectives"] == eager["collectives"]
-            torch.testing.assert_close(found["losses"], eager["losses"], rtol=1e-6, atol=0.0)
-            for name, gradient in eager["gradients"].items():
-                assert sqnr_db(gradient, found["gradients"][name]) > 130
-            assert found["state"].keys() == eager["state"].keys() == first.keys()
-            for field, value in eager["state"].items():
-                assert torch.equal(found["state"][field], first[field])
-                # amaxes of what silu or a norm made differ in the last bit; those of the weights do not
-                rtol = 0.0 if ".weight" in field else 1e-6
-                torch.testing.assert_close(found["state"][field], value, rtol=rtol, atol=0.0)
+    results = of_ranks(how, ranks, name)
+    for eager, found in zip(of_ranks(how.removesuffix(", generated"), ranks, name), results, strict=True):
+        assert (eager["by_inductor"], found["by_inductor"] > 0) == (0, True)
+        assert found["fp8"] == eager["fp8"] == LINEARS
+        assert found["gemms"] == eager["gemms"] == 3 * len(LINEARS)
+        assert found["collectives"] == eager["collectives"]
+        torch.testing.assert_close(found["losses"], eager["losses"], rtol=1e-6, atol=0.0)
+        for parameter, gradient in eager["gradients"].items():
+            assert sqnr_db(gradient, found["gradients"][parameter]) > 130
+        assert found["state"].keys() == eager["state"].keys() == results[0]["state"].keys()
+        for field, value in eager["state"].items():
+            assert torch.equal(found["state"][field], results[0]["state"][field])
+            # amaxes of what silu or a norm made differ in the last bit; those of the weights do not
+            rtol = 0.0 if ".weight" in field else 1e-6
+            torch.testing.assert_close(found["state"][field], value, rtol=rtol, atol=0.0)
 
 
 def test_without_the_reduction_the_scales_differ(of_ranks: Any) -> None:
-    first, second = (found["without the reduction"][str(ALONE)]["state"] for found in of_ranks(2))
+    first, second = (found[str(ALONE)]["state"] for found in of_ranks("without the reduction", 2))
     differ = {name for name, value in first.items() if not torch.equal(value, second[name])}
     assert {name for name in first if "weight" not in name and "version" not in name} == differ
 
 
 def test_one_collective_a_step(of_ranks: Any) -> None:
     """A flag, two numbers of the step, and of 4 linears 4 inputs, 4 weights and 4 gradients."""
-    result = of_ranks(2)[0]["ddp"][str(RECIPES["delayed"])]
-    assert result["collectives"] == [("all_reduce", "step", "float32", (15,))]
+    assert of_ranks("ddp", 2, "delayed")[0]["collectives"] == [("all_reduce", "step", "float32", (15,))]
 
 
 @pytest.mark.parametrize("name", FIRST)
 def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(name: str, of_ranks: Any) -> None:
     """Both ranks have the histories of the one that skips nothing, and whose numbers are the larger ones."""
-    ranks = [found[name] for found in of_ranks(2)]
+    ranks = of_ranks(name, 2)
     alone = parallelism.run_skipping(0, delayed(), FIRST[name])
     for step, expected in enumerate(alone):
         for states in ranks:
@@ -243,6 +268,6 @@ def test_a_rank_that_skips_layers_neither_hangs_nor_drifts(name: str, of_ranks: 
 @pytest.mark.release
 def test_a_group_of_ones_own(of_ranks: Any) -> None:
     """Ranks 0, 1 and 2, 3 reduce among themselves."""
-    states = [found["in pairs"] for found in of_ranks(4)]
+    states = of_ranks("in pairs", 4)
     same = [[all(map(torch.equal, a.values(), b.values())) for b in states] for a in states]
     assert same == [[i // 2 == j // 2 for j in range(4)] for i in range(4)]

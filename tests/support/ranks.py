@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import multiprocessing
+
+# What every rank needs: where processes can be forked, it is imported once (four seconds) and not by each of them.
+IMPORTED = [
+    "fp8graph.backend",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+]
 
 
 def run_ranks(
@@ -33,7 +42,8 @@ def run_ranks(
         RuntimeError: a rank raised or was killed; with what it said. The others are stopped.
         TimeoutError: not all were done after ``seconds``.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(IMPORTED)
     processes = [
         context.Process(target=_main, args=(function, rank, ranks, str(folder), collective_seconds, args))
         for rank in range(ranks)
@@ -57,7 +67,7 @@ def run_ranks(
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks) if rank != lost]
 
 
-def run_each(rank: int, calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[str, Any]:
+def run_each(rank: int, calls: dict[Any, tuple[Callable[..., Any], tuple[Any, ...]]]) -> dict[Any, Any]:
     """``function(rank, *arguments)`` of each of ``calls``, by name: a launch takes seconds."""
     return {name: function(rank, *arguments) for name, (function, arguments) in calls.items()}
 

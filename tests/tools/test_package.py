@@ -70,7 +70,7 @@ def test_the_same_bits_without_fp8graph(recipe: str, tmp_path: Path) -> None:
 
 @ON_CPU
 @pytest.mark.usefixtures("in_fp32")
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_llama_without_transformers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = causal_lm("Llama")(2).bfloat16().eval()
@@ -96,7 +96,7 @@ def test_weights_are_in_the_file_once_and_in_fp8(tmp_path: Path) -> None:
 
 @ON_CPU
 @pytest.mark.usefixtures("in_fp32")
-@pytest.mark.slow
+@pytest.mark.release
 def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
     layer = stored("row", 128, 256).eval()
     x = torch.randn(32, 256, dtype=torch.bfloat16)
