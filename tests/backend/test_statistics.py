@@ -421,8 +421,7 @@ def _sharded(rank: int, recipe: str) -> Any:
     return names
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])  # gathered in FP8, and in bf16
+@first_slow("recipe", ["tensorwise", "mxfp8"])  # gathered in FP8, and in bf16
 def test_shards(tmp_path: Path, recipe: str) -> None:
     first, second = run_ranks(_sharded, 2, tmp_path, recipe)
     assert first == second

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from fp8graph.compat import torch_build
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import NAMES_KEY
@@ -79,6 +80,13 @@ def test_a_gpus_gemm_gets_a_column_major_b_without_a_copy() -> None:
     assert gemm.args[1].meta["val"].stride() == (1, 32)  # pyright: ignore
 
 
+@pytest.fixture
+def bf16_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that has one, whatever runs the test."""
+    monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: True)
+
+
+@pytest.mark.usefixtures("bf16_gemm")
 def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
     graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
     before = run(graph, FP8, FP8, ONE, ONE)
@@ -88,6 +96,7 @@ def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
     assert same_bits(before, run(graph, FP8, FP8, ONE, ONE))
 
 
+@pytest.mark.usefixtures("bf16_gemm")
 def test_what_torch_runs_alone_has_no_op_of_ours() -> None:
     graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
     before = run(graph, FP8, FP8, ONE, ONE)
