@@ -75,6 +75,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_what_the_readme_points_to(release: Path) -> None:
     (archive,) = release.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
@@ -91,6 +92,7 @@ def test_the_source_distribution_has_what_the_readme_points_to(release: Path) ->
         } - names == set()
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_the_product(release: Path, tmp_path: Path) -> None:
     (wheel,) = release.glob("*.whl")
     expected = release_check.expected_in_the_wheel()

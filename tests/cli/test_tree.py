@@ -32,6 +32,7 @@ def of_family(name: str, **settings: Any) -> fp8graph.Report:
     return fp8graph.explain(model, input_ids=ids, labels=ids, training=True, **settings)
 
 
+@pytest.mark.slow
 def test_layers_are_a_branch_and_reasons_are_said_once(llama: fp8graph.Report) -> None:
     lines, reasons = printed(llama)
     assert [line.rstrip() for line in lines] == [

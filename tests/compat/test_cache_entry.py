@@ -66,6 +66,7 @@ def test_entries_under_one_key_carry_their_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TwoTensor does not implement _stable_hash_for_caching")
+@pytest.mark.slow
 def test_the_entry_of_a_graph_with_tensor_subclasses_carries_them() -> None:
     """Such a graph has metadata of its own, beside that of the graph that Dynamo saw."""
     from torch.testing._internal.two_tensor import TwoTensor

@@ -229,7 +229,8 @@ def test_load_checkpoint(name: str, folder: Callable[[str], Path]) -> None:
     _agrees(name, folder(name), _logits(llama, EXPECTED[name][0]))
 
 
-@first_fast("name", [name for name, one in FORMATS.items() if one.loads])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.loads])
 def test_as_its_library_loads_it(name: str, folder: Callable[[str], Path]) -> None:
     llama = load(folder(name), F32).eval()
     _scatter(llama)

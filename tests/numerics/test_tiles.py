@@ -16,6 +16,7 @@ import oracle
 from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, hardware, numerics
 from fp8graph.numerics import formats
 from fp8graph.recipes import LAYOUTS, Recipe
+from helpers import first_fast
 
 PLAIN_FP4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)  # the rest: test_nvfp4.py
 SOURCES = [torch.bfloat16, torch.float32, torch.float16]
@@ -66,7 +67,7 @@ def test_shapes(recipe: Recipe, operand: Any) -> None:
 
 
 @each_recipe
-@pytest.mark.parametrize("source", SOURCES)
+@first_fast("source", SOURCES)
 def test_special_tiles(recipe: Recipe, operand: Any, source: torch.dtype) -> None:
     """Whole tiles of one number beside normal ones; one such element in a tile of normal numbers."""
     quantizer = recipe.quantizer(operand)

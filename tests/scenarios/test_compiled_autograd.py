@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, Policy, Rule
-from helpers import first_fast, same_bits
+from helpers import first_slow, same_bits
 
 
 class Net(nn.Module):
@@ -68,7 +68,7 @@ def rows(backend: Backend) -> list[tuple[str, str, str]]:
     return [(gemm.fqn, gemm.gemm, str(gemm.recipe)) for gemm in backend.report.gemms]
 
 
-@first_fast(
+@first_slow(
     ("recipe", "wrap", "options"),
     [
         ("delayed", compiled, {}),
