@@ -52,11 +52,13 @@ class Autocast(nn.Module):
 
 def marks_of(case: Case) -> pytest.MarkDecorator | tuple[()]:
     """One producer is enough in the fast tests; "add" and "gelu" are fused as "silu_mul" is."""
-    if case.producer in ("add", "gelu"):
-        return pytest.mark.release
-    return () if (case.producer, case.recipe, case.layouts) in FAST else pytest.mark.slow
+    if (case.producer, case.recipe, case.layouts) in FAST:
+        return ()
+    slow = case.producer in ("nothing", "silu_mul") and case.layouts == "both" and case.recipe in SLOW
+    return pytest.mark.slow if slow else pytest.mark.release
 
 
+SLOW = ("tensorwise", "rowwise", "mxfp8")
 FAST = {("nothing", "rowwise", "row"), ("nothing", "tensorwise", "both"), ("rms_norm", "delayed", "both")}
 
 
@@ -88,8 +90,7 @@ def test_padding_costs_no_pass(recipe: str, layouts: str, size: tuple[int, int])
     assert sum(k.bytes for k in padded) <= 1.001 * sum(k.bytes for k in aligned)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("producer", "layouts"), [("rms_norm", "both"), ("silu_mul", "both"), ("nothing", "row")])
+@first_slow(("producer", "layouts"), [("rms_norm", "both"), ("silu_mul", "both"), ("nothing", "row")])
 def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     """70 tiles become 72, for torch and cuBLASLt to agree on the scales' strides: one more kernel writes the zeros, and
     one their scales, which are copied (2 x 2.25 MiB of 212)."""
@@ -106,8 +107,7 @@ def test_tiles_of_zeros_cost_no_pass(producer: str, layouts: str) -> None:
     assert sum(k.bytes for k in padded) <= 1.035 * sum(k.bytes for k in unpadded)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.slow), "rowwise"])
+@first_slow("recipe", ["tensorwise", "delayed", "rowwise"])
 def test_padding_of_a_dynamic_size_costs_no_pass(recipe: str) -> None:
     """wgrad contracts over the tokens: their number is padded to a multiple of 16 when it is known."""
     counts: list[int] = []
@@ -154,8 +154,10 @@ def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
     assert (ours, theirs) == ([12 * numbers], [6 * numbers])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param(x, marks=pytest.mark.slow if x in ("delayed", "blockwise") else pytest.mark.release) for x in LAYERS],
+)
 def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
     found = recorded.of_layer(layer)
     for direction in DIRECTIONS:
@@ -167,8 +169,7 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
 MEASURED = [layer for layer, (recipe, target) in LAYERS.items() if recipe is not None and target == "sm_90"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", MEASURED)
+@first_slow("layer", ["delayed", *(layer for layer in MEASURED if layer != "delayed")])
 def test_the_largest_kernels_of_a_layer(layer: str, data: dict[str, Any]) -> None:
     """No more registers, spills and instructions, no narrower stores, in the configuration that was best.
 
@@ -201,7 +202,8 @@ def test_what_is_worse(change: dict[str, Any]) -> None:
     assert recorded.is_worse(row, row | change)
 
 
-@first_slow("layer", MEASURED)
+@pytest.mark.release
+@pytest.mark.parametrize("layer", MEASURED)
 def test_the_kernels_of_a_layer_compile_without_spills(layer: str) -> None:
     """Every configuration that Inductor would try, for sm_90a."""
     sources = {k.source for k in recorded.layer_kernels(layer) if k.graph != "weights"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import fp8graph
 from fp8_checkpoints import CONFIG, F32, FORMATS, IDS, LINEARS, load, model
 from fp8graph.libraries.stored_linear import StoredLinear
 from fp8graph.numerics import sqnr_db
-from helpers import first_fast
+from helpers import first_slow
 
 Rounded = Callable[[Tensor], Tensor]
 
@@ -214,7 +214,16 @@ def _logits(llama: Any, recipe: str | None) -> Tensor:
     return logits
 
 
-@first_fast("name", [name for name in FORMATS if not name.startswith("torchao")])
+SLOW = {"hf-static", "modelopt-nvfp4", "compressed-tensors-fp8-block", "torchao-rowwise"}  # one of each library
+
+
+def formats(names: Sequence[str], *, fast: int) -> pytest.MarkDecorator:
+    """The first ``fast`` of ``names`` fast, those in ``SLOW`` slow, and the others before a release."""
+    marks = [() if i < fast else pytest.mark.slow if x in SLOW else pytest.mark.release for i, x in enumerate(names)]
+    return pytest.mark.parametrize("name", [pytest.param(x, marks=m) for x, m in zip(names, marks, strict=True)])
+
+
+@formats([name for name in FORMATS if not name.startswith("torchao")], fast=1)
 def test_load_checkpoint(name: str, folder: Callable[[str], Path]) -> None:
     """In FP32 nothing else is rounded, so that few numbers fall on the other side of a step than in float64."""
     llama: Any = LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
@@ -229,8 +238,7 @@ def test_load_checkpoint(name: str, folder: Callable[[str], Path]) -> None:
     _agrees(name, folder(name), _logits(llama, EXPECTED[name][0]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, one in FORMATS.items() if one.loads])
+@formats([name for name, one in FORMATS.items() if one.loads], fast=0)
 def test_as_its_library_loads_it(name: str, folder: Callable[[str], Path]) -> None:
     llama = load(folder(name), F32).eval()
     _scatter(llama)
@@ -250,8 +258,7 @@ def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_: Any)
     return (a.float() * scale_a) @ (b.float() * scale_b)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_FP32)
+@first_slow("name", IN_FP32)
 def test_its_library_computes_the_same(
     name: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +271,7 @@ def test_its_library_computes_the_same(
     assert sqnr_db(expected, _logits(llama, EXPECTED[name][0])) > 60
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
+@first_slow("name", ["torchao-weight-only", "torchao-nvfp4-weight-only", "compressed-tensors-mxfp8"])
 def test_its_library_computes_the_same_in_bf16(name: str, folder: Callable[[str], Path]) -> None:
     with torch.no_grad():
         expected = load(folder(name)).eval()(input_ids=IDS, use_cache=False).logits
