@@ -88,7 +88,7 @@ def tensors_of(linear: Layer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
     return {"input": x.detach(), "weight": linear.weight.detach(), "grad_output": dy, "output": out, **grads}
 
 
-@first_fast("recipe", RECIPES)
+@first_fast("recipe", RECIPES, others=pytest.mark.release)
 @first_fast("how", ["plain", "checkpoint", "reentrant", pytest.param("inductor", marks=pytest.mark.release)])
 def test_every_recipe(recipe: str, how: str) -> None:
     """All operands, both layouts and all results of one linear, with sizes that are padded."""

@@ -40,8 +40,7 @@ NARROW = inductor.cpu_codegen_patches([torch.ones(1)])
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, 3e38, -3e38, float("inf"), float("-inf"), float("nan")])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2", "e4m3fnuz", "e5m2fnuz"])
+@first_slow("quantizer", QUANTIZERS, ids=["e4m3", "e5m2", "power 2", "e4m3fnuz", "e5m2fnuz"])
 def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> None:
     compiled = torch.compile(quantize, dynamic=False, options=NARROW)
     for dtype in (torch.bfloat16, torch.float32):
@@ -60,10 +59,7 @@ def gemm_chain() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)).bfloat16()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe", [Float8CurrentScaling(), Float8CurrentScaling(fp8_format=Format.E4M3, power_2_scale=True)]
-)
+@first_slow("recipe", [Float8CurrentScaling(), Float8CurrentScaling(fp8_format=Format.E4M3, power_2_scale=True)])
 def test_compiled_equals_eager_bit_for_bit_without_fused_producers(recipe: Float8CurrentScaling) -> None:
     module, x = gemm_chain(), torch.randn(16, 32).bfloat16().requires_grad_()
     policy = fp8graph.Policy(default=recipe)

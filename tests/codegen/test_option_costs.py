@@ -60,9 +60,9 @@ def of_linear(recipe: Any, target: str) -> dict[str, tuple[int, float]]:
         # 113 MiB more forward: gate and up are read once more, for the amaxes of channels (32), and the weight is
         # quantized in each step, not once per update (80)
         pytest.param(Float8CurrentScaling(smooth_input=True), (8, 5), (193, 192), id="tensorwise"),
-        pytest.param(DelayedScaling(smooth_input=True), (10, 6), (161, 176), id="delayed", marks=pytest.mark.slow),
-        pytest.param(Float8CurrentScaling(), (3, 4), (80, 128), id="plain", marks=pytest.mark.slow),
-        pytest.param(DelayedScaling(), (5, 5), (48, 112), id="plain delayed", marks=pytest.mark.slow),
+        pytest.param(DelayedScaling(smooth_input=True), (10, 6), (161, 176), id="delayed", marks=pytest.mark.release),
+        pytest.param(Float8CurrentScaling(), (3, 4), (80, 128), id="plain", marks=pytest.mark.release),
+        pytest.param(DelayedScaling(), (5, 5), (48, 112), id="plain delayed", marks=pytest.mark.release),
     ],
 )
 def test_smoothing(recipe: Any, kernels: tuple[int, int], mib: tuple[float, float]) -> None:
@@ -107,9 +107,9 @@ def of_attention(recipe: Any, *, training: bool, execution: str) -> list[tuple[i
     [
         ("tensorwise", 7, 60),  # the floor: 24 read for the amaxes, and to be cast, 12 written
         # heads lie beside each other in memory: they are put in order first
-        pytest.param("rowwise", 8, 84, marks=pytest.mark.slow),
-        pytest.param(Float8CurrentScaling(hadamard_qk=True), 10, 60, marks=pytest.mark.slow),  # GEMMs read q and k
-        pytest.param(Float8RowwiseScaling(hadamard_qk=True), 12, 124, marks=pytest.mark.slow),
+        pytest.param("rowwise", 8, 84, marks=pytest.mark.release),
+        pytest.param(Float8CurrentScaling(hadamard_qk=True), 10, 60, marks=pytest.mark.release),  # GEMMs read q and k
+        pytest.param(Float8RowwiseScaling(hadamard_qk=True), 12, 124, marks=pytest.mark.release),
     ],
     ids=["tensorwise", "rowwise", "tensorwise, transformed", "rowwise, transformed"],
 )

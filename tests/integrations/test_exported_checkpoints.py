@@ -88,6 +88,7 @@ def test_transformers_loads_experts(tmp_path: Path) -> None:
 @first_fast(
     ("recipe", "calibrated"),
     [("rowwise", False), ("blockwise", False), ("mxfp8", False), ("delayed", False), ("nvfp4", True)],
+    others=pytest.mark.release,
 )
 def test_compressed_tensors_loads_the_bytes(recipe: str, calibrated: bool, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")

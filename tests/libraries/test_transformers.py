@@ -26,7 +26,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 import fp8graph
 from fp8_checkpoints import BF16, CONFIG, E4M3, E8M0, F32, IDS, any_device
 from fp8graph.numerics import sqnr_db
-from helpers import first_fast
+from helpers import first_fast, first_slow
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
@@ -261,10 +261,7 @@ def losses(model: Any, steps: int = 4) -> list[float]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "deepseek_v3"))]
-)
+@first_slow("name", ["llama", "qwen3", "deepseek_v3"])
 def test_lora_multiplies_the_bytes_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     loaded = checkpoint(name, tmp_path)
     stored = {name: module for name, module in loaded.named_modules() if isinstance(module, FP8Linear)}

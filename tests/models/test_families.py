@@ -18,7 +18,7 @@ from benchmarks.coverage import agreement, model_and_inputs, result_and_loss, st
 from fp8graph.models import FAMILIES, general_policy, policy_for
 from fp8graph.models.family import Counts, Family, causal_lm
 from fp8graph.report import Report
-from helpers import counted_passes, dialect_counts, eager_backend, needs_library
+from helpers import counted_passes, dialect_counts, eager_backend, first_slow, needs_library
 
 # dB of logits, of all gradients and of the deepest layer's, at least, against the same model in bf16, tensorwise and
 # rowwise: what was measured (docs/coverage.md), less 1 to 2. Norms behind the blocks (gemma, olmo2, glm4) and T5's
@@ -247,8 +247,7 @@ def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
     assert "proj_out" in {g.fqn for g in alone.gemms if g.recipe}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("copied", [False, True])
+@first_slow("copied", [False, True])
 def test_rules_of_ones_own_before_the_familys(copied: bool) -> None:
     model, inputs = model_and_inputs(FAMILIES["clip"], 1)
     policy = fp8graph.Policy([fp8graph.Rule("*.fc1", None), fp8graph.Rule("nosuch", None)], extends="default")

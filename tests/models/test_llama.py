@@ -15,7 +15,7 @@ import fp8graph
 from fp8graph.models.llama import FAMILY, tiny_config
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
-from helpers import dialect_counts, eager_backend
+from helpers import dialect_counts, eager_backend, first_slow
 
 
 def llama(layers: int = 2) -> Any:
@@ -77,8 +77,7 @@ def test_what_backward_keeps_is_fp8() -> None:
     assert len(fp8) == 4 + 4  # the columnwise copies of 4 activations and 4 (joined) weights
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@first_slow("dtype", [torch.float16, torch.float32])
 def test_other_dtypes_train(dtype: torch.dtype) -> None:
     model, tokens = llama(1).to(dtype), ids()
     loss = torch.compile(model, backend=eager_backend(None))(input_ids=tokens, labels=tokens).loss
@@ -107,8 +106,7 @@ def test_master_weights_under_autocast_train() -> None:
     assert counts["quantize"] == FAMILY.counts(1).quantized_tensors  # the casts of autocast are seen through
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@first_slow("use_reentrant", [False, True])
 def test_gradient_checkpointing_leaves_the_scaling_state_as_it_is_without(use_reentrant: bool) -> None:
     """Layers that are computed twice are recorded once, with the scale that forward used."""
     plain, checkpointed = scaling_state_of_training(), scaling_state_of_training(use_reentrant=use_reentrant)
@@ -138,8 +136,7 @@ def scaling_state_of_training(**checkpointing: bool) -> dict[str, Tensor]:
     return dict(backend.state_dict())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", [r for r in RECIPE_NAMES if r != "tensorwise"])
+@first_slow("recipe", [r for r in RECIPE_NAMES if r != "tensorwise"])
 def test_counts_of_every_recipe(recipe: str) -> None:
     """Sharing does not depend on the recipe: as many quantize nodes as with one scale per tensor.
 

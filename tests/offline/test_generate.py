@@ -30,7 +30,7 @@ from generated import (
     triton_kernels,
     write_weights,
 )
-from helpers import NONE, first_fast, needs_library
+from helpers import NONE, first_fast, first_slow, needs_library
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -117,8 +117,7 @@ def test_kernels_of_several_graphs_name_theirs() -> None:
     assert found == [(0, ("mm",)), (1, ("mm",)), (2, ("relu",)), (2, ("mm",))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
+@first_slow("target", ["sm_89", "sm_90", "sm_100"])
 def test_each_target_generates_its_own(target: str) -> None:
     found = kernels_of_mlp(target)
     assert {k.graph for k in found} == {"forward", "backward", "weights"}
@@ -149,10 +148,7 @@ def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "training"), [(8960, 384, True), (1536, 128, False), (11008, 128, False)]
-)
+@first_slow(("inputs", "outputs", "training"), [(8960, 384, True), (1536, 128, False), (11008, 128, False)])
 def test_block_scales_have_the_strides_that_torch_and_cublas_read(inputs: int, outputs: int, training: bool) -> None:
     """70 and 3, 12, 86 tiles along k: rows of 128x128 scales are as far apart as there are tiles, and 16 bytes.
 
@@ -201,7 +197,7 @@ def triton_text(function: Any, *sizes: tuple[int, ...]) -> list[str]:
     return [kernel.source for kernel in triton_kernels(generate(function, inputs).kernels)]
 
 
-@first_fast("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"])
+@first_fast("recipe", ["tensorwise", "rowwise", "blockwise", "nvfp4"], others=pytest.mark.release)
 def test_scales_are_divided_exactly(recipe: str) -> None:
     """Triton's ``a / b`` is approximate; CPU and interpreter cannot see it, the text can."""
     text = "".join(triton_text(quantize_after("nothing", recipe, "grad_output", True, True)))

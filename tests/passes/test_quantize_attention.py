@@ -18,7 +18,7 @@ import fp8graph
 from attentions import FORMS_IN_TRAINING, OPS, Attention, asking, exact, qkv, results, rounded, sdpa, written_out
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import NONE, brief, eager_backend, first_fast, same_bits, view_of
+from helpers import NONE, brief, eager_backend, first_fast, first_slow, same_bits, view_of
 
 POWER_2 = Float8CurrentScaling(power_2_scale=True)
 EXACT = Float8RowwiseScaling(power_2_scale=False)
@@ -277,8 +277,7 @@ def test_refusals(module: nn.Module, sizes: dict[str, Any], policy: Policy, why:
         torch.compile(module, backend=backend)(*qkv(**sizes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", Float8CurrentScaling(hadamard_qk=True)])
+@first_slow("recipe", ["rowwise", "tensorwise", Float8CurrentScaling(hadamard_qk=True)])
 def test_generated_code(recipe: Any) -> None:
     """Inductor's C++, forward and backward, of a module with a layout as models have it."""
 

@@ -118,7 +118,7 @@ def test_linears_in_bodies(name: str, training: bool) -> None:
     assert found == (reasons if training else set())
 
 
-@first_fast(("name", "training"), CASES)
+@first_fast(("name", "training"), CASES, others=pytest.mark.release)
 def test_nothing_changes_where_nothing_is_asked_for(name: str, training: bool) -> None:
     backend = fp8graph.Backend(fp8graph.Policy(default=None), compiler="eager")
     expected, result, _ = run(name, training, backend)
@@ -126,7 +126,7 @@ def test_nothing_changes_where_nothing_is_asked_for(name: str, training: bool) -
     assert not any(g.recipe for g in backend.report.gemms)
 
 
-@first_fast(("name", "training"), CASES)
+@first_fast(("name", "training"), CASES, others=pytest.mark.release)
 def test_delayed_scaling_has_no_state_in_bodies(name: str, training: bool) -> None:
     backend = fp8graph.Backend(recipe="delayed", compiler="eager")
     expected, result, _ = run(name, training, backend)

@@ -57,6 +57,7 @@ def written(model: Any, folder: Path, *args: Any, **kwargs: Any) -> Checkpoint:
         ("delayed", "modelopt", "modelopt", "FP8"),
         ("mxfp8", "modelopt", "modelopt", "MXFP8"),
     ],
+    others=pytest.mark.release,  # tools/test_export_ways.py has a folder of each recipe
 )
 def test_the_bytes_and_scales_are_those_of_fprop(
     recipe: str, form: str, method: str, scheme: str, tmp_path: Path
@@ -80,8 +81,7 @@ def test_the_bytes_and_scales_are_those_of_fprop(
     assert config["architectures"] == ["LlamaForCausalLM"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+@first_slow("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_what_is_written_is_what_the_next_forward_multiplies(recipe: str) -> None:
     model = trained(recipe)
     backend = fp8graph.backend_of(model)
@@ -160,8 +160,7 @@ def test_a_state_for_an_engine_is_what_a_folder_holds(tmp_path: Path) -> None:
     assert same_bits(state.values(), [shards.tensor(name) for name in state])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "form"), [("nvfp4", "auto"), ("nvfp4", "modelopt"), ("tensorwise", "modelopt")])
+@first_slow(("recipe", "form"), [("nvfp4", "auto"), ("nvfp4", "modelopt"), ("tensorwise", "modelopt")])
 def test_static_scales_from_calibration(recipe: str, form: str, tmp_path: Path) -> None:
     model = trained(recipe)
     with pytest.raises(fp8graph.CheckpointError, match=r"it stores a static scale of the input of model\.layers"):
@@ -207,8 +206,7 @@ def test_layers_that_no_format_has_stay_as_they_are(tmp_path: Path, caplog: pyte
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8", "delayed"])
+@first_slow("recipe", ["blockwise", "rowwise", "mxfp8", "delayed"])
 def test_experts_are_written_as_linears(recipe: str, tmp_path: Path) -> None:
     """Bytes and scales of each expert, by the names of Mixtral's checkpoints."""
     torch.manual_seed(0)

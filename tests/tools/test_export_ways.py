@@ -110,7 +110,7 @@ def test_a_state_and_a_folder_have_the_same_bytes(
     assert same_bits([checkpoint.shards.tensor(name) for name in state], state.values())
 
 
-@first_fast("recipe", ["tensorwise", "delayed", "mxfp8"])
+@first_fast("recipe", ["tensorwise", "delayed", "mxfp8"], others=pytest.mark.release)
 def test_weights_that_the_graph_itself_quantizes(recipe: str) -> None:
     """Joined linears too: gate and up share their scale."""
     models = [fp8graph.compile(Blocks(), recipe=recipe, compiler="eager", cache_weights=keep) for keep in (True, False)]
