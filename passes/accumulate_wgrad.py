@@ -26,7 +26,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
 from fp8graph.ir.extra_inputs import Gradient
 from fp8graph.ir.keys import GEMM_KEY
-from fp8graph.ir.nodes import aten, fake_mode_of, nodes, value
+from fp8graph.ir.nodes import aten, nodes, value
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
@@ -51,6 +51,7 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
     primals = [(node, index) for node, index in graph_inputs(graph) if not str(node.target).startswith("tangents")]
     first = len(results) - len(primals)  # the gradients come last, one for each input
     found: dict[fx.Node, tuple[int, Gradient]] = {}
+    moved: dict[tuple[str, int, str], str] = {}  # by site and GEMM: what adding to the gradient moves
     for wgrad in nodes(graph, (ops.scaled_mm, *_OTHERS)):
         if wgrad.meta.get(GEMM_KEY, (0, ""))[1] != "wgrad":
             continue
@@ -63,17 +64,13 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
             if reason is None:
                 shape, device = tuple(value(parameter).shape), value(parameter).device
                 found[wgrad] = place, Gradient(parameter=cast(int, index), shape=shape, device=device)
-                compilation.accumulated[site.fqn, site.index] = _moves(wgrad, parameter, compilation)
+                moved[site.fqn, site.index, "wgrad"] = _moves(wgrad, parameter, compilation)
         if reason is not None:
             compilation.refuse("FP32 gradient", site, reason)
-    compilation.gradients = tuple(gradient for _, gradient in found.values())
-    if not found:
+    taken = compilation.take(graph, [gradient for _, gradient in found.values()])
+    if not found or taken is None:
         return
-    with fake_mode_of(next(iter(found))):
-        buffers = [gradient.stand_in() for gradient in compilation.gradients]
-    taken = compilation.known.spares.take(graph, buffers)
-    if taken is None:
-        return
+    compilation.amend(moved, dtype="fp32")
     for buffer, (wgrad, (place, _)) in zip(taken, found.items(), strict=True):
         set_argument(wgrad, "out_dtype", torch.float32)
         set_argument(wgrad, "addend", buffer)

@@ -27,25 +27,24 @@ from fp8graph.analysis.legality import is_batched, why_not_in_fp8
 from fp8graph.analysis.profit import judge
 from fp8graph.analysis.stored import as_stored, stored_weight, why_not_as_stored
 from fp8graph.errors import Fp8GraphError
+from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.ir.compilation import Compilation, Known
-from fp8graph.ir.nodes import GROUPED, matmul_arguments, static_size, value
+from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, Site
+from fp8graph.ir.text import short
 from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
 from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
+from fp8graph.records import GemmRecord
 
-# backward of torch.cond, while_loop, map and scan
 _NO_FORWARD: Final = "a backward matmul; no forward one of its operands was found"
+# backward of torch.cond, while_loop, map and scan
 _FORWARD_ELSEWHERE: Final = "the backward of a higher-order op is a graph of its own, without the forward matmul"
 
 
 def assign(graph: fx.Graph, compilation: Compilation) -> None:
     decisions = compilation.decisions
-    orphaned = (
-        _FORWARD_ELSEWHERE
-        if compilation.known.subgraph
-        else "a backward matmul; no forward one of its operands was found"
-    )
+    orphaned = _FORWARD_ELSEWHERE if compilation.known.subgraph else _NO_FORWARD
     blocks = Blocks(site.fqn for site in compilation.sites)
     for site in compilation.sites:
         resolution = resolve(site, compilation.known)
@@ -67,6 +66,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
         for gemm in choice.gemms:
             if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
                 decisions[gemm.node] = with_speedup(decisions[gemm.node], speedup, bar)
+    compilation.rows += [_row(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
 
 
 def with_speedup(decision: Decision, speedup: float, bar: float) -> Decision:
@@ -181,3 +181,51 @@ def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
 def contraction_size(gemm: Gemm) -> int | torch.SymInt:
     """k of ``[m, k] @ [k, n]``."""
     return value(matmul_arguments(gemm.node)[0]).shape[-1]
+
+
+def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
+    """The row of the report, made while the matmul is still there."""
+    decision = compilation.decisions[gemm.node]
+    out = value(gemm.node)
+    a, b = map(value, matmul_arguments(gemm.node))
+    dtypes = [short(a.dtype), short(b.dtype)]
+    bits = [8 * a.itemsize, 8 * b.itemsize]
+    if decision.recipe is not None:
+        device = compilation.hardware_of(gemm.node)
+        stored = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
+        dtypes = ["fp4" if dtype == torch.uint8 else short(dtype) for dtype in stored]  # two in one uint8
+        bits = [4 if dtype == torch.uint8 else 8 for dtype in stored]
+    sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
+    m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
+    batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m
+    return GemmRecord(
+        fqn=site.fqn,
+        index=site.index,
+        op=site.op,
+        gemm=gemm.gemm,
+        m=sizes[0],
+        n=sizes[1],
+        k=sizes[2],
+        flops=2 * batch * m * n * k,
+        recipe=decision.recipe.name if decision.recipe is not None else None,
+        reason=decision.reason,
+        dtypes=(dtypes[0], dtypes[1], short(out.dtype)),
+        execution=decision.execution,
+        required=decision.required,
+        by_profitability=decision.by_profitability,
+        speedup=decision.speedup,
+        rule=decision.resolution.rule,
+        seconds=_seconds(gemm, (m, n, k), batch, compilation),
+        bytes_read=sum(math.prod(map(size_hint, x.shape)) * of // 8 for x, of in zip((a, b), bits, strict=True)),
+    )
+
+
+def _seconds(gemm: Gemm, sizes: tuple[int, int, int], batch: int, compilation: Compilation) -> float | None:
+    """The predicted time in high precision, if the device has a speed model and FP8 is not emulated."""
+    speed, dtype = compilation.hardware_of(gemm.node).speed, value(gemm.node).dtype
+    emulated = compilation.decisions[gemm.node].execution == "emulated"
+    if speed is None or emulated or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    if compilation.known.settings.cuda_graphs:
+        speed = speed.replayed()
+    return gemm_seconds(speed, *sizes, dtype, batch=batch)

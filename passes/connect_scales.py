@@ -35,7 +35,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
 from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.nodes import aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.trace import inline, trace
 from fp8graph.numerics import history
@@ -67,8 +67,9 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             if entry is None:
                 entries.append(entry := _Entry(rows))
             entry.users.append(node)
-    compilation.pages = tuple(
+    layouts = [
         PageLayout(
+            number=number,
             recipe=recipe,
             fp8_max=fp8_max,
             backward=backward,
@@ -76,16 +77,12 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             rows=tuple(tuple(c.rows) for c in entries),
             group=compilation.known.amax_group if recipe.reduce_amax else None,
         )
-        for (recipe, fp8_max, backward, device), entries in pages.items()
-    )
-    if not pages:
-        return
-    with fake_mode_of(next(iter(pages.values()))[0].users[0]):
-        fakes = [page.stand_in() for page in compilation.pages]
-    taken = compilation.known.spares.take(graph, fakes)
+        for number, ((recipe, fp8_max, backward, device), entries) in enumerate(pages.items())
+    ]
+    taken = compilation.take(graph, layouts)
     if taken is None:
         return
-    for page, layout, entries in zip(taken, compilation.pages, pages.values(), strict=True):
+    for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
         update = _connect(graph, page, layout, entries, record=compilation.known.records_amaxes)
         if update is not None:
             _record(graph, update)

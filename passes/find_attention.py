@@ -13,8 +13,10 @@ and attention whose backward could not read the same quantized q, k and v (``ana
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fp8graph.analysis.attention import attention_ops
@@ -23,13 +25,18 @@ from fp8graph.analysis.naming import names_of
 from fp8graph.analysis.written_attention import written_attentions
 from fp8graph.ir.attention import Attention
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import backward_nodes
+from fp8graph.ir.nodes import backward_nodes, size_hint, value
 from fp8graph.ir.sites import Decision
+from fp8graph.ir.text import short
 from fp8graph.passes.assign import resolve
 from fp8graph.recipes.autocast import DISABLED
+from fp8graph.records import AttentionRecord
 
 LEFT_ALONE: Final = 'attention stays in high precision unless a rule with op="attention" asks for it'
 LENGTHS: Final = "; its FLOPs are an upper bound: as if each sequence had as many keys as the longest"
+
+# Backward computes dQ, dK, dV and dP, and the scores once more unless they are kept: five or four products, not two.
+_BACKWARD: Final = {False: 2.5, True: 2}  # written out or not
 
 
 def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
@@ -41,6 +48,7 @@ def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
         attention.site.fqn, attention.site.index = fqn, index
         attention.decision = _decide(attention, compilation)
     compilation.attention = found
+    compilation.rows += [row for attention in found for row in _rows(attention, compilation)]
 
 
 def _decide(attention: Attention, compilation: Compilation) -> Decision:
@@ -77,3 +85,61 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
         resolution=resolution,
         required=resolution.by_user,
     )
+
+
+def _rows(attention: Attention, compilation: Compilation) -> Iterator[AttentionRecord]:
+    """The rows of the report: one for forward, and one for backward."""
+    decision = attention.decision
+    assert decision is not None
+    sizes = vars(attention.sizes)
+    b, h, _, q, k, d, v = map(size_hint, sizes.values())
+    flops = 2 * b * h * q * k * (d + v) // (2 if attention.causal else 1)
+    operands = value(attention.reads[0].argument)
+    out = attention.result.meta["val"]
+    out = out if isinstance(out, torch.Tensor) else out[0]
+    common: dict[str, Any] = {
+        "fqn": attention.site.fqn,
+        "index": attention.site.index,
+        "form": attention.form,
+        **{name: size if isinstance(size, int) else str(size) for name, size in sizes.items()},
+        "causal": attention.causal,
+        "masked": attention.masked,
+        "dropout": attention.dropout,
+        "rule": decision.resolution.rule,
+    }
+    own, result = short(operands.dtype), short(out.dtype)
+    device = compilation.hardware_of(attention.reads[0].argument)
+    yield AttentionRecord(
+        **common,
+        direction="forward",
+        flops=flops,
+        recipe=decision.recipe.name if decision.recipe is not None else None,
+        reason=decision.reason,
+        dtypes=(own if decision.recipe is None else short(device.quantizer(decision.recipe, "input").dtype), result),
+        execution=decision.execution,
+        required=decision.required,
+    )
+    if attention.backward and decision.recipe is not None and decision.recipe.quantizes_attention_backward:
+        of_gradients = short(device.quantizer(decision.recipe, "grad_output").dtype)
+        yield AttentionRecord(
+            **common,
+            direction="backward",
+            flops=int(_BACKWARD[attention.written_out] * flops),
+            recipe=decision.recipe.name,
+            reason="its products read quantized probabilities and gradients, too; emulated: torch has no FP8 backward",
+            dtypes=(of_gradients, own),
+            execution="emulated",
+            required=decision.required,
+        )
+    elif attention.backward:
+        read = "; it reads the quantized q, k and v" if decision.recipe is not None else ""
+        yield AttentionRecord(
+            **common,
+            direction="backward",
+            flops=int(_BACKWARD[attention.written_out] * flops),
+            recipe=None,
+            reason=f"backward stays in high precision{read}" if read else decision.reason,
+            dtypes=(own, own),
+            execution="high precision",
+            required=False,
+        )

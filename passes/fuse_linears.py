@@ -65,6 +65,7 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
             if "fprop" not in multiplied:
                 compilation.refuse("one GEMM", linear.site, _FORWARD_APART)
     if joined:
+        compilation.amend({key: f"one GEMM with {', '.join(others)}" for key, others in compilation.fused.items()})
         stable_topological_sort(graph)  # the joined tensors are needed where the first linear runs
         graph.eliminate_dead_code()
 

@@ -32,7 +32,7 @@ from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder,
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
+from fp8graph.ir.extra_inputs import GatheredWeight, PageLayout, QuantizedWeight, ReadWhole, SpareInputs, ToGather
 from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
@@ -61,8 +61,9 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             continue  # a part of another copy
         body = computed_from(node, parameters)
         if body is not None:
+            gathered = any(parameters[x] in known.sent for x in sources_of(body, parameters))
             made = extract if node.target is ops.quantize else _transposed
-            found[node] = made(node, body, parameters, compilation)
+            found[node] = made(node, body, parameters, compilation, GatheredWeight if gathered else QuantizedWeight)
             node.meta[CACHED_KEY] = True
         elif (
             (known.keeps_weights or known.gathered)
@@ -71,13 +72,7 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
         ):
             if (site := site_of(node, compilation)) is not None:
                 compilation.refuse("kept weight", site, reason)
-    compilation.weights = tuple(found.values())
-    if not found:
-        compilation.read = _read(inputs, compilation)
-        return
-    with fake_mode_of(next(iter(found))):
-        copies = [val for weight in found.values() for val in weight.stand_ins()]
-    taken = known.spares.take(graph, copies)
+    taken = compilation.take(graph, [*found.values()])
     if taken is None:
         return
     for node, weight in found.items():
@@ -88,8 +83,10 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             graph.erase_node(user)
         if node.target is ops.quantize:
             graph.erase_node(node)
-    graph.eliminate_dead_code()
-    compilation.read = _read(inputs, compilation)
+    if found:
+        graph.eliminate_dead_code()
+    if read := [index for node, index in inputs.items() if index in known.sent and node.users]:
+        compilation.extra_inputs.append(ReadWhole(parameters=tuple(read)))
 
 
 def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compilation) -> dict[fx.Node, str | None]:
@@ -101,17 +98,18 @@ def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compi
     found = why_not_sent(graph, gathered, compilation)
     sendable = [node for node, reason in found.items() if reason is None and node.meta.get(OPERAND_KEY) == "weight"]
     bodies = {node: computed_from(node, gathered) or [] for node in sendable}
-    compilation.sendable = tuple(extract(node, body, gathered, compilation) for node, body in bodies.items())
+    compilation.extra_inputs += [
+        ToGather(weight=extract(node, body, gathered, compilation)) for node, body in bodies.items()
+    ]
     return found
 
 
-def _read(inputs: Mapping[fx.Node, int], compilation: Compilation) -> frozenset[int]:
-    """The parameters that FSDP2 gathered in FP8 and that something reads in high precision."""
-    return frozenset(index for node, index in inputs.items() if index in compilation.known.sent and node.users)
-
-
 def extract(
-    node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], compilation: Compilation
+    node: fx.Node,
+    body: Sequence[fx.Node],
+    parameters: Mapping[fx.Node, int],
+    compilation: Compilation,
+    kind: type[QuantizedWeight] = QuantizedWeight,
 ) -> QuantizedWeight:
     """``node`` and the nodes that compute it, as a graph of their own."""
     sources = sources_of(body, parameters)
@@ -131,7 +129,8 @@ def extract(
         known = dataclasses.replace(compilation.known, spares=SpareInputs(), records_amaxes=False)
         alone = Compilation(known=known)
         connect_scales(quantizing, alone)
-        (page,) = alone.pages
+        (page,) = alone.extra_inputs
+        assert isinstance(page, PageLayout)
         graphs: list[fx.Graph] = []
         for records in (False, True):
             graphs.append(graph := copy())
@@ -142,7 +141,7 @@ def extract(
             known = dataclasses.replace(known, spares=spares, records_amaxes=records)
             connect_scales(graph, Compilation(known=known))
         quantizing, recording = graphs
-    return QuantizedWeight(
+    return kind(
         name=module_path(node),
         parameters=tuple(parameters[source] for source in sources),
         quantizing=quantizing,
@@ -158,13 +157,17 @@ def extract(
 
 
 def _transposed(
-    node: fx.Node, body: Sequence[fx.Node], parameters: Mapping[fx.Node, int], _compilation: Compilation
+    node: fx.Node,
+    body: Sequence[fx.Node],
+    parameters: Mapping[fx.Node, int],
+    _compilation: Compilation,
+    kind: type[QuantizedWeight],
 ) -> QuantizedWeight:
     """The same for a transposed copy of a weight that arrives quantized."""
     sources = sources_of(body, parameters)
     graph, copied = copy_of(node, body, sources)
     graph.output([copied])
-    return QuantizedWeight(
+    return kind(
         name=module_path(node),
         parameters=tuple(parameters[source] for source in sources),
         quantizing=graph,

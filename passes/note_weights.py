@@ -14,6 +14,7 @@ from torch import fx
 from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.extra_inputs import QuantizedInGraph
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.passes.hoist_weights import extract
@@ -26,6 +27,8 @@ def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     whole = known.parameters.keys() - known.gathered.keys()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
     found = ((node, computed_from(node, parameters)) for node in nodes(graph, (ops.quantize,)))
-    compilation.quantized = tuple(
-        extract(node, body, parameters, compilation) for node, body in found if body is not None
-    )
+    compilation.extra_inputs += [
+        QuantizedInGraph(weight=extract(node, body, parameters, compilation))
+        for node, body in found
+        if body is not None
+    ]

@@ -30,10 +30,14 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_agreement import agree
+from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
+from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import saved_guard, saved_step, step_entry
 from fp8graph.runtime.weight_cache import Weights
 
@@ -80,18 +84,32 @@ class Backend(Watched):
         epoch, policies = Epoch(), Policies(self.settings.hardware)
         names = Names(epoch)
         trains = self.settings.keeps_weights(training=True)
-        weights = Weights(epoch, names, trains=trains, strict=self.settings.strict)
-        state = State(epoch, weights.steps, names)
+        steps, groups, compile = Steps(), RankGroups(), self.compile_weights
+        self.state: Final = State(epoch, steps, names, groups)
+        self.sent: Final = SentWeights(steps, epoch, self.state, compile, keeps=trains)
+        self.weights: Final = Weights(
+            epoch, steps, names, self.state, compile, trains=trains, strict=self.settings.strict
+        )
+        self.main_grads: Final = MainGrads()
+        self.observation: Final = Observation()
         shared = Shared(
             settings=self.settings,
             policies=policies,
-            schedule=Schedule(policies, epoch, weights.steps),
+            schedule=Schedule(policies, epoch, steps),
             generator=self,
             epoch=epoch,
             names=names,
-            state=state,
-            weights=weights,
-            sent=SentWeights(weights.steps, epoch, state, names, keeps=trains),
+            steps=steps,
+            groups=groups,
+            sent=self.sent,
+            observation=self.observation,
+            stores={
+                "gathered": self.sent,
+                "scales": self.state,
+                "weights": self.weights,
+                "gradients": self.main_grads,
+                "statistics": self.observation,
+            },
             guarded=Guarded(policies, epoch),
         )
         self._eager_frames: Final = EagerFrames(self)
@@ -113,16 +131,6 @@ class Backend(Watched):
     def names(self) -> Names:
         """The names of the parameters of bound models."""
         return self._shared.names
-
-    @property
-    def state(self) -> State:
-        """The scaling state of recipes with delayed scaling, in pages."""
-        return self._shared.state
-
-    @property
-    def weights(self) -> Weights:
-        """The FP8 copies of weights."""
-        return self._shared.weights
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
@@ -147,7 +155,7 @@ class Backend(Watched):
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
             adopt_in_time(self, model)
-            self.weights.steps.adapters.watch(model, compiled=compiled)
+            self._shared.steps.adapters.watch(model, compiled=compiled)
         check_quantized_once(self, graph.layers().items())
         program = Program(self._shared, graph, inputs, variants)
         self.programs.add(program)
@@ -187,7 +195,7 @@ class Backend(Watched):
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         self.names.bind(model, name)
         self.state.rename(self.names)
-        self.weights.steps.adapters.watch(model)
+        self._shared.steps.adapters.watch(model)
 
     def state_dict(self) -> ScalingState:
         """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
@@ -221,7 +229,7 @@ class Backend(Watched):
         self.state.load_state_dict(state_dict)
         self._shared.schedule.load(step)
         apply_rules()
-        self.weights.refresh()  # their scales have changed
+        self._shared.steps.refresh()  # their scales have changed
 
     @property
     def pass_seconds(self) -> float:
@@ -242,10 +250,10 @@ class Backend(Watched):
             unused_state=self.state.unused,
             **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
-            weights=len(self.weights) + len(self._shared.sent),
+            weights=len(self.weights) + len(self.sent),
             weights_until_updated=self.settings.keeps_weights(training=True),
-            weight_bytes=self.weights.bytes + self._shared.sent.bytes,
-            gradient_bytes=self._shared.main_grads.bytes,
+            weight_bytes=self.weights.bytes + self.sent.bytes,
+            gradient_bytes=self.main_grads.bytes,
             guard=self._shared.guarded.texts,
         )
 
@@ -271,7 +279,7 @@ class Backend(Watched):
         64 calls. With ``cache_weights="update"``, call it after each write that is neither a step of an optimizer nor
         in place.
         """
-        self._shared.weights.refresh()
+        self._shared.steps.refresh()
 
     def reset(self) -> None:
         """``torch._dynamo.reset()`` calls this: the compiled code is then gone, and Dynamo counts frames anew."""

@@ -18,12 +18,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.keys import NO_GRAD_KEY, TAKEN_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.passes import WEIGHT_LOWERING
-
-
-def accelerator_of(args: Sequence[Any]) -> torch.device:
-    """The device that a model runs on. A model on a GPU may have inputs on the CPU, too: numbers held in tensors."""
-    devices = [x.device for x in args if isinstance(x, torch.Tensor)]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+from fp8graph.runtime.slots import accelerator_of
 
 
 def run_eagerly(module: fx.GraphModule, inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:

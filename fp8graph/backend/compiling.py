@@ -24,7 +24,7 @@ from fp8graph.compat import cache_entry, inductor
 from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
-from fp8graph.ir.extra_inputs import SpareInputs
+from fp8graph.ir.extra_inputs import SpareInputs, TakesPart
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.report import GraphView
 
@@ -34,9 +34,8 @@ class Variant:
     """A compiled graph under the names of one layer."""
 
     run: Callable[..., Any]
-    spares: int  # inputs after Dynamo's: copies of weights, pages, and spare inputs that no pass took
+    spares: int  # inputs after Dynamo's: those that passes took, and spare ones
     decided: Decided
-    reduces: bool  # takes part in reductions of amaxes, even if this graph records none
 
     @property
     def findings(self) -> Findings:
@@ -102,12 +101,12 @@ class Compiler:
             except TooFewInputs as found:
                 spares = found.wanted
         stored = self._stored(situation, names, joint, compiled, spares)
+        findings = stored.findings
         delayed_scaling = any(isinstance(recipe, DelayedScaling) and recipe.reduce_amax for recipe in recipes)
+        if graph.gradients and delayed_scaling and situation.amax_group is not None:
+            findings = dataclasses.replace(findings, extra_inputs=(*findings.extra_inputs, TakesPart()))
         return Variant(
-            run=compiled,
-            spares=spares,
-            decided=Decided.of(stored.findings, self.known(situation, names), stored.view),
-            reduces=graph.gradients and delayed_scaling and situation.amax_group is not None,
+            run=compiled, spares=spares, decided=Decided.of(findings, self.known(situation, names), stored.view)
         )
 
     def _options(self) -> tuple[dict[str, Any], Any]:
@@ -167,7 +166,7 @@ class Compiler:
             found = None if content is None else Stored.loaded(content)
             joint = joint if found is not None else self._trace(situation, names, spares)
         found = found or self._found(situation, joint)
-        inputs = found.findings.inputs
+        inputs = len(found.findings.titles(self._graph.sources))
 
         def module() -> fx.GraphModule:
             return cast(fx.GraphModule, self._trace(situation, names, inputs, keep_module=True).module)

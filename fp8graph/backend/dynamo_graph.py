@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.situation import Situation, region_text
 from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
@@ -23,6 +22,7 @@ from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.runtime.main_grads import why_not_accumulated
+from fp8graph.runtime.slots import accelerator_of
 
 
 class DynamoGraph:

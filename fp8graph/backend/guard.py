@@ -133,7 +133,7 @@ class Guard:
         steps = self.observation.unread(self._request, now)
         sites = self.sites()
         found = crossings(records(self.observation.found(steps), self._request, NEEDED), self.settings.bounds, sites)
-        self.observation.forget(steps)
+        self.observation.forget_steps(steps)
         own = [(crossing, sites.get(crossing.site)) for crossing in found if not crossing.keys <= self._told]
         if self.settings.reduce:
             everywhere = distributed.gathered_objects(own, None, others=False)

@@ -25,8 +25,6 @@ from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
-from fp8graph.report.attention import attention_records
-from fp8graph.report.build import gemm_records, with_groups
 from fp8graph.report.collectives import collective_records
 from fp8graph.report.origins import add_origins, input_origins
 
@@ -170,28 +168,21 @@ class JointPass(_Pass):
         training = any(str(node.target).startswith("tangents") for node, _ in inputs)
         compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph, training=training))
         self.training |= training
-        records: list[GemmRecord] = []
-        earlier = self.records or ()
         for run in JOINT_PIPELINE:
+            rows = len(compilation.rows)
             checking = functools.partial(run, graph, compilation)
             _run(graph, run.__name__, checking, hardware_of=compilation.hardware_of)
-            if run.__name__ == "assign":  # the matmul nodes are still there
-                records = gemm_records(compilation)
-                self.records = (*earlier, *records)
-                if self._check is not None:
-                    self._check(records)
-            if run.__name__ == "find_attention":
-                self.attention = (*self.attention, *(found := attention_records(compilation)))
-                if self._check is not None:
-                    self._check(found)
+            if self._check is not None and len(compilation.rows) > rows:
+                self._check(compilation.rows[rows:])
             self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
             add_origins(self.origins, graph)
-        self.records = (*earlier, *with_groups(records, compilation))
+        self.records = (*(self.records or ()), *(row for row in compilation.rows if isinstance(row, GemmRecord)))
+        self.attention += tuple(row for row in compilation.rows if isinstance(row, AttentionRecord))
         self.collectives = (*self.collectives, *collective_records(graph))
         self.refusals = (*self.refusals, *compilation.refusals)
         self.findings = self.findings.and_those_of(compilation)
         if not subgraph:
-            names = dict(enumerate((*self._known.sources, *self.findings.names(self._known.sources))))
+            names = dict(enumerate((*self._known.sources, *self.findings.titles(self._known.sources))))
             texts = {node: node.name if index is None else names.get(index) for node, index in inputs}
             self.inputs = tuple(text for text in texts.values() if text is not None)  # nobody took the other spares
             self.origins |= input_origins(texts)

@@ -18,7 +18,7 @@ from fp8graph.backend.backend import Backend
 from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedInGraph, QuantizedWeight
 from fp8graph.ir.nodes import nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
@@ -60,7 +60,8 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
     names, seen = _names(model), set[str]()
     calls = [call for program in backend.programs for call in program.calls()]
     for called, findings in calls:
-        for weight in (*findings.weights, *findings.quantized):
+        noted = (each.weight for each in findings.of(QuantizedInGraph))
+        for weight in (*findings.of(QuantizedWeight), *noted):
             parameters = [called[index] for index in weight.parameters]
             if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
                 for made in _made(weight, parameters, names, backend.state, data):

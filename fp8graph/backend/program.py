@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
 
-from fp8graph.backend.codegen import accelerator_of
 from fp8graph.backend.compiling import Compiler, Variant, Variants
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph
@@ -23,7 +22,6 @@ from fp8graph.backend.situation import Moment, Situation
 from fp8graph.compat import checkpointing, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.observed import Observed
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
@@ -31,6 +29,7 @@ from fp8graph.report.logs import announce
 from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.sent_weight import SentWeight
+from fp8graph.runtime.slots import ArrivesOtherwise, Caller
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[Program]] = weakref.WeakSet()
@@ -124,8 +123,8 @@ class Program:
                 asked = [row.recipe is not None or row.required for view in self.views for row in view.attention]
                 empty = not any(asked) and not any(view.gemms for view in self.views)
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
-        if self._graph.gradients is not self._shared.weights.gradients:
-            self._shared.weights.switch(gradients=self._graph.gradients)
+        if self._graph.gradients is not self._shared.steps.gradients:
+            self._shared.steps.switch(gradients=self._graph.gradients)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
         observed, checkpointed = self._shared.observation.asked(gradients=self._graph.gradients), None
@@ -140,20 +139,9 @@ class Program:
         if call is None:
             with checkpointing.without_modes():
                 call = self._prepare(args, Moment(*moment))
-        if call.statistics:
-            measured = self._shared.observation.tensors(call.statistics)
-            call = dataclasses.replace(call, more=[*measured, *call.more[len(measured) :]])
-        if call.reduces:
-            self._take_part(args, call.group)
-        if call.layouts:
-            self._pages(call.layouts, args)  # a weight that was written takes its own scale
         if checkpointed is not None:
-            pages = call.more[call.pages] if call.pages is not None else ()
-            checkpointed.keep(Moment(*moment), call.layouts, pages, records=self._graph.gradients)
-        results = call.run(*args, *call.more) if call.pages is None else self._run_with_state(call, args, checkpointed)
-        if call.gradients:
-            self._shared.main_grads.watch(results, [args[index] for index in call.gradients])
-        return results
+            checkpointed.keep(Moment(*moment), records=self._graph.gradients)
+        return call(args, checkpointed)
 
     def _moment(self, checkpointed: Checkpointed | None, observed: Observed | None = None) -> Moment:
         """The moment of a call. A forward that runs again has that of its first time."""
@@ -165,79 +153,43 @@ class Program:
 
     def _prepare(self, args: Sequence[Any], moment: Moment) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
-        if self._shared.groups.look():
-            moment = moment._replace(amax_group=self._shared.groups.now())
-        self._shared.schedule.meets(args[index] for index in self._graph.positions)
-        sent = self._sent(args)
-        situation = self._situation(moment, sent)
-        names = self._names(args)
-        variant = self._find(situation, names)
-        copies = self._sent_copies(variant.findings, sent, args)
-        missing = {*variant.findings.sent_weights} - copies.keys()
-        if uncovered := variant.findings.read.union(*(sent.keys() & {*weight.parameters} for weight in missing)):
-            self._shared.sent.restore(sent[index] for index in uncovered)
-            situation = dataclasses.replace(situation, sent=situation.sent - uncovered)
-            variant = self._find(situation, names)
-            copies = self._sent_copies(variant.findings, sent, args)
-        shared, findings, epoch = self._shared, variant.findings, self._shared.epoch.now
-        shared.sent.ask(findings.sendable, args, shared.generator.compile_weights)
-        if variant.reduces:
-            self._take_part(args, moment.amax_group)
+        shared = self._shared
+        if shared.groups.look():
+            moment = moment._replace(amax_group=shared.groups.now())
+        shared.schedule.meets(args[index] for index in self._graph.positions)
+        sent, names = self._sent(args), self._names(args)
+        while True:
+            situation = self._situation(moment, sent)
+            variant, epoch = self._find(situation, names), shared.epoch.now
+            findings = variant.findings
+            caller = Caller(args=args, gradients=self._graph.gradients, group=moment.amax_group, arrived=sent)
+            try:
+                slots = [
+                    (store.slot(asked, caller), findings.places[name])
+                    for name, store in shared.stores.items()
+                    if (asked := findings.by_store.get(name)) is not None
+                ]
+                break
+            except ArrivesOtherwise as found:
+                sent = {index: owner for index, owner in sent.items() if index not in found.positions}
         self._called.note(args, (situation.policy, findings))
-        pages = self._pages(findings.pages, args) if findings.pages else []
-        if pages and self._graph.gradients and not shared.groups.same_in_stage(situation.amax_group):
-            shared.state.recorded_by(situation.amax_group)
-        weights = shared.weights.tensors(
-            findings.own_weights, args, lambda layouts: self._pages(layouts, args), shared.generator.compile_weights
-        )
-        if copies:
-            kept = iter(weights)
-            weights = [x for w in findings.weights for x in copies.get(w) or [next(kept) for _ in w.outputs]]
-        gradients = tuple(gradient.parameter for gradient in findings.gradients)
-        buffers = shared.main_grads.tensors([args[index] for index in gradients])
-        measured = [self._empty] * len(findings.statistics)  # each call has its own
-        more = [*measured, *weights, *pages, *buffers]
-        first_page = len(measured) + len(weights)
-        # without copies, pages and names that matter, the call is prepared for any parameters
+        more = [self._empty] * variant.spares
+        for slot, places in slots:
+            for place, tensor in zip(places, slot.tensors, strict=True):
+                more[place] = tensor
+        # without such inputs, and names that matter, the call is prepared for any parameters
         by_name = bool(names) and situation.in_force.may_rewrite([situation.region, *self._graph.regions])
-        known = bool(more or by_name or self._graph.gathered)
+        known = any(slot.tensors for slot, _ in slots) or by_name or bool(self._graph.gathered)
         call = Prepared(
             run=variant.run,
-            more=[*more, *[self._empty] * (variant.spares - len(more))],
-            pages=slice(first_page, first_page + len(pages)) if pages or variant.reduces else None,
-            layouts=findings.pages,
-            statistics=findings.statistics,
-            gradients=gradients,
-            reduces=variant.reduces,
-            group=moment.amax_group,
+            more=more,
+            acting=[(slot, places) for slot, places in slots if slot.acts],
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else (),
-            unchanged=shared.main_grads.check(gradients, shared.weights.unchanged(findings.own_weights, args)),
+            fresh=_all_fresh([slot.fresh for slot, _ in slots if slot.fresh is not None]),
         )
         self._prepared.keep(args, moment, call)
         return call
-
-    def _run_with_state(self, call: Prepared, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
-        """Run a graph that reads scaling state and may record amaxes in it."""
-        where = cast(slice, call.pages)
-        more, pages = call.more, list(call.more[where])
-        if self._shared.groups.rehearses():
-            return call.run(*args, *more[: where.start], *(page.clone() for page in pages), *more[where.stop :])
-        if checkpointed is None or not pages:
-            results = call.run(*args, *more)
-        else:
-            with checkpointed.pages(call.layouts, pages, records=self._graph.gradients) as read:
-                results = call.run(*args, *more[: where.start], *read, *more[where.stop :])
-        if call.reduces:
-            self._shared.state.watch(results, pages)
-        return results
-
-    def _take_part(self, args: Sequence[Any], group: str | None) -> None:
-        """Record the amaxes of the last step on all ranks, before this call reads scales."""
-        # with reentrant checkpointing, only the backward runs the graph for training
-        self._shared.state.reduces(str(group), accelerator_of(args))
-        with checkpointing.without_modes():
-            self._shared.state.commit()
 
     def _run_on_fakes(self, args: Sequence[Any]) -> Any:
         """Run on fake tensors to learn the shapes of the outputs. Their parameters have no scales and no FP8 copies.
@@ -250,9 +202,6 @@ class Program:
             taken = variant.findings.stand_ins()
             dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
             return variant.run(*args, *taken, *dead)
-
-    def _pages(self, layouts: Sequence[PageLayout], args: Sequence[Any]) -> list[torch.Tensor]:
-        return self._shared.state.tensors(layouts, args, self._shared.names) if layouts else []
 
     def _situation(self, moment: Moment, sent: Mapping[int, SentWeight]) -> Situation:
         _, policy = moment.in_force.of(self._graph.families)
@@ -289,18 +238,6 @@ class Program:
         """The parameters that FSDP2 gathered in FP8 for this call, by position."""
         return self._shared.sent.of(args, self._graph.gathered) if self._graph.gathered else {}
 
-    def _sent_copies(
-        self, findings: Findings, sent: Mapping[int, SentWeight], args: Sequence[Any]
-    ) -> dict[QuantizedWeight, list[torch.Tensor]]:
-        """The copies that a graph takes of what FSDP2 gathered in FP8, if it takes those that were gathered."""
-        found: dict[QuantizedWeight, list[torch.Tensor]] = {}
-        for weight in findings.sent_weights:
-            owner = sent.get(weight.parameters[0])
-            copies = owner.copies(weight, [args[index] for index in weight.parameters]) if owner is not None else None
-            if copies is not None:
-                found[weight] = copies
-        return found
-
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
         """The names that the graph's parameters are bound to, "" for an unbound one; () if nothing is bound."""
         names = self._shared.names
@@ -331,5 +268,13 @@ class Program:
 def _forget(shared: Shared, taken: Sequence[Findings]) -> None:
     """Drop the data prepared for calls of code that is gone. State and parameters may live on."""
     for findings in taken:
-        shared.weights.forget(findings.own_weights)
-        shared.state.forget(findings.pages)
+        for name, asked in findings.by_store.items():
+            if name in shared.stores:
+                shared.stores[name].forget(asked)
+
+
+def _all_fresh(checks: Sequence[Callable[[Sequence[Any]], bool]]) -> Callable[[Sequence[Any]], bool] | None:
+    """Whether all of the slots are fresh; None: always."""
+    if len(checks) < 2:
+        return checks[0] if checks else None
+    return lambda args: all(check(args) for check in checks)

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from fp8graph.analysis.naming import names_of
 from fp8graph.ir.compilation import Findings, Known
-from fp8graph.ir.extra_inputs import PageLayout, StateRow, StatisticsPage
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
 from fp8graph.recipes.rules import Resolution
@@ -61,17 +60,16 @@ class Decided:
             (site.fqn, site.index): (new, self.resolutions[i], resolutions[i])
             for i, (site, new) in enumerate(zip(self.findings.attention, attention, strict=True), len(sites))
         }
-        weights = tuple(
-            weight if weight.page is None else dataclasses.replace(weight, page=_page(weight.page, renamed))
-            for weight in self.findings.weights
-        )
+
+        def rename(fqn: str, index: int) -> tuple[str, int]:
+            site, *_ = renamed[fqn, index]
+            return site.fqn, site.index
+
         findings = dataclasses.replace(
             self.findings,
             sites=tuple(called),
             attention=tuple(attention),
-            weights=weights,
-            pages=tuple(_page(page, renamed) for page in self.findings.pages),
-            statistics=tuple(_statistics(page, renamed) for page in self.findings.statistics),
+            extra_inputs=tuple(each.renamed(rename) for each in self.findings.extra_inputs),
         )
         view = dataclasses.replace(
             self.view,
@@ -92,22 +90,6 @@ def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
     """The sites that share a module, and their numbers: linears of one module may be fused."""
     numbers: dict[str, int] = {}
     return [(numbers.setdefault(site.fqn.rpartition(".")[0], len(numbers)), site.index) for site in sites]
-
-
-def _page(page: PageLayout, renamed: _Sites) -> PageLayout:
-    def row(old: StateRow) -> StateRow:
-        site, *_ = renamed[old.fqn, old.index]
-        return dataclasses.replace(old, fqn=site.fqn, index=site.index)
-
-    return dataclasses.replace(page, rows=tuple(tuple(map(row, rows)) for rows in page.rows))
-
-
-def _statistics(page: StatisticsPage, renamed: _Sites) -> StatisticsPage:
-    def names(old: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        return tuple((renamed[name][0].fqn, renamed[name][0].index) for name in old)
-
-    tensors = (dataclasses.replace(tensor, names=names(tensor.names)) for tensor in page.tensors)
-    return dataclasses.replace(page, tensors=tuple(tensors))
 
 
 def _record(record: _Record, renamed: _Sites) -> _Record:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import fx
 
 from fp8graph.backend.guarded import Guarded
 from fp8graph.backend.inductor_passes import Stopwatch, source_hash
@@ -16,14 +15,13 @@ from fp8graph.backend.policies import Policies
 from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Recomputations
-from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weights import SentWeights
-from fp8graph.runtime.weight_cache import Weights
+from fp8graph.runtime.slots import Store
+from fp8graph.runtime.staleness import Steps
 
 
 class Generator(Protocol):
@@ -32,10 +30,6 @@ class Generator(Protocol):
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
         """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
-        ...
-
-    def compile_weights(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """A function that quantizes weights."""
         ...
 
     def check_call(self, *, second: bool, empty: bool) -> None:
@@ -57,13 +51,12 @@ class Shared:
     generator: Generator
     epoch: Epoch
     names: Names
-    state: State
-    weights: Weights
-    sent: SentWeights
+    steps: Steps
+    groups: RankGroups
+    sent: SentWeights  # which knows what arrives in FP8
+    observation: Observation  # which knows what the present step measures
+    stores: Mapping[str, Store]  # by the names that extra inputs have for them; before those that depend on them
     guarded: Guarded
-    main_grads: MainGrads = field(default_factory=MainGrads)
-    observation: Observation = field(default_factory=Observation)
-    groups: RankGroups = field(default_factory=RankGroups)
     recomputations: Recomputations = field(default_factory=Recomputations)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 

@@ -62,7 +62,7 @@ class JsonLines:
         """Append the steps that are over; ``now``: the step that is not (None: all of them are)."""
         new = observation.unread(request, now)
         lines = [*map(json_line, records(observation.found(new), request, self._names))]
-        observation.forget(new)
+        observation.forget_steps(new)
         if not lines:
             return
         path = self._own_path()

@@ -175,7 +175,7 @@ class Watched:
         )
         shared.epoch.advance()
         if reduce:
-            shared.weights.steps.listen(guard.after_step)
+            shared.steps.listen(guard.after_step)
         self._layers.append(("guard", settings.layers))
         self._guards.append(guard)
         return guard

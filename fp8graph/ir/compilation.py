@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import fx
@@ -13,8 +14,8 @@ from torch import fx
 from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.attention import Attention
-from fp8graph.ir.extra_inputs import Gradient, PageLayout, QuantizedWeight, SpareInputs, StatisticsPage
-from fp8graph.ir.nodes import value
+from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
+from fp8graph.ir.nodes import fake_mode_of, value
 from fp8graph.ir.observed import Observed
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
@@ -22,7 +23,9 @@ from fp8graph.ir.sites import Decision, Site
 from fp8graph.ir.sources import split_source
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import RefusalRecord
+from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
+
+Kind = TypeVar("Kind", bound=ExtraInput)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,21 +66,33 @@ class Compilation:
     fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # fuse_linears: (fqn, index, gemm) -> its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
-    statistics: tuple[StatisticsPage, ...] = ()  # observe
-    weights: tuple[QuantizedWeight, ...] = ()  # hoist_weights
-    sendable: tuple[QuantizedWeight, ...] = ()  # hoist_weights
-    read: frozenset[int] = frozenset()  # hoist_weights
-    quantized: tuple[QuantizedWeight, ...] = ()  # note_weights
-    pages: tuple[PageLayout, ...] = ()  # connect_scales
-    gradients: tuple[Gradient, ...] = ()  # accumulate_wgrad
-    accumulated: dict[tuple[str, int], str] = field(  # accumulate_wgrad: (fqn, index) -> what it moves
-        default_factory=dict[tuple[str, int], str]
-    )
+    extra_inputs: list[ExtraInput] = field(default_factory=list[ExtraInput])  # any, see take()
+    rows: list[GemmRecord | AttentionRecord] = field(default_factory=list[GemmRecord | AttentionRecord])  # any
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """The hardware that ``node`` is decided for: the target, or the device of its result."""
         return self.known.settings.hardware or of_device(value(node).device)
+
+    def take(self, graph: fx.Graph, asked: Sequence[ExtraInput]) -> list[fx.Node] | None:
+        """Take what is ``asked`` for as inputs, behind those that passes took before. Each pass calls it once.
+
+        Returns:
+            The inputs, in order; None if the graph has too few spare ones. It is then traced again with enough of them.
+        """
+        self.extra_inputs += asked
+        if not asked:
+            return []
+        with fake_mode_of(next(node for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))):
+            fakes = [fake for each in asked for fake in each.stand_ins()]
+        return self.known.spares.take(graph, fakes)
+
+    def amend(self, more: Mapping[tuple[str, int, str], str], dtype: str | None = None) -> None:
+        """Add to the reasons in rows of the report, by (fqn, index, gemm). ``dtype``: of their results from now on."""
+        for place, row in enumerate(self.rows):
+            if isinstance(row, GemmRecord) and (text := more.get((row.fqn, row.index, row.gemm))):
+                dtypes = (*row.dtypes[:2], dtype or row.dtypes[2])
+                self.rows[place] = dataclasses.replace(row, reason=f"{row.reason}; {text}", dtypes=dtypes)
 
     def refuse(self, what: str, site: Site, reason: str) -> None:
         """Say in the report why a pass does not change ``site``; see :class:`RefusalRecord`."""
@@ -96,49 +111,34 @@ class Findings:
 
     sites: tuple[Site, ...] = ()  # sites, without their GEMMs
     attention: tuple[Site, ...] = ()  # attentions
-    weights: tuple[QuantizedWeight, ...] = ()  # weights whose copies the graph takes as inputs
-    quantized: tuple[QuantizedWeight, ...] = ()  # other weights, which the graph itself quantizes
-    sendable: tuple[QuantizedWeight, ...] = ()  # weights that FSDP2 may gather in FP8 from now on
-    read: frozenset[int] = frozenset()  # of the parameters gathered in FP8: those that are read in high precision
-    pages: tuple[PageLayout, ...] = ()  # pages of scaling state, which the graph takes after the copies
-    gradients: tuple[Gradient, ...] = ()  # those that it takes after the pages, to add to them
-    statistics: tuple[StatisticsPage, ...] = ()  # those that it takes first of all
-    sent: frozenset[int] = frozenset()  # the parameters that FSDP2 gathered in FP8
+    extra_inputs: tuple[ExtraInput, ...] = ()  # in the order in which the graph takes them, behind Dynamo's inputs
     has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
 
     @functools.cached_property
-    def own_weights(self) -> tuple[QuantizedWeight, ...]:
-        """Those that are quantized before the call: all but those that FSDP2 gathered in FP8."""
-        return tuple(weight for weight in self.weights if not {*weight.parameters} & self.sent)
+    def by_store(self) -> Mapping[str, tuple[ExtraInput, ...]]:
+        """The extra inputs by their store. The same objects each time: stores know them by identity."""
+        found: dict[str, list[ExtraInput]] = {}
+        for each in self.extra_inputs:
+            found.setdefault(each.store, []).append(each)
+        return {store: tuple(asked) for store, asked in found.items()}
 
     @functools.cached_property
-    def sent_weights(self) -> tuple[QuantizedWeight, ...]:
-        """Those that FSDP2 gathered in FP8."""
-        return tuple(weight for weight in self.weights if {*weight.parameters} & self.sent)
+    def places(self) -> Mapping[str, tuple[int, ...]]:
+        """The places of each store's tensors among all that the graph takes."""
+        stores = [each.store for each in self.extra_inputs for _ in each.titles(str)]
+        return {store: tuple(i for i, other in enumerate(stores) if other == store) for store in self.by_store}
 
-    @property
-    def inputs(self) -> int:
-        """The number of inputs that the graph takes after Dynamo's."""
-        copies = sum(len(weight.outputs) for weight in self.weights)
-        return len(self.statistics) + copies + len(self.pages) + len(self.gradients)
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """The extra inputs of one class."""
+        return [each for each in self.extra_inputs if isinstance(each, kind)]
 
-    def names(self, sources: Sequence[str]) -> list[str]:
-        """What those are called: after the parameters that they are made of, whose ``sources`` are Dynamo's."""
-
-        def made_of(weight: QuantizedWeight) -> str:
-            return ", ".join(split_source(sources[index])[1] for index in weight.parameters)
-
-        copies = [f"{made_of(weight)} {output}" for weight in self.weights for output in weight.outputs]
-        pages = (f"scaling state {index}" for index in range(len(self.pages)))
-        statistics = (f"statistics of {'backward' if page.backward else 'forward'}" for page in self.statistics)
-        gradients = (f"{split_source(sources[x.parameter])[1]} gradient" for x in self.gradients)
-        return [*statistics, *copies, *pages, *gradients]
+    def titles(self, sources: Sequence[str]) -> list[str]:
+        """What the tensors that the graph takes are called. ``sources``: Dynamo's names of its other inputs."""
+        return [title for each in self.extra_inputs for title in each.titles(lambda i: split_source(sources[i])[1])]
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Empty tensors for the inputs after Dynamo's, in order, in the active fake mode."""
-        copies = (x for weight in self.weights for x in weight.stand_ins())
-        first, last = ([x.stand_in() for x in of] for of in (self.statistics, (*self.pages, *self.gradients)))
-        return [*first, *copies, *last]
+        """Empty tensors for those, in the active fake mode."""
+        return [fake for each in self.extra_inputs for fake in each.stand_ins()]
 
     def and_those_of(self, compilation: Compilation) -> Findings:
         """These findings and those in one more graph: a higher-order op has graphs of its own, without extra inputs."""
@@ -146,14 +146,7 @@ class Findings:
         return Findings(
             sites=(*self.sites, *sites),
             attention=(*self.attention, *(attention.site for attention in compilation.attention)),
-            weights=compilation.weights or self.weights,
-            quantized=compilation.quantized or self.quantized,
-            sendable=compilation.sendable or self.sendable,
-            read=compilation.read | self.read,
-            sent=compilation.known.sent,
-            pages=compilation.pages or self.pages,
-            statistics=compilation.statistics or self.statistics,
-            gradients=compilation.gradients or self.gradients,
+            extra_inputs=(*self.extra_inputs, *compilation.extra_inputs),
             has_subgraphs=self.has_subgraphs
             or (compilation.known.subgraph and bool(compilation.sites or compilation.attention)),
         )

@@ -1,10 +1,15 @@
-"""The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, FP32 gradients."""
+"""The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, FP32 gradients.
+
+A pass takes them (``Compilation.take``); the order in which passes took them is the order in which the graph has them.
+They are stored with the code. At a call, the store that each names (``runtime/slots.py``) gives the tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import fx
@@ -14,6 +19,30 @@ from fp8graph.ir.nodes import value
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.numerics import history
 from fp8graph.recipes import DelayedScaling, OperandName, Recipe
+
+Rename = Callable[[str, int], tuple[str, int]]  # (fqn, index) of a site -> that of the same site in another layer
+
+
+class ExtraInput:
+    """A request of a graph to a store: for tensors that the graph takes, or (without any) to know something.
+
+    Attributes:
+        store: whoever gives the tensors; "" for a note that only readers of the findings see.
+    """
+
+    store: ClassVar[str] = ""
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Empty tensors for those that the graph takes, in order, in the active fake mode."""
+        return []
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        """What they are called. ``name``: of a parameter, by its place among the graph's inputs."""
+        return []
+
+    def renamed(self, rename: Rename) -> Self:
+        """The same for another layer that runs the same code."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +57,10 @@ class StateRow:
     recipe: Recipe
     direct: bool = field(default=False, compare=False)  # the tensor is that parameter, behind views and casts
 
+    def renamed(self, rename: Rename) -> Self:
+        fqn, index = rename(self.fqn, self.index)
+        return dataclasses.replace(self, fqn=fqn, index=index)
+
     @property
     def is_weight(self) -> bool:
         """Whether the amax of the parameter is that of the tensor."""
@@ -35,36 +68,54 @@ class StateRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageLayout:
+class PageLayout(ExtraInput):
     """One tensor of scaling state that a graph takes as an input: see ``numerics/history.py``.
 
     ``rows``: one entry per row of the page. Tensors that are quantized once for several sites share a row, and the
     entry lists the names of all these sites' rows.
     """
 
+    store: ClassVar = "scales"
     recipe: DelayedScaling
     fp8_max: float
     backward: bool  # read and updated in backward
     device: torch.device
     rows: tuple[tuple[StateRow, ...], ...]
     group: str | None = None  # of ranks that reduce its amaxes after a step; None: they are recorded in the graph
+    number: int = field(default=0, compare=False)  # among the graph's pages; for the title only
 
-    def stand_in(self) -> torch.Tensor:
-        """An empty page, in the active fake mode."""
-        return torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)
+    def stand_ins(self) -> list[torch.Tensor]:
+        return [torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"scaling state {self.number}"]
+
+    def renamed(self, rename: Rename) -> Self:
+        rows = (tuple(row.renamed(rename) for row in names) for names in self.rows)
+        return dataclasses.replace(self, rows=tuple(rows))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gradient:
+class TakesPart(ExtraInput):
+    """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
+
+    store: ClassVar = "scales"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(ExtraInput):
     """The FP32 gradient of a parameter, which a graph takes as an input to add wgrad's result to it."""
 
+    store: ClassVar = "gradients"
     parameter: int  # graph input
     shape: tuple[int, ...]
     device: torch.device
 
-    def stand_in(self) -> torch.Tensor:
-        """An empty one, in the active fake mode."""
-        return torch.empty(self.shape, device=self.device)
+    def stand_ins(self) -> list[torch.Tensor]:
+        return [torch.empty(self.shape, device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"{name(self.parameter)} gradient"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +132,32 @@ class ObservedTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StatisticsPage:
+class StatisticsPage(ExtraInput):
     """A tensor [numbers] that an observed graph takes as an input, and fills: one in forward, one in backward."""
 
+    store: ClassVar = "statistics"
     backward: bool
     device: torch.device
     tensors: tuple[ObservedTensor, ...]
 
-    def stand_in(self) -> torch.Tensor:
-        """An empty one, in the active fake mode."""
-        return torch.empty(sum(len(tensor.parts) for tensor in self.tensors), device=self.device)
+    def stand_ins(self) -> list[torch.Tensor]:
+        return [torch.empty(sum(len(tensor.parts) for tensor in self.tensors), device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"statistics of {'backward' if self.backward else 'forward'}"]
+
+    def renamed(self, rename: Rename) -> Self:
+        tensors = (
+            dataclasses.replace(tensor, names=tuple(rename(*name) for name in tensor.names)) for tensor in self.tensors
+        )
+        return dataclasses.replace(self, tensors=tuple(tensors))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeight:
+class QuantizedWeight(ExtraInput):
     """A weight whose FP8 copy a graph takes as inputs, and how to make that copy (``runtime/weight_cache.py``)."""
 
+    store: ClassVar = "weights"
     name: str  # name of the module that uses it, for the report
     parameters: tuple[int, ...]  # graph inputs that it is computed from
     quantizing: fx.Graph  # dialect graph: parameters, and its page with delayed scaling -> the outputs
@@ -117,10 +178,46 @@ class QuantizedWeight:
         return dict(zip(self.made, map(value, nodes), strict=True))
 
     def stand_ins(self) -> list[torch.Tensor]:
-        """Empty tensors for the inputs that the graph takes, in the active fake mode."""
         made = self.made_outputs()
         outputs = [made[name] for name in self.outputs]
         return [torch.empty(val.shape, dtype=val.dtype, device=val.device) for val in outputs]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        made_of = ", ".join(map(name, self.parameters))
+        return [f"{made_of} {output}" for output in self.outputs]
+
+    def renamed(self, rename: Rename) -> Self:
+        return self if self.page is None else dataclasses.replace(self, page=self.page.renamed(rename))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GatheredWeight(QuantizedWeight):
+    """The same of a weight that FSDP2 gathers in FP8: the copy is what was gathered (``runtime/sent_weights.py``)."""
+
+    store: ClassVar = "gathered"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ToGather(ExtraInput):
+    """A weight that FSDP2 may gather in FP8 from the next step on."""
+
+    store: ClassVar = "gathered"
+    weight: QuantizedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadWhole(ExtraInput):
+    """Parameters gathered in FP8 that the graph reads in high precision."""
+
+    store: ClassVar = "gathered"
+    parameters: tuple[int, ...]  # graph inputs
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedInGraph(ExtraInput):
+    """A weight that the graph itself quantizes, for an export of what it multiplies."""
+
+    weight: QuantizedWeight
 
 
 @dataclass(kw_only=True)

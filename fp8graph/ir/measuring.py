@@ -13,7 +13,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
-from fp8graph.ir.nodes import aten, fake_mode_of, is_backward, known_at_run_time_only, static_size, value
+from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
 from fp8graph.ir.observed import Observed
 from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
@@ -128,12 +128,7 @@ class Measuring:
         With too few spare inputs the graph is not changed; it is traced again with enough of them.
         """
         pages = [page for backward in (False, True) if (page := self.page(backward=backward)) is not None]
-        compilation.statistics = tuple(page for page, _ in pages)
-        if not pages:
-            return
-        with fake_mode_of(next(iter(self.found))):
-            stand_ins = [page.stand_in() for page, _ in pages]
-        taken = compilation.known.spares.take(self._graph, stand_ins)
+        taken = compilation.take(self._graph, [page for page, _ in pages])
         if taken is None:
             return
         (output,) = self._graph.find_nodes(op="output")

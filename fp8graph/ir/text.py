@@ -98,3 +98,9 @@ def _line(node: fx.Node) -> str:
     arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
     path = split_source(module_path(node))[1] if target.endswith("mm") else ""
     return f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else "")
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype as reports write it: e4m3, bf16, fp32."""
+    name = str(dtype).removeprefix("torch.").removeprefix("float8_")
+    return {"e4m3fn": "e4m3", "bfloat16": "bf16"}.get(name, name.replace("float", "fp"))

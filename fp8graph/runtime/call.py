@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from fp8graph.ir.extra_inputs import PageLayout, StatisticsPage
+from fp8graph.runtime.recomputation import Checkpointed
+from fp8graph.runtime.slots import Run, Slot
 
 
 class Epoch:
@@ -69,15 +70,27 @@ class Prepared:
 
     run: Callable[..., Any]
     more: Sequence[torch.Tensor]  # the graph's inputs after Dynamo's
-    pages: slice | None  # the pages of scaling state among them; None: the call neither has pages nor takes part
-    layouts: Sequence[PageLayout]  # of the pages
-    statistics: Sequence[StatisticsPage]  # the first of them, which each call has for itself
-    gradients: tuple[int, ...]  # the parameters whose FP32 gradients the graph adds to
-    reduces: bool  # the call takes part in reductions of amaxes over ranks
-    group: str | None  # the process group of these
+    acting: Sequence[
+        tuple[Slot, Sequence[int]]
+    ]  # the slots that do something in each run, and their places in ``more``
     epoch: int
     parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters
-    unchanged: Callable[[Sequence[Any]], bool] | None  # whether the weights ``more`` was made from are unchanged
+    fresh: Callable[[Sequence[Any]], bool] | None  # whether all slots are; None: always
+
+    def __call__(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
+        if not self.acting:
+            return self.run(*args, *self.more)
+        run, more = Run(args, checkpointed), [*self.more]
+        try:
+            for slot, places in self.acting:
+                for place, tensor in zip(places, slot.before(run), strict=True):
+                    more[place] = tensor
+            results = self.run(*args, *more)
+        finally:
+            run.leave()
+        for slot, _ in self.acting:
+            slot.after(run, results)
+        return results
 
 
 class PreparedCalls:
@@ -104,7 +117,7 @@ class PreparedCalls:
             return None
         if prepared.parameters and prepared.parameters != tuple(map(id, self._pick(args))):
             return None
-        return prepared if prepared.unchanged is None or prepared.unchanged(args) else None
+        return prepared if prepared.fresh is None or prepared.fresh(args) else None
 
     def keep(self, args: Sequence[Any], situation: Any, prepared: Prepared) -> None:
         """Keep ``prepared`` for later calls."""

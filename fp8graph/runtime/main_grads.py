@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local, number_of_ranks
+from fp8graph.ir.extra_inputs import Gradient
+from fp8graph.runtime.slots import Caller, Run, Slot, Store
 
 
 def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
@@ -51,7 +53,7 @@ class _Buffer:
     is_grad: bool
 
 
-class MainGrads:
+class MainGrads(Store):
     """The buffers of one backend. It keeps no parameter alive."""
 
     def __init__(self) -> None:
@@ -62,17 +64,15 @@ class MainGrads:
         """The memory of the buffers, those that are ``main_grad`` not included."""
         return sum(buffer.tensor.nbytes for buffer in list(self._buffers.values()) if buffer.is_grad)
 
-    def tensors(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def slot(self, asked: Sequence[Gradient], caller: Caller) -> Slot:
         """The memory that a graph adds to."""
-        return [self._buffer(parameter).memory for parameter in parameters]
-
-    def check(
-        self, positions: Sequence[int], unchanged: Callable[[Sequence[Any]], bool] | None
-    ) -> Callable[[Sequence[Any]], bool] | None:
-        """``unchanged``, and whether :meth:`tensors` returns the same for the arguments at ``positions``."""
-        if not positions:
-            return unchanged
-        return lambda args: (unchanged is None or unchanged(args)) and all(self._is_known(args[i]) for i in positions)
+        positions = [gradient.parameter for gradient in asked]
+        return _Added(
+            tensors=[self._buffer(caller.args[i]).memory for i in positions],
+            fresh=lambda args: all(self._is_known(args[i]) for i in positions),
+            grads=self,
+            positions=positions,
+        )
 
     def _is_known(self, parameter: Tensor) -> bool:
         """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
@@ -114,3 +114,13 @@ class MainGrads:
         owner = weakref.ref(parameter, gone)
         buffers[key] = made = _Buffer(owner, tensor, tensor.data, main_grad is None)
         return made
+
+
+@dataclass(kw_only=True, eq=False)
+class _Added(Slot):
+    acts: ClassVar[bool] = True
+    grads: MainGrads
+    positions: Sequence[int]
+
+    def after(self, run: Run, results: Any) -> None:
+        self.grads.watch(results, [run.args[i] for i in self.positions])

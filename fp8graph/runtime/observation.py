@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from fp8graph.compat.distributed import gathered_objects
 from fp8graph.ir.extra_inputs import StatisticsPage
 from fp8graph.ir.observed import Observed, together
 from fp8graph.numerics.finished_statistics import Parts, merged, named
+from fp8graph.runtime.slots import Caller, Run, Slot, Store
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
 
@@ -72,7 +73,7 @@ class Request:
         return known and self.wants(key.step) and self.asked.takes(key.fqn)
 
 
-class Observation:
+class Observation(Store):
     """The observed steps of one backend, and what was measured in them."""
 
     def __init__(self) -> None:
@@ -130,6 +131,11 @@ class Observation:
             return None
         return self._asked if any(request.is_due(now) for request in self._active) else None
 
+    def slot(self, asked: Sequence[StatisticsPage], caller: Caller) -> Slot:
+        """The tensors that observed calls fill, each its own."""
+        nothing = [torch.empty(0, device=page.device) for page in asked]
+        return _Filled(tensors=nothing, observation=self, pages=asked)
+
     def tensors(self, pages: Sequence[StatisticsPage]) -> list[Tensor]:
         """The tensors that one observed call fills."""
         step, again = self._step_now(), autograd.in_backward()
@@ -163,7 +169,7 @@ class Observation:
     def unread(self, request: Request, now: int | None) -> list[int]:
         """The steps that were measured for a reader and that it has not read yet, without that of ``now``.
 
-        It waits for the device. They count as read: the reader calls :meth:`forget` when it is done.
+        It waits for the device. They count as read: the reader calls :meth:`forget_steps` when it is done.
         """
         self._read(but=now)
         request.read &= self._found.keys()
@@ -171,7 +177,7 @@ class Observation:
         request.read.update(new)
         return new
 
-    def forget(self, steps: Collection[int]) -> None:
+    def forget_steps(self, steps: Collection[int]) -> None:
         """Forget steps that nobody wants to read any more."""
         for step in steps:
             wanted = (r.wants(step) and (r.keeps or step not in r.read) for r in self._requests)
@@ -219,3 +225,13 @@ class Observation:
                     )
                     self._found.setdefault(step, {}).setdefault(key, []).append(named(of.parts, vector))
         self._pending = waiting
+
+
+@dataclass(kw_only=True, eq=False)
+class _Filled(Slot):
+    acts: ClassVar[bool] = True
+    observation: Observation
+    pages: Sequence[StatisticsPage]
+
+    def before(self, run: Run) -> Sequence[Tensor]:
+        return self.observation.tensors(self.pages)

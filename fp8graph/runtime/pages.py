@@ -116,7 +116,7 @@ class Row:
 class FoundPages:
     """The pages of one graph for one set of parameters."""
 
-    layouts: Sequence[PageLayout]  # kept alive, so that its id is not used again
+    asked: Sequence[Any]  # kept alive, so that its id is not used again
     owners: Sequence[weakref.ref[Tensor]]
     pages: list[Page]
     keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each

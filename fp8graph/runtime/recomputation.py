@@ -34,7 +34,9 @@ class Call:
 
     moment: Any  # what decided how it was compiled
     records: bool  # it recorded amaxes. The first call of the reentrant variant, without gradients, does not
-    scales: Sequence[tuple[Tensor, Tensor]]  # pages, and the scales that it read in them, [rows, 2]
+    scales: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list[tuple[Tensor, Tensor]]
+    )  # pages, what it read [rows, 2]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -58,7 +60,7 @@ class _Forward:
                 f"({len(self.calls)} calls, under different regions or policies), so that it cannot be known which of "
                 f"them call {place + 1} repeats. {_ADVICE}"
             )
-        return Call(moment=last.moment, records=last.records, scales=())
+        return Call(moment=last.moment, records=last.records)
 
 
 class Recomputations:
@@ -97,7 +99,7 @@ class Recomputations:
             self.regions.add(region)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Checkpointed:
     """A call that is a part of checkpointed forwards, or of the repetition of one.
 
@@ -107,22 +109,28 @@ class Checkpointed:
 
     first: Call | None
     running: Sequence[_Forward]
+    _kept: Call | None = None
 
-    def keep(self, moment: Any, layouts: Sequence[PageLayout], pages: Sequence[Tensor], *, records: bool) -> None:
+    def keep(self, moment: Any, *, records: bool) -> None:
         """Note the call for its repetition, before it runs."""
         if self.running:
-            with checkpointing.without_modes():
-                scales = [(page, self._scales(page)) for x, page in zip(layouts, pages, strict=True) if not x.backward]
-            call = Call(moment=moment, records=records, scales=scales)
+            self._kept = Call(moment=moment, records=records)
             for forward in self.running:
-                forward.calls.append(call)
+                forward.calls.append(self._kept)
+
+    def keep_scales(self, layouts: Sequence[PageLayout], pages: Sequence[Tensor]) -> None:
+        """Note the scales that it is about to read."""
+        if self._kept is not None:
+            with checkpointing.without_modes():
+                found = [(page, self._scales(page)) for x, page in zip(layouts, pages, strict=True) if not x.backward]
+            self._kept.scales.extend(found)
 
     def _scales(self, page: Tensor) -> Tensor:
         found = self._first_scales(page)
         return page[:, :HEADER].clone() if found is None else found
 
     def _first_scales(self, page: Tensor) -> Tensor | None:
-        known = self.first.scales if self.first is not None else ()
+        known = self.first.scales if self.first is not None else []
         return next((scales for other, scales in known if other is page), None)
 
     @contextmanager

@@ -11,15 +11,16 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from fp8graph.compat import autograd
+from fp8graph.compat import autograd, checkpointing
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import PageLayout, StateRow, TakesPart
 from fp8graph.numerics.history import HEADER, new_page, write_row
 from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.records import CollectiveRecord
@@ -29,6 +30,8 @@ from fp8graph.runtime.checkpoint import ScalingState, not_shared
 from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
+from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.slots import Caller, Run, Slot, Store, accelerator_of
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
 from fp8graph.runtime.written import WeightRow
@@ -36,11 +39,18 @@ from fp8graph.runtime.written import WeightRow
 _log = logging.getLogger("fp8graph")
 
 
-class State:
+class State(Store):
     """All pages of one backend."""
 
-    def __init__(self, epoch: Epoch, steps: Steps | None = None, names: Names | None = None) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        steps: Steps | None = None,
+        names: Names | None = None,
+        groups: RankGroups | None = None,
+    ) -> None:
         self._epoch = epoch  # it is advanced when graphs have to look for their pages again
+        self.ranks = groups if groups is not None else RankGroups()  # of the present call
         self._steps = steps if steps is not None else Steps()  # of optimizers
         self._names = names  # bound names of parameters
         self._rows: dict[RowKey, Row] = {}
@@ -65,36 +75,47 @@ class State:
 
         self._tokens = Tokens(gone)
 
-    def tensors(self, layouts: Sequence[PageLayout], args: Sequence[Any], names: Any) -> list[Tensor]:
+    def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
+        """The pages of a graph, and its part in the reductions of a step."""
+        layouts = [each for each in asked if isinstance(each, PageLayout)]
+        group = str(caller.group) if len(layouts) < len(asked) else None
+        slot = _Read(tensors=(), state=self, asked=asked, layouts=layouts, group=group, records=caller.gradients)
+        slot.take_part(caller.args)
+        slot.tensors = self.tensors(asked, caller.args) if layouts else []
+        if layouts and caller.gradients and not self.ranks.same_in_stage(caller.group):
+            self.recorded_by(caller.group)
+        return slot
+
+    def tensors(self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any]) -> list[Tensor]:
         """The pages for one call of a graph.
 
         Args:
-            layouts: the pages that the graph wants.
+            asked: the pages that the graph wants. The same sequence finds the same pages at once.
             args: its inputs, the parameters among them.
-            names: bound names of parameters, for state dicts.
         """
         owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
-        key = id(layouts), *map(id, owners)
+        key = id(asked), *map(id, owners)
         found = self._found.get(key)
         if found is None or not found.holds(owners):
             self._forget_dead_layers()
             anchor = owners[0] if owners else None
-            pages = [self._page(layout, args, anchor, names) for layout in layouts]
+            layouts = [each for each in asked if isinstance(each, PageLayout)]
+            pages = [self._page(layout, args, anchor) for layout in layouts]
             calls = self._found
             alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in owners]
             keys = [[self._key(rows[0], args, anchor) for rows in layout.rows] for layout in layouts]
             pairs = zip(layouts, keys, strict=True)
             weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]
-            found = calls[key] = FoundPages(layouts, alive, pages, keys, weights)
+            found = calls[key] = FoundPages(asked, alive, pages, keys, weights)
         found.turn = self._turn = self._turn + 1
         if not autograd.in_backward():
             for weight in found.weights:
                 weight.follow(args)
         return [page.tensor for page in found.pages]
 
-    def forget(self, layouts: Sequence[PageLayout]) -> None:
+    def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
         """Drop the pages found for a graph that is gone. The scales stay, for other graphs of its layers."""
-        for key in [key for key in list(self._found) if key[0] == id(layouts)]:
+        for key in [key for key in list(self._found) if key[0] == id(asked)]:
             self._found.pop(key, None)
 
     def reduces(self, group: str, device: torch.device) -> None:
@@ -174,13 +195,13 @@ class State:
             self._staged = staged
         return self._staged
 
-    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None, names: Any) -> Page:
+    def _page(self, layout: PageLayout, args: Sequence[Any], anchor: Tensor | None) -> Page:
         entries = [[self._key(row, args, anchor) for row in rows] for rows in layout.rows]
         known = [next((self._rows[key] for key in keys if key in self._rows), None) for keys in entries]
         first = known[0]
         if first is not None and first.page.fits(layout):
             if all(row is not None and row.page is first.page and row.index == i for i, row in enumerate(known)):
-                self._name(layout, entries, first.page, args, names)
+                self._name(layout, entries, first.page, args)
                 return first.page
         self._epoch.advance()
         length = layout.recipe.amax_history_len
@@ -197,13 +218,12 @@ class State:
                 source.moved = True
             if layout.group is None:
                 page.tensor[:, HEADER] = 0.0  # staged for ranks that are gone
-        self._name(layout, entries, page, args, names)
+        self._name(layout, entries, page, args)
         return page
 
-    def _name(
-        self, layout: PageLayout, entries: Sequence[Sequence[RowKey]], page: Page, args: Sequence[Any], names: Any
-    ) -> None:
+    def _name(self, layout: PageLayout, entries: Sequence[Sequence[RowKey]], page: Page, args: Sequence[Any]) -> None:
         """Map every name of each row to it, and fill new rows with the state that was loaded for them."""
+        names = self._names
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
@@ -219,7 +239,7 @@ class State:
                 if known is None and (loaded := self._take(name, layout.fp8_max)) is not None:
                     write_row(page.tensor, index, *loaded)
 
-    def rename(self, names: Any) -> None:
+    def rename(self, names: Names) -> None:
         """Call the rows of parameters that have been bound by their full names, before they are used again."""
         for token, parameter in self._tokens.parameters():
             bound = names.get(parameter)
@@ -332,3 +352,40 @@ class State:
             row.seen = None  # the weights that are loaded with it are those that the scales fit
         for reduction in self._reductions.values():
             reduction.forget()
+
+
+@dataclass(kw_only=True, eq=False)
+class _Read(Slot):
+    """The pages that a graph reads and may record amaxes in."""
+
+    acts: ClassVar[bool] = True
+    state: State
+    asked: Sequence[PageLayout | TakesPart]
+    layouts: Sequence[PageLayout]
+    group: str | None  # of the ranks that reduce amaxes after each step; None: the graph takes no part
+    records: bool
+
+    def take_part(self, args: Sequence[Any]) -> None:
+        """Record the amaxes of the last step on all ranks, before this call reads scales."""
+        if self.group is not None:
+            # with reentrant checkpointing, only the backward runs the graph for training
+            self.state.reduces(self.group, accelerator_of(args))
+            with checkpointing.without_modes():
+                self.state.commit()
+
+    def before(self, run: Run) -> Sequence[Tensor]:
+        self.take_part(run.args)
+        pages = self.tensors
+        if self.layouts:
+            self.state.tensors(self.asked, run.args)  # a weight that was written takes its own scale
+        if run.checkpointed is not None:
+            run.checkpointed.keep_scales(self.layouts, pages)
+        if self.state.ranks.rehearses():
+            return [page.clone() for page in pages]
+        if run.checkpointed is None or not pages:
+            return pages
+        return run.enter(run.checkpointed.pages(self.layouts, pages, records=self.records))
+
+    def after(self, run: Run, results: Any) -> None:
+        if self.group is not None and not self.state.ranks.rehearses():
+            self.state.watch(results, self.tensors)

@@ -20,7 +20,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
 from fp8graph.runtime.gathered_copies import GatheredCopies
-from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.shards import Memory, quantizes_rows
 from fp8graph.runtime.staleness import Steps, storage_of, version
@@ -50,7 +49,7 @@ class SentWeight:
         compile: compiles a graph of dialect nodes into a function.
         all_sent: knows when a forward begins.
         memory: for what stands in the place of whole parameters.
-        state, names: of the backend, for delayed scaling.
+        state: of the backend, for delayed scaling.
     """
 
     def __init__(
@@ -63,12 +62,11 @@ class SentWeight:
         compile: Compile,
         memory: Memory,
         state: State,
-        names: Names,
     ) -> None:
         self.weight, self.sharded = weight, list(sharded)
         self._steps, self._compile, self._memory = steps, compile, memory
         self._all = weakref.ref(all_sent)
-        self._scaling_state, self._names = state, names
+        self._scaling_state = state
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
         self._pages = () if weight.page is None else (weight.page,)
@@ -164,7 +162,7 @@ class SentWeight:
         """[1, 2 + length]: the weight's page of scaling state."""
         owners = dict(zip(self.weight.parameters, map(fsdp.whole_of, self.sharded), strict=True))
         args = [owners.get(index) for index in range(max(owners) + 1)]
-        (page,) = self._scaling_state.tensors(self._pages, args, self._names)
+        (page,) = self._scaling_state.tensors(self._pages, args)
         return page
 
     def take_amaxes(self) -> tuple[Tensor, list[Tensor]] | None:

@@ -21,31 +21,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd, fsdp, ops
-from fp8graph.ir.extra_inputs import QuantizedWeight
+from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole, ToGather
 from fp8graph.numerics.history import HEADER
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.sent_weight import Compile, SentWeight
 from fp8graph.runtime.shards import Memory
+from fp8graph.runtime.slots import ArrivesOtherwise, Caller, Slot, Store
 from fp8graph.runtime.staleness import Steps
 
 
-class SentWeights:
+class SentWeights(Store):
     """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
 
-    def __init__(self, steps: Steps, epoch: Epoch, state: State, names: Names, *, keeps: bool = False) -> None:
-        self._steps, self._epoch = steps, epoch
+    def __init__(self, steps: Steps, epoch: Epoch, state: State, compile: Compile, *, keeps: bool = False) -> None:
+        self._steps, self._epoch, self._compile = steps, epoch, compile
         self._keeps = keeps  # rows are quantized once for each update
         self.forwards = 0  # how many have begun
         self._gathered: set[tuple[int, int]] = set()  # weights, by id, and their parts: for this forward
-        self._state, self._names = state, names
+        self._state = state
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
-        self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]], Compile]] = []
+        self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]]]] = []
         self._memory = Memory()
         self._listens = False
 
@@ -68,14 +69,31 @@ class SentWeights:
         self._attached = [reference for reference, _ in alive]
         return [weight for _, weight in alive]
 
-    def ask(self, weights: Sequence[QuantizedWeight], args: Sequence[Any], compile: Compile) -> None:
+    def slot(self, asked: Sequence[GatheredWeight | ReadWhole | ToGather], caller: Caller) -> Slot:
+        """The copies that a graph takes of what was gathered."""
+        arrived, copies, read = caller.arrived, list[Tensor](), set[int]()
+        for weight in asked:
+            if isinstance(weight, ReadWhole):
+                read.update(weight.parameters)
+            elif isinstance(weight, GatheredWeight):
+                owner: SentWeight | None = arrived.get(weight.parameters[0])
+                made = owner and owner.copies(weight, [caller.args[index] for index in weight.parameters])
+                copies += made or []
+                read.update(() if made is not None else arrived.keys() & {*weight.parameters})
+        if read:
+            self.restore(arrived[index] for index in read)
+            raise ArrivesOtherwise(frozenset(read))
+        self.ask([each.weight for each in asked if isinstance(each, ToGather)], caller.args)
+        return Slot(tensors=copies)
+
+    def ask(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> None:
         """Gather ``weights``, which a graph reads by FP8 GEMMs alone, in FP8 after the next step."""
         found = fsdp.gathered() if weights else {}
         for weight in weights:
             sharded = [found.get(id(args[index])) for index in weight.parameters]
-            asked = {id(reference()) for _, references, _ in self._asked for reference in references}
+            asked = {id(reference()) for _, references in self._asked for reference in references}
             if None not in sharded and not any(id(x) in asked for x in sharded):
-                self._asked.append((weight, [weakref.ref(x) for x in sharded], compile))
+                self._asked.append((weight, [weakref.ref(x) for x in sharded]))
                 self._listen()
 
     def of(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
@@ -124,7 +142,7 @@ class SentWeights:
                 self._epoch.advance()
         new = False
         for asked in list(self._asked):
-            weight, references, compile = asked
+            weight, references = asked
             sharded = [x for reference in references if (x := reference()) is not None]
             if len(sharded) < len(references) or any(fsdp.owner_of(x) is not None for x in sharded):
                 self._asked.remove(asked)
@@ -135,10 +153,9 @@ class SentWeights:
                     sharded,
                     steps=self._steps,
                     all_sent=self,
-                    compile=compile,
+                    compile=self._compile,
                     memory=self._memory,
                     state=self._state,
-                    names=self._names,
                 )
                 sent.attach()
                 new = True

@@ -68,6 +68,8 @@ class Steps:
         self.all: Final = optimizer_steps()
         self._began = self.all.count
         self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it
+        self.gradients: bool | None = None  # whether the last call was with gradients
+        self.switches = 0  # how often calls with and without gradients have followed each other
         self._listeners: list[Callable[[Optimizer], None]] = []
         self.restart()
 
@@ -85,6 +87,11 @@ class Steps:
     def refresh(self) -> None:
         """Take all weights for changed."""
         self._refreshes += 1
+
+    def switch(self, *, gradients: bool) -> None:
+        """Note that the calls that begin now are with or without gradients."""
+        self.gradients = gradients
+        self.switches += 1
 
     def listen(self, listener: Callable[[Optimizer], None]) -> None:
         """Call ``listener`` after each step, as long as this object lives."""

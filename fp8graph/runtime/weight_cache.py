@@ -44,12 +44,13 @@ from fp8graph.ir.nodes import aten
 from fp8graph.runtime.call import Epoch, picker
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.slots import Caller, Slot, Store
 from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
 
 _log = logging.getLogger("fp8graph")
 
 BATCH: Final = 8
-Pages = Callable[[Sequence[PageLayout]], list[Tensor]]
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -79,21 +80,33 @@ class _Found:
     alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # called when they are freed
 
 
-class Weights:
+class Weights(Store):
     """The quantized weights of one backend.
 
     Args:
         epoch: it is advanced when graphs have to look for their copies again.
+        steps: of optimizers, and other signals of an update.
         names: bound names of parameters, for the warning.
+        scales: the scaling state of weights with delayed scaling.
+        compile: compiles a graph of dialect nodes into a function.
         trains: graphs with gradients take copies, too.
         strict: look at the contents of weights at each call, and wait for it.
     """
 
-    def __init__(self, epoch: Epoch, names: Names, *, trains: bool = False, strict: bool = False) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        steps: Steps,
+        names: Names,
+        scales: State,
+        compile: Compile,
+        *,
+        trains: bool = False,
+        strict: bool = False,
+    ) -> None:
         self._epoch, self._names, self._trains, self._strict = epoch, names, trains, strict
-        self.steps: Final = Steps()
-        self.gradients: bool | None = None  # whether the last call was with gradients
-        self._switches = 0  # how often calls with and without gradients have followed each other
+        self._scales, self._compile = scales, compile
+        self.steps: Final = steps
         self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
@@ -102,12 +115,12 @@ class Weights:
         """Mark every copy as stale."""
         self.steps.refresh()
 
-    def forget(self, weights: Sequence[QuantizedWeight]) -> None:
+    def forget(self, asked: Sequence[QuantizedWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph uses them.
 
         Copies with delayed scaling stay as long as their parameters: made again, they would have a newer scale.
         """
-        for key in [key for key in list(self._found) if key[0] == id(weights)]:
+        for key in [key for key in list(self._found) if key[0] == id(asked)]:
             if (found := self._found.get(key)) is not None:
                 if scaled := [copy for copy in found.copies if copy.weight.page is not None]:
                     self._keep((None, *map(id, scaled)), _Found((), scaled, [], []))
@@ -139,16 +152,16 @@ class Weights:
         """The memory of all copies."""
         return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
 
-    def tensors(
-        self, weights: Sequence[QuantizedWeight], args: Sequence[Any], pages: Pages, compile: Compile
-    ) -> list[Tensor]:
+    def slot(self, asked: Sequence[QuantizedWeight], caller: Caller) -> Slot:
+        """The copies that a graph takes, up to date."""
+        return Slot(tensors=self.tensors(asked, caller.args), fresh=self.unchanged(asked, caller.args))
+
+    def tensors(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> list[Tensor]:
         """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
 
         Args:
             weights: the weights whose copies the graph takes.
             args: its other inputs, the parameters among them.
-            pages: the scaling state for page layouts.
-            compile: compiles a graph of dialect nodes into a function.
         """
         found, counters = self._find(weights, args), self._counters()
         counters = counters[:1] if self._trains else counters
@@ -163,17 +176,13 @@ class Weights:
                 stale.append((weight, copy))
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
-                self._quantize(stale, args, dict(zip(found.pages, pages(found.pages), strict=True)), compile)
+                pages = self._scales.tensors(found.pages, args) if found.pages else []
+                self._quantize(stale, args, dict(zip(found.pages, pages, strict=True)))
         return found.tensors
-
-    def switch(self, *, gradients: bool) -> None:
-        """Note that the calls that begin now are with or without gradients."""
-        self.gradients = gradients
-        self._switches += 1
 
     def _counters(self) -> tuple[int, int, int]:
         """Counts whose change may make copies stale: all copies, unless graphs with gradients take them, too."""
-        return self.steps.refreshes, self.steps.all.count, self._switches
+        return self.steps.refreshes, self.steps.all.count, self.steps.switches
 
     def unchanged(
         self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
@@ -275,7 +284,6 @@ class Weights:
         stale: Sequence[tuple[QuantizedWeight, _Copy]],
         args: Sequence[Any],
         pages: Mapping[PageLayout, Tensor],
-        compile: Compile,
     ) -> None:
         # Copies of one weight with several paddings share one row, whatever its name in each of them: all are made with
         # its scale before one of them records.
@@ -304,7 +312,7 @@ class Weights:
                     (weight, copy), *_ = batch
                     graph = copy.weight.recording if records else copy.weight.quantizing
                     module = _module(graph, len(batch), len(inputs) // len(batch))
-                    function = self._functions[key, len(batch)] = compile(module, [*inputs, *buffers])
+                    function = self._functions[key, len(batch)] = self._compile(module, [*inputs, *buffers])
                 function(*inputs, *buffers)
                 torch.autograd.graph.increment_version(buffers)  # generated code does not
         self.quantized += sum(weight.linears for weight, _ in stale)

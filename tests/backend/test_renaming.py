@@ -13,6 +13,7 @@ from attentions import sdpa
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.renaming import Decided
 from fp8graph.ir.compilation import Known
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.places import Parameter
 from helpers import Two, eager_backend, first_fast
 
@@ -49,9 +50,10 @@ def test_everything_that_has_a_name_gets_the_new_one() -> None:
     assert [site.fqn for site in new.findings.sites] == ["7.gate", "7.up"]
     assert {gemm.fqn for gemm in new.view.gemms} == {"7.gate", "7.up"}
     assert {refusal.fqn for refusal in new.view.refusals} == {"7.gate", "7.up"}
-    pages = [*new.findings.pages, *(weight.page for weight in new.findings.weights if weight.page)]
+    weights = new.findings.of(QuantizedWeight)
+    pages = [*new.findings.of(PageLayout), *(weight.page for weight in weights if weight.page)]
     assert {row.fqn for page in pages for rows in page.rows for row in rows} == {"7.gate", "7.up"}
-    assert new.findings.inputs == old.findings.inputs
+    assert new.findings.places == old.findings.places
     assert new.view.after is old.view.after
 
 

@@ -15,6 +15,7 @@ import torch
 from fp8graph import Policy
 from fp8graph.backend.stored import Stored
 from fp8graph.ir.compilation import Findings
+from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.text import graph_text
 from helpers import MLP, eager_backend
 
@@ -34,9 +35,9 @@ def described(findings: Findings) -> list[Any]:
             *(graph_text(graph) for graph in (weight.quantizing, weight.recording)),
             *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.page),
         )
-        for weight in findings.weights
+        for weight in findings.of(QuantizedWeight)
     ]
-    return [*weights, findings.pages, [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
+    return [*weights, findings.of(PageLayout), [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
 
 
 def dumped(stored: Stored) -> bytes:
@@ -50,7 +51,9 @@ def test_what_is_kept_comes_back(recipe: str) -> None:
     kept = found(recipe)
     again = Stored.loaded(dumped(kept))
     assert again is not None
-    assert len(kept.findings.weights) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
+    assert len(kept.findings.of(QuantizedWeight)) == (
+        3 if recipe == "blockwise" else 2
+    )  # emulated, they are not joined
     assert described(again.findings) == described(kept.findings)
     assert again.view.to_dict() == kept.view.to_dict()
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8graph import DelayedScaling, Policy
+from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import Gradient, PageLayout, ReadWhole, StateRow, TakesPart
 from fp8graph.ir.places import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
-from helpers import passed
+from helpers import MLP, passed
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -33,6 +34,10 @@ def page(rows: int) -> PageLayout:
         (StateRow(fqn=str(i), index=0, use=0, parameter=None, operand="input", recipe=RECIPE),) for i in range(rows)
     )
     return PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device("cpu"), rows=named)
+
+
+def gradient(parameter: int) -> Gradient:
+    return Gradient(parameter=parameter, shape=(2, 2), device=torch.device("cpu"))
 
 
 def test_what_is_known_stays() -> None:
@@ -60,17 +65,46 @@ def test_the_target_decides_else_where_the_result_is(target: str | None, name: s
 
 def test_findings_of_a_graph_are_what_it_takes() -> None:
     found = compilation()
-    found.sites, found.pages = [site("up")], (page(3),)
+    found.sites = [site("up")]
+    found.extra_inputs = [gradient(0), page(3), TakesPart(), gradient(1), ReadWhole(parameters=(0,))]
     findings = Findings().and_those_of(found)
     assert [s.fqn for s in findings.sites] == ["up"]
-    assert (findings.inputs, findings.has_subgraphs) == (1, False)
-    assert [x.shape for x in findings.stand_ins()] == [(3, 2 + 4)]
+    assert not findings.has_subgraphs
+    assert [tuple(x.shape) for x in findings.stand_ins()] == [(2, 2), (3, 2 + 4), (2, 2)]
+    assert findings.titles(["L['self'].up", "L['self'].down"]) == ["up gradient", "scaling state 0", "down gradient"]
+    assert findings.places == {"gradients": (0, 2), "scales": (1,), "gathered": ()}
+    assert {store: len(asked) for store, asked in findings.by_store.items()} == {
+        "gradients": 2,
+        "scales": 2,
+        "gathered": 1,
+    }
+    assert findings.by_store["scales"] is findings.by_store["scales"]
+
+
+def test_each_extra_input_has_a_title_for_each_of_its_tensors() -> None:
+    """Places are counted by titles, tensors by stand-ins."""
+    backend = Backend(
+        Policy(default="delayed", min_speedup=0),
+        compiler="eager",
+        cache_weights="update",
+        accumulate_wgrad=True,
+        observe={"every": 1},
+    )
+    torch.compile(MLP(), backend=backend)(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    ((program,),) = [list(backend.programs)]
+    kinds: set[str] = set()
+    for variant in program._variants.values():
+        for each in variant.findings.extra_inputs:
+            with FakeTensorMode():
+                assert len(each.titles(str)) == len(each.stand_ins())
+            kinds.add(each.store)
+    assert kinds == {"weights", "scales", "gradients", "statistics"}
 
 
 def test_a_subgraph_adds_its_sites_and_no_inputs() -> None:
     outer, inner = compilation(), compilation(subgraph=True)
-    outer.sites, outer.pages, inner.sites = [site("up")], (page(1),), [site("inner")]
+    outer.sites, outer.extra_inputs, inner.sites = [site("up")], [page(1)], [site("inner")]
     findings = Findings().and_those_of(outer).and_those_of(inner)
     assert [s.fqn for s in findings.sites] == ["up", "inner"]
-    assert (findings.inputs, findings.has_subgraphs) == (1, True)
+    assert (len(findings.extra_inputs), findings.has_subgraphs) == (1, True)
     assert not Findings().and_those_of(compilation(subgraph=True)).has_subgraphs  # nothing is multiplied in it

@@ -55,5 +55,5 @@ def test_too_few_are_left_as_they_are_and_what_is_wanted_is_counted() -> None:
 def test_the_stand_in_of_a_gradient() -> None:
     gradient = Gradient(parameter=3, shape=(4, 8), device=torch.device("cpu"))
     with MODE:
-        made = gradient.stand_in()
+        (made,) = gradient.stand_ins()
     assert (made.shape, made.dtype) == ((4, 8), torch.float32)

@@ -18,7 +18,7 @@ from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
-from fp8graph.ir.extra_inputs import QuantizedWeight, SpareInputs
+from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole, SpareInputs, ToGather
 from fp8graph.ir.keys import OPERAND_KEY
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.places import Parameter
@@ -183,7 +183,8 @@ def test_a_graph_by_hand() -> None:
     graph, known = a_weight_and_spares(2), compilation()
     hoist_weights(graph, known)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
-    (weight,) = known.weights
+    (weight,) = known.extra_inputs
+    assert type(weight) is QuantizedWeight
     assert (weight.parameters, weight.outputs, weight.layouts) == ((0,), ("rowwise", "scale_inv"), ((16, 16), ()))
     assert brief(graph_text(weight.quantizing)) == (
         "input0: f32[48, 32]\n"
@@ -218,22 +219,24 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
     before = graph_text(graph)
     hoist_weights(graph, refused)
     assert graph_text(graph) == before
-    assert (refused.weights, refused.known.spares.wanted) == ((), 0)
+    assert not any(isinstance(each, QuantizedWeight) for each in refused.extra_inputs)
+    assert refused.known.spares.wanted == 0
 
 
 def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)})
     next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
     hoist_weights(graph, found)
-    (weight,) = found.sendable
-    assert (weight.parameters, weight.outputs) == ((0,), ("rowwise", "scale_inv"))
+    (asked,) = found.extra_inputs
+    assert isinstance(asked, ToGather)
+    assert (asked.weight.parameters, asked.weight.outputs) == ((0,), ("rowwise", "scale_inv"))
 
 
 def test_what_fsdp2_gathered_in_fp8_is_taken() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
     hoist_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
-    assert (len(found.weights), found.sendable, found.read) == (1, (), frozenset())
+    assert [*map(type, found.extra_inputs)] == [GatheredWeight]
 
 
 def test_a_reader_in_high_precision_is_found() -> None:
@@ -241,7 +244,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
     (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
     output.args = ([*output.args[0], parameter],)
     hoist_weights(graph, found)
-    assert found.read == {0}
+    assert found.extra_inputs[-1] == ReadWhole(parameters=(0,))
 
 
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:

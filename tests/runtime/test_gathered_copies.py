@@ -30,7 +30,8 @@ def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> Quant
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=training)
     with torch.set_grad_enabled(training):
         _, found = passed(module.bfloat16(), x, last="hoist_weights", policy=Policy(default=recipe, min_speedup=0))
-    (weight,) = found.weights
+    (weight,) = found.extra_inputs
+    assert isinstance(weight, QuantizedWeight)
     return weight
 
 

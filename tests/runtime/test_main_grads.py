@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph.ir.extra_inputs import Gradient
 from fp8graph.numerics import sqnr_db
 from fp8graph.runtime.main_grads import MainGrads, why_not_accumulated
+from fp8graph.runtime.slots import Caller, Slot
 from helpers import eager_backend, first_fast
 
 
@@ -237,24 +239,28 @@ def test_a_model_that_is_gone_leaves_no_buffer() -> None:
     run = Run(True)
     run.forward().backward()
     backend = run.backend
-    assert backend._shared.main_grads.bytes > 0
+    assert backend.main_grads.bytes > 0
     del run
     torch._dynamo.reset()
     gc.collect()
-    assert backend._shared.main_grads.bytes == 0
+    assert backend.main_grads.bytes == 0
 
 
 def test_another_parameter_has_another_buffer() -> None:
     grads, weight = MainGrads(), nn.Parameter(torch.randn(2, 3))
-    (memory,) = grads.tensors([weight])
-    assert grads.tensors([weight])[0] is memory
+    asked = [Gradient(parameter=0, shape=(2, 3), device=weight.device)]
+
+    def slot(parameter: nn.Parameter) -> Slot:
+        return grads.slot(asked, Caller(args=[parameter], gradients=True, group=None, arrived={}))
+
+    first = slot(weight)
+    (memory,) = first.tensors
+    assert slot(weight).tensors[0] is memory
     assert memory.shape == weight.shape
     assert not memory.requires_grad
-    is_known = grads.check([0], None)
-    assert is_known is not None
-    assert is_known([weight])
-    assert not is_known([nn.Parameter(torch.randn(2, 3))])
-    assert grads.check([], None) is None
+    assert first.fresh is not None
+    assert first.fresh([weight])
+    assert not first.fresh([nn.Parameter(torch.randn(2, 3))])
     assert grads.bytes == 24
 
 

@@ -116,7 +116,7 @@ def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> Non
         measure(observation)
     assert observation.unread(request, 2) == [0, 1]
     assert [pending[0] for pending in observation._pending] == [2]
-    observation.forget([0, 1])
+    observation.forget_steps([0, 1])
     assert observation.unread(request, 2) == []
     assert observation.unread(request, None) == [2]
     assert {key.step for key in observation.found()} == {2}
@@ -128,9 +128,9 @@ def test_a_reader_that_keeps_and_one_that_has_not_read_yet() -> None:
     early, late = (observation.start(Observed(), lambda _: True, lambda: clock.now, keeps=False) for _ in range(2))
     for clock.now in range(2):
         measure(observation)
-    observation.forget(observation.unread(early, None))
+    observation.forget_steps(observation.unread(early, None))
     assert observation.found().keys() >= {key(0), key(1)}
-    observation.forget(observation.unread(late, None))
+    observation.forget_steps(observation.unread(late, None))
     assert {key.step for key in observation.found()} == {0}  # of the first reader, which keeps them
 
 

@@ -43,7 +43,8 @@ class Calls:
             return x.sin()
         call = self.recomputations.of_call()
         moment = call.first.moment if call.first is not None else (self.now, None)
-        call.keep(moment, layouts, pages, records=records)
+        call.keep(moment, records=records)
+        call.keep_scales(layouts, pages)
         with call.pages(layouts, pages, records=records) as (page,):
             self.moments.append(moment[0])
             self.seen.append(page.clone())

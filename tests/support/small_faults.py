@@ -560,7 +560,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "copies outlive calls with gradients",
         f"{_RUNTIME}/weight_cache.py",
-        "return self.steps.refreshes, self.steps.all.count, self._switches",
+        "return self.steps.refreshes, self.steps.all.count, self.steps.switches",
         "return self.steps.refreshes, self.steps.all.count, 0",
         ("tests/runtime/test_weight_cache.py", "tests/runtime/test_writes.py"),
     ),

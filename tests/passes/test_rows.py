@@ -1,4 +1,4 @@
-"""build: one row for each GEMM, as it was decided."""
+"""The rows of the report that passes make: one for each GEMM, as it was decided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 from fp8graph import Policy, Rule
 from fp8graph.ir.settings import Settings
 from fp8graph.records import GemmRecord
-from fp8graph.report.build import gemm_records, with_groups
 from helpers import ALL, Two, passed
 
 
@@ -20,7 +19,7 @@ def records(
 ) -> list[GemmRecord]:
     x = torch.randn(16, 32, dtype=dtype, requires_grad=True)
     _, compilation = passed(module.to(dtype), x, last="assign", policy=policy, **known)
-    return gemm_records(compilation)
+    return [row for row in compilation.rows if isinstance(row, GemmRecord)]
 
 
 def test_sizes_are_those_of_the_gemm() -> None:
@@ -56,8 +55,9 @@ def test_what_a_user_asks_for_is_required(policy: Policy) -> None:
 def test_siblings_are_named_once_they_are_one() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     _, compilation = passed(Two(), x, last="assign")
-    found = gemm_records(compilation)
-    assert [r.reason for r in with_groups(found, compilation)] == [r.reason for r in found]
-    compilation.fused["up", 0, "dgrad"] = ("gate", "other")
-    changed = [r for r, before in zip(with_groups(found, compilation), found, strict=True) if r != before]
-    assert [(r.fqn, r.gemm, r.reason) for r in changed] == [("up", "dgrad", "default; one GEMM with gate, other")]
+    before = [*compilation.rows]
+    compilation.amend({("up", 0, "dgrad"): "one GEMM with gate, other"}, dtype="fp32")
+    changed = [row for row, old in zip(compilation.rows, before, strict=True) if row != old]
+    assert [(r.fqn, r.gemm, r.reason, r.dtypes[2]) for r in changed if isinstance(r, GemmRecord)] == [
+        ("up", "dgrad", "default; one GEMM with gate, other", "fp32")
+    ]
