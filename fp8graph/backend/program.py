@@ -141,7 +141,7 @@ class Program:
                 call = self._prepare(args, Moment(*moment))
         if checkpointed is not None:
             checkpointed.keep(Moment(*moment), records=self._graph.gradients)
-        return call(args, checkpointed)
+        return call.act(args, checkpointed) if call.acting else call.run(*args, *call.more)
 
     def _moment(self, checkpointed: Checkpointed | None, observed: Observed | None = None) -> Moment:
         """The moment of a call. A forward that runs again has that of its first time."""

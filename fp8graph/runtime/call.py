@@ -77,9 +77,8 @@ class Prepared:
     parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters
     fresh: Callable[[Sequence[Any]], bool] | None  # whether all slots are; None: always
 
-    def __call__(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
-        if not self.acting:
-            return self.run(*args, *self.more)
+    def act(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
+        """Run the graph where slots do something before and after it."""
         run, more = Run(args, checkpointed), [*self.more]
         try:
             for slot, places in self.acting:
