@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.passes.accumulate_wgrad import accumulate_wgrad
+from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad
 from fp8graph.passes.assign import assign
 from fp8graph.passes.connect_scales import connect_scales
 from fp8graph.passes.find_attention import find_attention
@@ -36,6 +36,7 @@ from fp8graph.passes.share import share, share_tokens
 from fp8graph.passes.smooth import smooth
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
+from fp8graph.runtime.slots import Store
 
 Pass = Callable[[fx.Graph, Compilation], None]
 
@@ -72,4 +73,7 @@ LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
 # Runs on a graph that quantizes weights and writes the results into their kept copies.
 WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
 
-__all__ = ["JOINT_PIPELINE", "LOWERING", "WEIGHT_LOWERING", "Pass"]
+# Keep the tensors that graphs take because one of these passes wants them. Each backend has one of each.
+STORES: tuple[type[Store], ...] = (MainGrads,)
+
+__all__ = ["JOINT_PIPELINE", "LOWERING", "STORES", "WEIGHT_LOWERING", "Pass"]

@@ -3,10 +3,15 @@
     dw = scaled_mm(qdy, qx, out_dtype=bf16)             ->      dw = scaled_mm(qdy, qx, out_dtype=f32, addend=buffer)
     return y, ..., dw.to(f32), ...                              copy_(buffer, dw);  return y, ..., None, ...
 
-The buffer is ``weight.main_grad``, or the ``.grad`` of an FP32 weight (``runtime/main_grads.py``). Autograd then has no
-gradient of the weight to add. A bf16 result that autograd casts and adds moves 20 bytes for each number: written (2),
-cast (2 + 4), added (4 + 4 + 4). An FP32 result that is added in a kernel of its own moves 16; a GEMM that adds it, 8.
-With too few spare inputs the graph is not changed; it is traced again with enough of them.
+Autograd then has no gradient of the weight to add. A bf16 result that autograd casts and adds moves 20 bytes for each
+number: written (2), cast (2 + 4), added (4 + 4 + 4). An FP32 result that a kernel apart adds moves 16; a GEMM that adds
+it, 8. With too few spare inputs the graph is not changed; it is traced again with enough of them.
+
+The buffer is ``weight.main_grad`` (a convention of Megatron and Transformer Engine), which whoever made it zeroes. For
+an FP32 weight without one, :class:`MainGrads` keeps a buffer. It becomes the weight's ``.grad`` when backward begins:
+zeroed first if there is no ``.grad`` (``zero_grad()`` may have run since forward), else with the numbers of another
+``.grad``. A graph takes the memory of a buffer as another tensor: optimizers and ``zero_grad`` write to ``.grad``, and
+autograd would count these writes as changes of what it saved for backward.
 
 Refuses (leaves the gradient to autograd) weights without such a buffer, or whose gradient something waits for (hooks,
 DDP, FSDP2); gradients that are a sum or a part, or transposed; wgrads that no scaled GEMM computes, or none in FP32.
@@ -14,24 +19,31 @@ DDP, FSDP2); gradients that are a sum or a part, or transposed; wgrads that no s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, cast
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fp8graph.compat import autograd
+from fp8graph.compat.distributed import local, number_of_ranks
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
-from fp8graph.ir.extra_inputs import Gradient
+from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.keys import GEMM_KEY
 from fp8graph.ir.nodes import aten, nodes, value
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.runtime.slots import Caller, Run, Slot, Store
 
 _NAME = "accumulate_wgrad"
+_STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"
 _GROUPED = "it is one of experts"
 _OTHERS: Final[dict[Any, str]] = {
@@ -41,6 +53,22 @@ _OTHERS: Final[dict[Any, str]] = {
     ops.grouped_mm: _GROUPED,
 }
 _CONVERT = torch.ops.prims.convert_element_type.default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(ExtraInput):
+    """The FP32 gradient of a parameter, which a graph takes as an input to add wgrad's result to it."""
+
+    store: ClassVar = _STORE
+    parameter: int  # graph input
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def stand_ins(self) -> list[Tensor]:
+        return [torch.empty(self.shape, device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"{name(self.parameter)} gradient"]
 
 
 def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
@@ -114,11 +142,119 @@ def _result_of(wgrad: fx.Node, output: fx.Node, results: Sequence[fx.Node | None
 
 
 def _why_not(wgrad: fx.Node, parameter: fx.Node, index: int | None, compilation: Compilation) -> str | None:
-    if index is None or index not in compilation.known.gradients:
+    reasons = compilation.known.facts.get(_STORE, {})
+    if index is None or index not in reasons:
         return "it is no parameter"
-    if (reason := compilation.known.gradients[index]) is not None:
+    if (reason := reasons[index]) is not None:
         return reason
     given: dict[str, Any] = named_arguments(wgrad)
     if value(parameter).shape != value(wgrad).shape:
         return "it is padded"
     return compilation.hardware_of(wgrad).obstacle(*quantizers_of(given), torch.float32)
+
+
+def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
+    """Why wgrad cannot add to the FP32 gradient of ``parameter``; None if it can. ``gathered``: by FSDP2."""
+    if gathered:
+        return "FSDP2 waits for its gradient"
+    if local(parameter) is not parameter:
+        return "it is a DTensor"
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None:
+        fits = isinstance(main_grad, Tensor) and main_grad.dtype == torch.float32
+        fits = fits and main_grad.shape == parameter.shape and main_grad.device == parameter.device
+        return None if fits and main_grad.is_contiguous() else "its main_grad is no contiguous FP32 tensor of its shape"
+    if parameter.dtype != torch.float32:
+        return f"its .grad is {str(parameter.dtype).removeprefix('torch.')}, and it has no main_grad in FP32"
+    if autograd.has_gradient_hooks(parameter):
+        return "hooks wait for its gradient"
+    if number_of_ranks(None) > 1:
+        return "there are other ranks, and what reduces gradients may wait for it: give it a main_grad"
+    return None if parameter.is_contiguous() else "it is not contiguous"
+
+
+@dataclass
+class _Buffer:
+    owner: weakref.ref[Tensor]
+    tensor: Tensor  # what .grad or .main_grad is
+    memory: Tensor  # the same memory, as graphs take it
+    is_grad: bool
+
+
+class MainGrads(Store):
+    """The buffers of one backend. It keeps no parameter alive."""
+
+    name: ClassVar = _STORE
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, _Buffer] = {}  # by id of the parameter
+
+    @staticmethod
+    def fact(parameter: Tensor, *, gathered: bool) -> str | None:
+        return why_not_accumulated(parameter, gathered=gathered)
+
+    def report(self) -> Mapping[str, int]:
+        """The memory of the buffers, those that are ``main_grad`` not included."""
+        buffers = list(self._buffers.values())
+        return {"gradient_bytes": sum(buffer.tensor.nbytes for buffer in buffers if buffer.is_grad)}
+
+    def slot(self, asked: Sequence[Gradient], caller: Caller) -> Slot:
+        """The memory that a graph adds to."""
+        positions = [gradient.parameter for gradient in asked]
+        return _Added(
+            tensors=[self._buffer(caller.args[i]).memory for i in positions],
+            fresh=lambda args: all(self._is_known(args[i]) for i in positions),
+            grads=self,
+            positions=positions,
+        )
+
+    def _is_known(self, parameter: Tensor) -> bool:
+        """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
+        found = self._buffers.get(id(parameter))
+        if found is None or found.owner() is not parameter:
+            return False
+        return getattr(parameter, "main_grad", None) is (None if found.is_grad else found.tensor)
+
+    def watch(self, results: Any, parameters: Sequence[Tensor]) -> None:
+        """Make buffers the ``.grad`` of ``parameters`` when the backward of ``results`` begins."""
+        functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+        for function in functions:
+            function.register_prehook(functools.partial(self._bind, parameters))
+
+    def _bind(self, parameters: Sequence[Tensor], *_: Any) -> None:
+        for parameter in parameters:
+            buffer = self._buffer(parameter)
+            if buffer.is_grad and parameter.grad is not buffer.tensor:
+                with torch.no_grad():
+                    if parameter.grad is None:
+                        buffer.tensor.zero_()
+                    else:
+                        buffer.tensor.copy_(parameter.grad)
+                parameter.grad = buffer.tensor
+
+    def _buffer(self, parameter: Tensor) -> _Buffer:
+        found, key, buffers = self._buffers.get(id(parameter)), id(parameter), self._buffers
+        if found is not None and self._is_known(parameter):
+            return found
+        tensor = main_grad = getattr(parameter, "main_grad", None)
+        if tensor is None:
+            with torch.inference_mode(False), torch.no_grad():
+                tensor = torch.zeros_like(parameter)
+
+        def gone(reference: weakref.ref[Tensor]) -> None:
+            if key in buffers and buffers[key].owner is reference:  # else its heir's
+                del buffers[key]
+
+        owner = weakref.ref(parameter, gone)
+        buffers[key] = made = _Buffer(owner, tensor, tensor.data, main_grad is None)
+        return made
+
+
+@dataclass(kw_only=True, eq=False)
+class _Added(Slot):
+    acts: ClassVar[bool] = True
+    grads: MainGrads
+    positions: Sequence[int]
+
+    def after(self, run: Run, results: Any) -> None:
+        self.grads.watch(results, [run.args[i] for i in self.positions])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -25,12 +26,12 @@ from fp8graph.backend.watched import Watched
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, choices
+from fp8graph.passes import STORES
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
-from fp8graph.runtime.main_grads import MainGrads
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_agreement import agree
@@ -90,7 +91,6 @@ class Backend(Watched):
         self.weights: Final = Weights(
             epoch, steps, names, self.state, compile, trains=trains, strict=self.settings.strict
         )
-        self.main_grads: Final = MainGrads()
         self.observation: Final = Observation()
         shared = Shared(
             settings=self.settings,
@@ -107,8 +107,8 @@ class Backend(Watched):
                 "gathered": self.sent,
                 "scales": self.state,
                 "weights": self.weights,
-                "gradients": self.main_grads,
                 "statistics": self.observation,
+                **{store.name: store() for store in STORES},
             },
             guarded=Guarded(policies, epoch),
         )
@@ -239,6 +239,9 @@ class Backend(Watched):
     @property
     def report(self) -> Report:
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
+        numbers = Counter[str]()
+        for store in self._shared.stores.values():
+            numbers.update(store.report())
         return Report(
             graphs=self.programs.views(),
             forgotten=self.programs.forgotten,
@@ -253,7 +256,7 @@ class Backend(Watched):
             weights=len(self.weights) + len(self.sent),
             weights_until_updated=self.settings.keeps_weights(training=True),
             weight_bytes=self.weights.bytes + self.sent.bytes,
-            gradient_bytes=self.main_grads.bytes,
+            **cast(dict[str, Any], numbers),
             guard=self._shared.guarded.texts,
         )
 

@@ -64,7 +64,7 @@ class Compiler:
             amax_group=situation.amax_group,
             spares=SpareInputs(indices=range(first, first + spares)),
             gathered=graph.gathered,
-            gradients=graph.accumulates,
+            facts=graph.facts,
             sent=situation.sent,
             observed=situation.observed,
             parameters=graph.parameters(names),

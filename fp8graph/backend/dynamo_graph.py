@@ -18,10 +18,10 @@ from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sources import split_source
 from fp8graph.models.general import families_of
+from fp8graph.passes import STORES
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
-from fp8graph.runtime.main_grads import why_not_accumulated
 from fp8graph.runtime.slots import accelerator_of
 
 
@@ -44,9 +44,9 @@ class DynamoGraph:
         self.gathered = {
             index: fsdp.facts(whole[key]) for index in self._parameters if (key := id(example_inputs[index])) in whole
         }
-        self.accumulates = {
-            index: why_not_accumulated(example_inputs[index], gathered=index in self.gathered)
-            for index in self._parameters
+        self.facts = {
+            store.name: {i: store.fact(example_inputs[i], gathered=i in self.gathered) for i in self._parameters}
+            for store in STORES
         }
         # for variants that are compiled later; the real inputs must not be kept alive
         self.fake_inputs = [
@@ -116,7 +116,7 @@ class DynamoGraph:
         regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
         digest.update(repr((self._parameters, sorted(self.gathered.items()))).encode())
-        digest.update(repr(sorted(self.accumulates.items())).encode())
+        digest.update(repr(self.facts).encode())
         for node in self.module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}
             path = next(reversed(stack.values()))[0] if stack else ""

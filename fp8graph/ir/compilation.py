@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -40,8 +40,8 @@ class Known:
     # parameters that are whole only while the graph runs (FSDP2): what is known of their shards
     gathered: Mapping[int, Shard] = field(default_factory=dict[int, Shard])
     sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
-    # the parameters, and why wgrad cannot add to their FP32 gradients (None if it can)
-    gradients: Mapping[int, str | None] = field(default_factory=dict[int, "str | None"])
+    # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
+    facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
     observed: Observed | None = None  # what is measured in this variant
     subgraph: bool = False  # the body of a higher-order op
     training: bool = False  # the graph has a backward

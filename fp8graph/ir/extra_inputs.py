@@ -1,4 +1,4 @@
-"""The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, FP32 gradients.
+"""The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, and more.
 
 A pass takes them (``Compilation.take``); the order in which passes took them is the order in which the graph has them.
 They are stored with the code. At a call, the store that each names (``runtime/slots.py``) gives the tensors.
@@ -100,22 +100,6 @@ class TakesPart(ExtraInput):
     """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
 
     store: ClassVar = "scales"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradient(ExtraInput):
-    """The FP32 gradient of a parameter, which a graph takes as an input to add wgrad's result to it."""
-
-    store: ClassVar = "gradients"
-    parameter: int  # graph input
-    shape: tuple[int, ...]
-    device: torch.device
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        return [torch.empty(self.shape, device=self.device)]
-
-    def titles(self, name: Callable[[int], str]) -> list[str]:
-        return [f"{name(self.parameter)} gradient"]
 
 
 @dataclass(frozen=True, kw_only=True)

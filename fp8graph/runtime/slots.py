@@ -79,7 +79,26 @@ class Slot:
 
 
 class Store(ABC):
-    """Whoever keeps tensors for graphs."""
+    """Whoever keeps tensors for graphs.
+
+    Attributes:
+        name: as extra inputs have it (``ExtraInput.store``).
+    """
+
+    name: ClassVar[str]
+
+    @staticmethod
+    def fact(parameter: Tensor, *, gathered: bool) -> Any:
+        """Whatever its passes must know of a parameter (``Known.facts``); a part of the cache key.
+
+        Args:
+            gathered: FSDP2 gathers it.
+        """
+        return None
+
+    def report(self) -> Mapping[str, int]:
+        """Its numbers in the report, by field; those of several stores are added up."""
+        return {}
 
     @abstractmethod
     def slot(self, asked: Sequence[Any], caller: Caller) -> Slot:

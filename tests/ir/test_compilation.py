@@ -12,10 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.extra_inputs import Gradient, PageLayout, ReadWhole, StateRow, TakesPart
+from fp8graph.ir.extra_inputs import PageLayout, ReadWhole, StateRow, TakesPart
 from fp8graph.ir.places import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
+from fp8graph.passes.accumulate_wgrad import Gradient
 from helpers import MLP, passed
 
 RECIPE = DelayedScaling(amax_history_len=4)

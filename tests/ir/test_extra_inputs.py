@@ -7,8 +7,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.compat import aot
-from fp8graph.ir.extra_inputs import Gradient, SpareInputs
+from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.keys import TAKEN_KEY
+from fp8graph.passes.accumulate_wgrad import Gradient
 
 MODE = FakeTensorMode()
 

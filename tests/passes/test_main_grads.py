@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
-from fp8graph.ir.extra_inputs import Gradient
 from fp8graph.numerics import sqnr_db
-from fp8graph.runtime.main_grads import MainGrads, why_not_accumulated
+from fp8graph.passes.accumulate_wgrad import Gradient, MainGrads, why_not_accumulated
 from fp8graph.runtime.slots import Caller, Slot
 from helpers import eager_backend, first_fast
 
@@ -239,11 +238,11 @@ def test_a_model_that_is_gone_leaves_no_buffer() -> None:
     run = Run(True)
     run.forward().backward()
     backend = run.backend
-    assert backend.main_grads.bytes > 0
+    assert backend.report.gradient_bytes > 0
     del run
     torch._dynamo.reset()
     gc.collect()
-    assert backend.main_grads.bytes == 0
+    assert backend.report.gradient_bytes == 0
 
 
 def test_another_parameter_has_another_buffer() -> None:
@@ -261,7 +260,7 @@ def test_another_parameter_has_another_buffer() -> None:
     assert first.fresh is not None
     assert first.fresh([weight])
     assert not first.fresh([nn.Parameter(torch.randn(2, 3))])
-    assert grads.bytes == 24
+    assert grads.report() == {"gradient_bytes": 24}
 
 
 @pytest.mark.parametrize(
