@@ -8,9 +8,8 @@ A format is one file here, and one entry in ``checkpoint.FORMATS``.
 """
 
 from fp8graph.checkpoints.checkpoint import FORMATS, Checkpoint, write_checkpoint
-from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Suffixes
+from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, QuantizedWeight, Suffixes, dequantize
 from fp8graph.checkpoints.shards import Shards
-from fp8graph.checkpoints.weights import QuantizedWeight, dequantize
 from fp8graph.checkpoints.writing import write_shards
 
 __all__ = [

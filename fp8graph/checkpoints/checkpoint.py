@@ -11,15 +11,12 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from fp8graph.checkpoints.atomic import new_folder
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8
-from fp8graph.checkpoints.layer_format import LayerFormat
+from fp8graph.checkpoints.layer_format import LayerFormat, Quantization, QuantizedWeight, dequantize, is_packed
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
-from fp8graph.checkpoints.quantization import Quantization
 from fp8graph.checkpoints.shards import Shards, read_json
-from fp8graph.checkpoints.weights import QuantizedWeight, dequantize, is_packed
-from fp8graph.checkpoints.writing import SHARD_BYTES, write_json, write_shards
+from fp8graph.checkpoints.writing import SHARD_BYTES, new_folder, write_json, write_shards
 from fp8graph.errors import CheckpointError
 
 FORMATS: Final[Mapping[str, type[Quantization]]] = {
@@ -121,7 +118,7 @@ class Checkpoint:
         for name in self.others:
             info = self.shards.tensors[name]
             if name.endswith(suffixes):
-                yield f"{info.file}: tensor {name!r} is a scale of no quantized layer"
+                yield f"{info.file}: tensor {name!r} is a scale without a quantized layer"
             elif info.stored_as.startswith("F8") and not name.endswith(".weight"):
                 yield f"{info.file}: tensor {name!r} is {info.stored_as}, and no weight of a layer"
 
@@ -140,7 +137,7 @@ def quantization_of(folder: Path) -> Quantization:
     if said is None:
         raise CheckpointError(f"{file}: there is no quantization_config, and no {FILE}: this checkpoint is not in FP8.")
     if not isinstance(said, Mapping):
-        raise CheckpointError(f"{where}: {said!r:.200} is no table of fields.")
+        raise CheckpointError(f"{where}: {said!r:.200} is not a table of fields.")
     producer = said.get("producer")
     of_producer = producer.get("name") if isinstance(producer, Mapping) else None
     method = said.get("quant_method", of_producer)

@@ -11,16 +11,14 @@ multiplies: [1], [n, 1], tiles [n / rows, k / columns], or bytes of E8M0 [n, k /
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from fp8graph.checkpoints.expressions import Expressions
-from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, LayerFormat, Suffixes
-from fp8graph.checkpoints.quantization import Fields, Quantization, is_count, is_names, is_pair
+from fp8graph.checkpoints.config import Expressions, Fields, is_count, is_names, is_pair, is_version_0
+from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, LayerFormat, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 _FP8: Final = Suffixes()
@@ -95,7 +93,7 @@ class CompressedTensors(Quantization):
         fields.one_of("quant_method", [cls.method])
         # a status before "compressed" means that weights are in high precision still
         fields.one_of("quantization_status", ["compressed"], "compressed")
-        fields.checked("version", _is_known, 'a version of 0.x, like "0.20.0"', "0.20.0")
+        fields.checked("version", is_version_0, 'a version of 0.x, like "0.20.0"', "0.20.0")
         fields.one_of("format", [*_FORMATS, "mixed-precision"])
         fields.empty("transform_config", "sparsity_config", "moe_sparsity_config")
         fields.unused("global_compression_ratio", "use_optimized_inference", "run_compressed", "dequantize")
@@ -162,13 +160,13 @@ class CompressedTensors(Quantization):
 
 
 def layer_format(preset: str) -> LayerFormat:
-    """How a layer of a preset is stored.
+    """The format of a preset's layers.
 
     Raises:
         CheckpointError: the preset is not known.
     """
     if preset.upper() not in PRESETS:
-        raise CheckpointError(f"compressed-tensors: {preset!r} is no preset that is known: {', '.join(PRESETS)}.")
+        raise CheckpointError(f"compressed-tensors: {preset!r} is not a known preset: {', '.join(PRESETS)}.")
     weights, inputs = PRESETS[preset.upper()]
     return _stored(weights, inputs, preset)
 
@@ -177,7 +175,7 @@ def _group(name: str, group: object, where: str) -> Group:
     if is_names(group):  # the name of a preset, and its targets
         weights, inputs = PRESETS.get(name.upper(), (None, None))
         if weights is None:
-            raise CheckpointError(f"{where}: {name!r} is no preset that is known: {', '.join(PRESETS)}.")
+            raise CheckpointError(f"{where}: {name!r} is not a known preset: {', '.join(PRESETS)}.")
         return Group(stored=layer_format(name), targets=tuple(group), weights=weights, inputs=inputs)  # pyright: ignore
     fields = Fields(group, f"{where}.{name}")
     fields.empty("output_activations")
@@ -225,7 +223,7 @@ def _stored(weights: object, inputs: object, where: str) -> LayerFormat:
 
 
 def _read(fields: Fields, strategies: Sequence[str]) -> tuple[int, str, tuple[int, int], int | None, str | None]:
-    """What ``QuantizationArgs`` of weights and of inputs have in common."""
+    """Read the fields that ``QuantizationArgs`` of weights and of inputs share."""
     bits = fields.one_of("num_bits", [8, 4], 8)
     fields.one_of("type", ["float"], "int")
     fields.one_of("symmetric", [True], True)
@@ -260,10 +258,6 @@ def _activation(inputs: object, where: str, bits_of_weight: int) -> Activation:
 
 def _format_name(stored: LayerFormat) -> str:
     return "nvfp4-pack-quantized" if stored.packed else "mxfp8-quantized" if stored.scheme[:2] == "MX" else _FORMATS[0]
-
-
-def _is_known(version: object) -> bool:
-    return isinstance(version, str) and re.match(r"0\.\d+", version) is not None
 
 
 class Targets:

@@ -19,9 +19,8 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from fp8graph.checkpoints.expressions import Expressions
-from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Part, Suffixes
-from fp8graph.checkpoints.quantization import Fields, Quantization, is_pair
+from fp8graph.checkpoints.config import Expressions, Fields, is_pair
+from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Part, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 _LINEAR: Final = Suffixes(scale=".weight_scale_inv", input_scale=".activation_scale")
@@ -100,7 +99,7 @@ class HuggingFaceFP8(Quantization):
         return Skipped(self.modules_to_not_convert, self.where)
 
     def linear(self) -> LayerFormat:
-        """How a linear layer is stored."""
+        """The format of a linear layer."""
         block = (WHOLE, WHOLE) if self.block is None else self.block
         ending = "" if self.scale_format == "float" else " ue8m0"
         tiles = "tensor" if self.block is None else f"{block[0]}x{block[1]}"
@@ -118,7 +117,7 @@ class HuggingFaceFP8(Quantization):
         )
 
     def experts(self) -> LayerFormat:
-        """How a parameter of fused experts is stored, [experts, n, k]."""
+        """The format of a parameter of fused experts, [experts, n, k]."""
         fused = replace(self.linear(), suffixes=_EXPERTS if self.static else replace(_EXPERTS, input_scale=None))
         return replace(fused, scale_dims=2)
 

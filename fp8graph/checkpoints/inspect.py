@@ -1,4 +1,4 @@
-"""What is in an FP8 checkpoint: formats, bytes, and which layers stand out. Reads one layer at a time."""
+"""Summarize an FP8 checkpoint: formats, bytes, and which layers stand out. Reads one layer at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fp8graph.checkpoints.checkpoint import Checkpoint
-from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat
-from fp8graph.checkpoints.weights import counts_of, scale_ratio
+from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, is_packed
+from fp8graph.recipes import FP8_MAX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +51,7 @@ class Scheme:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What :func:`inspect` found.
+    """The result of :func:`inspect`.
 
     ``dtypes``: (tensors, bytes) by safetensors' names. ``quantized_share``: of all numbers, how many are in FP8 or FP4.
     ``high_precision``: the matrices that are not. ``problems``: what does not fit together, and scales that no weight
@@ -184,3 +187,38 @@ def _input_text(activation: Activation) -> str:
 def _tile_text(block: tuple[int, int]) -> str:
     """Who shares a scale: "tensor", "row", "128x128"."""
     return {(WHOLE, WHOLE): "tensor", (1, WHOLE): "row"}.get(block, f"{block[0]}x{block[1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The distribution of the numbers of a weight. ``saturated``: at the largest value of their type."""
+
+    numbers: int
+    saturated: int
+    zero: int
+    nan: int
+
+
+def counts_of(data: Tensor) -> Counts:
+    """Count the numbers of FP8 or packed E2M1 data without decoding them, from how often each byte is there."""
+    per_byte = torch.zeros(256, dtype=torch.int64)
+    for part in data.contiguous().view(torch.uint8).flatten().split(1 << 24):
+        per_byte += torch.bincount(part, minlength=256)
+    every_byte = torch.arange(256, dtype=torch.uint8)
+    if is_packed(data.dtype):
+        halves = torch.stack([every_byte & 7, (every_byte >> 4) & 7])  # without their signs
+        saturated, zero = (int((per_byte * (halves == code).sum(0)).sum()) for code in (7, 0))
+        return Counts(numbers=2 * data.numel(), saturated=saturated, zero=zero, nan=0)
+    numbers = every_byte.view(data.dtype).to(torch.float32).abs()
+    saturated = int(per_byte[numbers >= FP8_MAX[data.dtype]].sum())  # E5M2's inf too
+    zero, nan = int(per_byte[numbers == 0].sum()), int(per_byte[numbers.isnan()].sum())
+    return Counts(numbers=data.numel(), saturated=saturated, zero=zero, nan=nan)
+
+
+def scale_ratio(scales: Tensor) -> float:
+    """The largest scale over the smallest that is not zero; inf if one is inf, NaN if one is NaN."""
+    if scales.isnan().any():
+        return math.nan
+    positive = scales.abs()
+    positive = positive[positive > 0]
+    return float(positive.max() / positive.min()) if positive.numel() else 1.0

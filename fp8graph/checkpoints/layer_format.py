@@ -1,17 +1,23 @@
-"""How one quantized layer is stored: the names of its tensors, their dtypes and shapes, and what its scales mean."""
+"""The model of a checkpoint that all formats share: a quantized weight, how its layer is stored, and the config.
+
+A format is a subclass of ``Quantization``, which says for each layer by which ``LayerFormat`` its tensors are named,
+typed and shaped. Reading one gives a ``QuantizedWeight``, the same for all formats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, ClassVar, Final, Literal, Self
 
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints.headers import TensorInfo
-from fp8graph.checkpoints.weights import QuantizedWeight, decoded_scales, dequantize, is_packed
+from fp8graph.checkpoints.shards import TensorInfo
 from fp8graph.errors import CheckpointError
+from fp8graph.numerics.decoding import dequantize_data
+from fp8graph.numerics.formats import exp2_biased
 
 WHOLE: Final = 0  # in a block: the whole dim
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,8 +25,72 @@ E8M0: Final = (torch.uint8, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """The bytes and scales of one weight [..., n, k], as they are in a file.
+
+    ``data``: FP8 [..., n, k], or two E2M1 codes per byte [..., n, k / 2], the first in the low half (uint8 or int8).
+    ``scale_inv``: multiplies; one per tile, [..., ceil(n / rows), ceil(k / columns)]; FP32, BF16, FP16, E4M3, or E8M0
+    (float8_e8m0fnu or its bytes in uint8). ``block``: (rows, columns) of a tile.
+
+    What the whole tensor shares, and what quantizes the layer's input, is stored by one library as a factor and by
+    another as a divisor. One of both is given: the one that is in the file.
+    """
+
+    data: Tensor
+    scale_inv: Tensor
+    block: tuple[int, int]
+    global_scale_inv: Tensor | None = None  # FP32 []: multiplies
+    global_scale: Tensor | None = None  # FP32 []: divides
+    input_scale_inv: Tensor | None = None  # [] (or one per expert): x = q * input_scale_inv
+    input_scale: Tensor | None = None  # []: x = q / input_scale
+
+    @property
+    def packed(self) -> bool:
+        return is_packed(self.data.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        *leading, columns = self.data.shape
+        return (*leading, columns * (1 + self.packed))
+
+    def scales(self) -> Tensor:
+        """FP32: what each tile is multiplied by. A factor or divisor of the whole tensor is applied to the scales.
+
+        In this order, as in compressed-tensors (``_dequantize``), ModelOpt (``NVFP4QTensor.dequantize``) and the GEMMs
+        of engines; the other order would round other numbers.
+        """
+        scales = decoded_scales(self.scale_inv)
+        if self.global_scale_inv is not None:
+            scales = scales * self.global_scale_inv.to(torch.float32)
+        if self.global_scale is not None:
+            scales = scales / self.global_scale.to(torch.float32)
+        return scales
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """FP32 [..., n, k]: each number times the scale of its tile, rounded once to FP32."""
+    data, scaling = weight.data, "block"
+    if weight.packed:
+        data, scaling = data.view(torch.uint8), "nvfp4"
+    return dequantize_data(data, weight.scales(), torch.float32, scaling=scaling, block=weight.block)
+
+
+def is_packed(dtype: torch.dtype | None) -> bool:
+    """Whether a weight of this dtype holds two E2M1 codes per byte."""
+    return dtype in (torch.uint8, torch.int8)
+
+
+def decoded_scales(scales: Tensor) -> Tensor:
+    """Stored scales in FP32. E8M0: 2 ** (byte - 127), and byte 255 is NaN."""
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    return exp2_biased(scales.to(torch.int32)) if scales.dtype == torch.uint8 else scales.to(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suffixes:
-    """What follows a layer's name in the names of its tensors. None: there is no such tensor."""
+    """Suffixes of the names of a layer's tensors. None: the format has no such tensor."""
 
     weight: str = ".weight"
     scale: str = ".weight_scale"
@@ -30,7 +100,7 @@ class Suffixes:
 
 @dataclass(frozen=True, kw_only=True)
 class Activation:
-    """How the input of a layer is quantized.
+    """The quantization of a layer's input.
 
     ``scale``: "dynamic" from the input itself, "static" from the checkpoint, "local": dynamic tiles below a static
     scale of the whole tensor. ``block``: (tokens, elements) that share a scale.
@@ -107,7 +177,7 @@ class LayerFormat:
         return names if self.part is None else names | {"scale": self.part.tensor}
 
     def problems(self, layer: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
-        """What is wrong with the tensors of a layer, from their headers alone."""
+        """Sentences on the tensors of a layer that do not fit, from their headers alone."""
         names = self.names(layer)
         for what, name in names.items():
             if name not in tensors:
@@ -243,3 +313,54 @@ class LayerFormat:
 def _one_each(scale: Tensor) -> Tensor:
     """One number, or one for each expert."""
     return scale.reshape(()) if scale.numel() == 1 else scale.flatten()
+
+
+class Quantization(ABC):
+    """The quantization config of a checkpoint, in the words of the library that owns the format.
+
+    A subclass is the only statement of its format.
+    """
+
+    title: ClassVar[str]  # for people
+    method: ClassVar[str]  # ``quant_method`` of config.json
+    spellings: ClassVar[tuple[Suffixes, ...]]  # all that its layers may use
+
+    @property
+    @abstractmethod
+    def ignore(self) -> tuple[str, ...]:
+        """The layers that the config leaves in high precision, as it writes them."""
+
+    @property
+    def kv_cache(self) -> object | None:
+        """The config's entry for a quantized key-value cache."""
+        return None
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, config: Mapping[str, Any], where: str) -> Self:
+        """Read a config.
+
+        Raises:
+            CheckpointError: a field, a value or a version is not known.
+        """
+
+    @classmethod
+    @abstractmethod
+    def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
+        """The config for these layers and those that are left alone, by full names.
+
+        Raises:
+            CheckpointError: the format has no config that says this.
+        """
+
+    @abstractmethod
+    def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
+        """The possible formats of a linear layer of this name; empty if it is left in high precision."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """``quantization_config`` of config.json."""
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """Other JSON files that belong to a checkpoint."""
+        return {}

@@ -19,9 +19,8 @@ from typing import Any, ClassVar, Final, Self
 
 import torch
 
-from fp8graph.checkpoints.expressions import Expressions
-from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Suffixes
-from fp8graph.checkpoints.quantization import Fields, Quantization
+from fp8graph.checkpoints.config import Expressions, Fields, is_version_0
+from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 FILE: Final = "hf_quant_config.json"
@@ -112,7 +111,7 @@ class ModelOpt(Quantization):
         producer = outer.take("producer", _PRODUCER)
         source = Fields(producer, f"{where}: producer")
         source.one_of("name", [cls.method])
-        source.checked("version", _is_known, 'a version of 0.x, like "0.47.0"')
+        source.checked("version", is_version_0, 'a version of 0.x, like "0.47.0"')
         outer.one_of("quant_method", [cls.method], cls.method)
         inner = outer.take("quantization")
         fields = outer if inner is None else Fields(inner, f"{where}: quantization")
@@ -216,10 +215,6 @@ def _group_size(algorithm: str) -> dict[str, int]:
 
 def _written(algorithm: str) -> str:
     return algorithm.lower() if algorithm in _LOWER_CASE else algorithm
-
-
-def _is_known(version: object) -> bool:
-    return isinstance(version, str) and re.match(r"0\.\d+", version) is not None
 
 
 def _owners(layer: str) -> list[str]:

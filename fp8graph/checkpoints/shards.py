@@ -1,26 +1,61 @@
 """The tensors of a checkpoint, by name, read one at a time: one safetensors file, or shards with an index.
 
-Opening a folder reads the headers of all shards, and no tensor. What an index and the shards say of each other is
-checked then, and safetensors opens each file, so that a folder that opens can be read to its end.
+Opening a folder reads the headers of all shards, and no tensor. Each header is compared with its file and with the
+index, and safetensors opens each file, so that a folder that opens can be read to its end. safetensors reads the
+tensors. Headers are parsed here first, as most of its errors name neither the file nor the tensor, and a stranger's
+header may take very long.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from fp8graph.checkpoints.headers import TensorInfo, tensors_of
 from fp8graph.errors import CheckpointError, did_you_mean, printable
 
 INDEX: Final = "model.safetensors.index.json"
-_LONGEST: Final = 255  # bytes of a file's name, on every system
 PARTIAL: Final = ".fp8graph-partial-"  # in the name of a folder that is being written
+_LONGEST_FILE: Final = 255  # bytes of a file's name, on every system
+_TYPES: Final[Mapping[str, torch.dtype]] = {  # by safetensors' names
+    "BOOL": torch.bool,
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    "BF16": torch.bfloat16,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}
+_ONLY_LISTED: Final = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits; torch has no such type
+_LARGEST_HEADER: Final = 100_000_000  # bytes of a header: safetensors' own limit
+_MOST: Final = 100_000  # tensors of one file; a shard of the largest models has 5,000
+_LONGEST_NAME: Final = 1_000  # characters of a tensor's name
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorInfo:
+    """One tensor of a file. ``dtype``: None if torch has none. ``start``: its first byte, behind the header."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype | None
+    stored_as: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
 
 
 class Shards:
@@ -50,7 +85,7 @@ class Shards:
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """What the headers say of each tensor."""
+        """Each tensor's entry in its header."""
         return self._where
 
     @property
@@ -67,7 +102,7 @@ class Shards:
         return len(self._where)
 
     def info(self, name: str) -> TensorInfo:
-        """What the header says of a tensor.
+        """A tensor's entry in its header.
 
         Raises:
             CheckpointError: there is no such tensor.
@@ -114,39 +149,89 @@ class Shards:
         self._open = None
 
 
-def imported_safetensors() -> Any:
-    """The library, which is not among those that fp8graph needs.
+def tensors_of(file: Path) -> list[TensorInfo]:
+    """The tensors of a safetensors file in the order of their bytes.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        CheckpointError: the file cannot be read, its header is damaged, or it is shorter or longer than it says.
     """
     try:
-        importlib.import_module("safetensors.torch")
-        return importlib.import_module("safetensors")
-    except ModuleNotFoundError as error:
-        message = 'reading and writing checkpoints needs safetensors. Run: pip install "fp8graph[checkpoints]"'
-        raise ModuleNotFoundError(message, name=error.name) from None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The table in a JSON file.
-
-    Raises:
-        CheckpointError: there is no such file, or no table in it.
-    """
-    try:
-        if file.exists() and not file.is_file():  # a pipe would wait for its writer
+        size = file.stat().st_size
+        if not file.is_file():  # a pipe would wait for its writer
             raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file}: there is no such file, and it says which format the checkpoint has.") from None
-    except (OSError, ValueError, RecursionError) as error:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+                raise CheckpointError(
+                    f"{file}: damaged. Its header should have {length} bytes, and the file has {size}. "
+                    "Download it again."
+                )
+            text = opened.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}).") from None
+    found = sorted((_tensor(file, name, entry) for name, entry in _entries(file, text)), key=lambda one: one.start)
+    end = max((one.start + one.bytes for one in found), default=0)
+    held = size - 8 - length
+    if end > held:
+        first = next(one.name for one in found if one.start + one.bytes > held)
+        raise CheckpointError(
+            f"{file}: truncated. Its tensors need {end} bytes, and {held} are there; {first!r} is the first that is "
+            "not whole. Download it again."
+        )
+    if end < held:
+        raise CheckpointError(f"{file}: damaged. Its tensors end after {end} bytes, and {held} are there.")
+    return found
+
+
+def _entries(file: Path, text: bytes) -> list[tuple[str, Any]]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) < len(pairs):
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+            raise CheckpointError(f"{file}: damaged. Its header names {twice!r:.200} twice.")
+        return table
+
+    if (count := text.count(b'"data_offsets"')) > _MOST:
+        raise CheckpointError(f"{file}: its header has {count} tensors. At most {_MOST} are read from one file.")
+    try:
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:  # of the encoding, too
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{file}: cannot be read ({error}). Download it again.") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: there is no table of fields in it.")
-    return values
+        raise CheckpointError(f"{file}: damaged. Its header is not JSON ({error}). Download it again.") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: damaged. Its header is not a table of tensors.")
+    if long := next((name for name in header if len(name) > _LONGEST_NAME), None):
+        raise CheckpointError(f"{file}: damaged. A tensor has a name of {len(long)} characters: {long!r:.100}.")
+    return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+
+
+def _tensor(file: Path, name: str, entry: Any) -> TensorInfo:
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"{file}: damaged. {what} of tensor {name!r} is {entry!r:.200}.")
+
+    try:
+        stored_as, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise damaged("The entry") from None
+    if not isinstance(stored_as, str) or stored_as not in (*_TYPES, *_ONLY_LISTED):
+        known = ", ".join((*_TYPES, *_ONLY_LISTED))
+        raise CheckpointError(f"{file}: tensor {name!r} has dtype {stored_as!r:.200}. Known: {known}.")
+    if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
+        raise damaged("The entry")
+    dtype = _TYPES.get(stored_as)
+    bits = _ONLY_LISTED[stored_as] if dtype is None else 8 * dtype.itemsize
+    if (end - start) * 8 != math.prod(shape) * bits:
+        raise damaged("The number of bytes")
+    return TensorInfo(
+        name=name,
+        file=file,
+        dtype=dtype,
+        stored_as=stored_as,
+        shape=shape,
+        start=start,
+        bytes=end - start,
+    )
 
 
 def _found(path: Path) -> tuple[Path | None, list[Path]]:
@@ -186,7 +271,7 @@ def _of_index(index: Path) -> dict[str, TensorInfo]:
     names = sorted(set(listed.values()))
     if outside := [name for name in names if Path(name).name != name or not name.strip(".") or "\0" in name]:
         raise CheckpointError(f"{index}: names a file outside of its folder: {outside[0]!r:.200}.")
-    if long := [name for name in names if len(os.fsencode(name)) > _LONGEST]:
+    if long := [name for name in names if len(os.fsencode(name)) > _LONGEST_FILE]:
         raise CheckpointError(f"{index}: damaged. It names a file of {len(long[0])} characters: {long[0]!r:.100}.")
     if missing := [name for name in names if not Path(index.parent, name).exists()]:
         lost = sum(file in missing for file in listed.values())
@@ -206,3 +291,38 @@ def _of_index(index: Path) -> dict[str, TensorInfo]:
     if lost := next((name for name in listed if name not in where), None):
         raise CheckpointError(f"{index.parent / listed[lost]}: there is no tensor {lost!r}, which {index.name} lists.")
     return where
+
+
+def imported_safetensors() -> Any:
+    """The library, which is not among those that fp8graph needs.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    try:
+        importlib.import_module("safetensors.torch")
+        return importlib.import_module("safetensors")
+    except ModuleNotFoundError as error:
+        message = 'reading and writing checkpoints needs safetensors. Run: pip install "fp8graph[checkpoints]"'
+        raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The table in a JSON file.
+
+    Raises:
+        CheckpointError: there is no such file, or no table in it.
+    """
+    try:
+        if file.exists() and not file.is_file():  # a pipe would wait for its writer
+            raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{file}: there is no such file, and it says which format the checkpoint has.") from None
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file}: cannot be read ({error}). Download it again.") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: there is no table of fields in it.")
+    return values

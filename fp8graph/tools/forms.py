@@ -12,8 +12,8 @@ from fp8graph.backend.multiplied import Multiplied
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, compressed_tensors
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
+from fp8graph.checkpoints.layer_format import Quantization
 from fp8graph.checkpoints.modelopt import ALGORITHMS, ModelOpt
-from fp8graph.checkpoints.quantization import Quantization
 from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FP8_MAX

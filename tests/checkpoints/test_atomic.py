@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fp8graph.checkpoints.atomic import clear_leftovers, new_folder
 from fp8graph.checkpoints.shards import PARTIAL, Shards
+from fp8graph.checkpoints.writing import clear_leftovers, new_folder
 from fp8graph.errors import CheckpointError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -62,12 +62,12 @@ def test_a_folder_that_exists(tmp_path: Path) -> None:
 def test_only_checkpoints_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letters.txt").touch()
-    with pytest.raises(CheckpointError, match="home: exists, and is no checkpoint: it has no config.json"):
+    with pytest.raises(CheckpointError, match="home: exists, and is not a checkpoint: it has no config.json"):
         new_folder(tmp_path / "home", overwrite=True).__enter__()
     (tmp_path / "link").symlink_to(tmp_path / "home")
     (tmp_path / "file").touch()
     for name in ("link", "file"):
-        with pytest.raises(CheckpointError, match=f"{name}: exists, and is no folder"):
+        with pytest.raises(CheckpointError, match=f"{name}: exists, and is not a folder"):
             new_folder(tmp_path / name, overwrite=True).__enter__()
 
 
@@ -80,8 +80,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 KILLED = """
 import sys, time, torch
 from pathlib import Path
-from fp8graph.checkpoints.atomic import new_folder
-from fp8graph.checkpoints.writing import write_shards
+from fp8graph.checkpoints.writing import new_folder, write_shards
 
 def tensors():
     for i in range(1000):

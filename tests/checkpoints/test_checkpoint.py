@@ -242,8 +242,8 @@ FP8 = torch.ones(128, 256).to(torch.float8_e4m3fn)
     [
         ({"a__weight_scale_inv": None}, "the scale of layer 'a' is missing: there is no tensor 'a.weight_scale_inv'"),
         ({"a__weight_scale_inv": torch.ones(2, 1)}, r"'a.weight_scale_inv' has shape \[2, 1\], .* needs \[1, 2\]"),
-        ({"a__weight": torch.ones(128, 256)}, "tensor 'a.weight_scale_inv' is a scale of no quantized layer"),
-        ({"b__weight_scale_inv": torch.ones(1, 1)}, "tensor 'b.weight_scale_inv' is a scale of no quantized layer"),
+        ({"a__weight": torch.ones(128, 256)}, "tensor 'a.weight_scale_inv' is a scale without a quantized layer"),
+        ({"b__weight_scale_inv": torch.ones(1, 1)}, "tensor 'b.weight_scale_inv' is a scale without a quantized layer"),
         (
             {"lm_head__weight": FP8},
             "'lm_head.weight' is F8_E4M3, and the config leaves layer 'lm_head' in high precision",
@@ -267,7 +267,7 @@ def test_many_problems(tmp_path: Path) -> None:
     ("config", "message"),
     [
         ({"model_type": "llama"}, f"config.json: there is no quantization_config, and no {FILE}"),
-        ({"quantization_config": "fp8"}, "quantization_config: 'fp8' is no table of fields"),
+        ({"quantization_config": "fp8"}, "quantization_config: 'fp8' is not a table of fields"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
             "quant_method is 'gptq'. Known: fp8, compressed-tensors, mod",
@@ -294,7 +294,7 @@ def test_configs_that_are_not_known(tmp_path: Path, config: dict[str, Any], mess
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "there is no such file"), ("{", "cannot be read"), ("[]", "there is no table of fields")],
+    [(None, "there is no such file"), ("{", "cannot be read"), ("[]", "there is not a table of fields")],
 )
 def test_config_files_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
     folder_with(tmp_path)

@@ -68,7 +68,7 @@ def test_what_the_presets_store() -> None:
     assert (fp4.divides, fp4.activation.scale, fp4.activation.block) == (True, "local", (1, 16))
     weights_only = layer_format("NVFP4A16")
     assert (weights_only.activation, weights_only.scheme) == (None, "NVFP4A16")
-    with pytest.raises(CheckpointError, match="'FP5' is no preset that is known: FP8, FP8_DYNAMIC"):
+    with pytest.raises(CheckpointError, match="'FP5' is not a known preset: FP8, FP8_DYNAMIC"):
         layer_format("FP5")
 
 
@@ -88,8 +88,8 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
         (config_of(sparsity_config={"format": "bitmask"}), "here: sparsity_config is"),
         (config_of(moe=1), "here: moe is 1. fp8graph does not know this field"),
         (config_of(config_groups=[]), r"here: config_groups is \[\]. It must be a table of groups"),
-        (config_of(config_groups={"W4A16": ["Linear"]}), "config_groups: 'W4A16' is no preset that is known"),
-        (config_of(config_groups={"group_0": {"targets": ["Linear"]}}), "group_0.weights: None is no table of fields"),
+        (config_of(config_groups={"W4A16": ["Linear"]}), "config_groups: 'W4A16' is not a known preset"),
+        (config_of(config_groups={"group_0": {"targets": ["Linear"]}}), "weights: None is not a table of fields"),
         (changed("weights", type="int"), "here: config_groups.group_0.weights: type is 'int'. Known: 'float'"),
         (changed("weights", num_bits=6), r"group_0.weights: num_bits is 6. Known: 8, 4"),
         (changed("weights", symmetric=False), "group_0.weights: symmetric is False. Known: True"),

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fp8graph.checkpoints.expressions import Expressions
+from fp8graph.checkpoints.config import Expressions
 from fp8graph.checkpoints.modelopt import of_glob
 from fp8graph.errors import CheckpointError
 

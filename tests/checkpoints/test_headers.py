@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fp8graph.checkpoints.headers import tensors_of
+from fp8graph.checkpoints.shards import tensors_of
 from fp8graph.errors import CheckpointError
 
 

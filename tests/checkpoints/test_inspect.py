@@ -110,7 +110,7 @@ def test_several_schemes(tmp_path: Path) -> None:
     [
         ({"model.loud.weight_scale_inv": None}, "the scale of layer 'model.loud' is missing", 2),
         ({"model.loud.weight_scale_inv": torch.ones(3)}, "'model.loud.weight_scale_inv' has shape [3]", 2),
-        ({"x.weight_scale_inv": torch.ones(1)}, "'x.weight_scale_inv' is a scale of no quantized layer", 3),
+        ({"x.weight_scale_inv": torch.ones(1)}, "'x.weight_scale_inv' is a scale without a quantized layer", 3),
     ],
 )
 def test_what_does_not_fit_is_told_beside_the_rest(

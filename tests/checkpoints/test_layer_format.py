@@ -12,10 +12,9 @@ from torch import Tensor
 
 from fp8graph.checkpoints.compressed_tensors import layer_format
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
-from fp8graph.checkpoints.layer_format import LayerFormat
+from fp8graph.checkpoints.layer_format import LayerFormat, QuantizedWeight
 from fp8graph.checkpoints.modelopt import ALGORITHMS
 from fp8graph.checkpoints.shards import Shards
-from fp8graph.checkpoints.weights import QuantizedWeight
 from fp8graph.checkpoints.writing import write_shards
 from fp8graph.errors import CheckpointError
 

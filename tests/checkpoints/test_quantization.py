@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fp8graph.checkpoints.quantization import Fields, is_count, is_names, is_pair
+from fp8graph.checkpoints.config import Fields, is_count, is_names, is_pair
 from fp8graph.errors import CheckpointError
 
 
@@ -31,7 +31,7 @@ def test_fields() -> None:
         (lambda fields: fields.checked("a", is_pair, "a pair"), "here: a is 1. It must be a pair."),
         (lambda fields: fields.empty("a"), "here: a is 1. It must be empty."),
         (lambda fields: fields.end(), "here: a is 1. fp8graph does not know this field."),
-        (lambda _: Fields([1], "there"), r"there: \[1\] is no table of fields."),
+        (lambda _: Fields([1], "there"), r"there: \[1\] is not a table of fields."),
     ],
 )
 def test_what_is_not_known(ask: Callable[[Fields], Any], message: str) -> None:

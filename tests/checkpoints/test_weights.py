@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints.weights import QuantizedWeight, counts_of, decoded_scales, dequantize, scale_ratio
+from fp8graph.checkpoints.inspect import counts_of, scale_ratio
+from fp8graph.checkpoints.layer_format import QuantizedWeight, decoded_scales, dequantize
 from fp8graph.numerics import quantize
 from fp8graph.recipes import NVFP4BlockScaling
 

@@ -296,14 +296,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # checkpoints
     Fault(
         "a file that is too long is read",
-        f"{_CHECKPOINTS}/headers.py",
+        f"{_CHECKPOINTS}/shards.py",
         "if end < held:",
         "if end < 0:",
         ("tests/checkpoints/test_headers.py",),
     ),
     Fault(
         "a tensor with too few bytes is read",
-        f"{_CHECKPOINTS}/headers.py",
+        f"{_CHECKPOINTS}/shards.py",
         "(end - start) * 8 != math.prod(shape) * bits",
         "(end - start) * 8 > math.prod(shape) * bits",
         ("tests/checkpoints/test_headers.py",),

@@ -56,7 +56,7 @@ def test_what_does_not_fit(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["inspect", str(tmp_path)]) == 1
     *_, first, last = capsys.readouterr().out.rstrip().partition("60 things do not fit together:")
     assert first
-    assert "tensor 'lost.0.weight_scale_inv' is a scale of no quantized layer" in last
+    assert "tensor 'lost.0.weight_scale_inv' is a scale without a quantized layer" in last
     assert last.endswith("and 10 more")
 
 

@@ -1,8 +1,9 @@
-"""The regular expressions of a checkpoint's config, matched in a time that they cannot choose.
+"""Reading the config of a checkpoint: its fields, each of which must be known, and the regular expressions in it.
 
 A config is a stranger's file, and Python's ``re`` tries one way to match after the other: "(a+)+!" takes for ever on
-forty letters. Here all ways are followed at once, as the set of places in the name to which they lead. A set is the
-bits of one number, so that a step costs the same from many places. The only question is whether there is a match.
+forty letters. Here all ways are followed at once, as the set of places in the name to which they lead, so that an
+expression cannot choose how long it takes. A set is the bits of one number, so that a step costs the same from many
+places. The only question is whether there is a match.
 
 Expressions that libraries write consist of characters and their classes, groups, ``|``, ``* + ? {m,n}``, ``^ $ \\b``
 and lookaround. Anything else is refused.
@@ -13,8 +14,8 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from fp8graph.errors import CheckpointError
 
@@ -32,6 +33,80 @@ _TOKEN: Final = re.compile(
     |(?P<one>\[\^?\]?(?:\\.|[^\\\]])*\]|\\[dDwWsS]|\\[^0-9A-Za-z]|[^\\()|*+?\[{^$])""",
     re.VERBOSE | re.DOTALL,
 )
+
+
+class Fields:
+    """The fields of a table in a config. Each is taken once; what is left at the end is not known.
+
+    Args:
+        where: names the table in errors.
+    """
+
+    def __init__(self, table: object, where: str) -> None:
+        if not isinstance(table, Mapping):
+            raise CheckpointError(f"{where}: {table!r:.200} is not a table of fields.")
+        self._left, self.where = {str(name): value for name, value in table.items()}, where
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The value of a field; ``default`` if it is not there, or null."""
+        value = self._left.pop(name, default)
+        return default if value is None else value
+
+    def one_of(self, name: str, known: Sequence[Any], default: Any = None) -> Any:
+        """The value of a field that has few. A known value that is ``default`` may be left out."""
+        value = self.take(name, default)
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known):
+            raise self.unknown(name, value, f"Known: {', '.join(repr(one) for one in known)}.")
+        return value
+
+    def checked(self, name: str, known: Callable[[Any], bool], what: str, default: Any = None) -> Any:
+        """The value of a field for which ``known`` holds; ``what`` says so in words."""
+        value = self.take(name, default)
+        if not known(value):
+            raise self.unknown(name, value, f"It must be {what}.")
+        return value
+
+    def names(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+        """A list of names."""
+        return tuple(self.checked(name, is_names, "a list of names", default))
+
+    def unused(self, *names: str) -> None:
+        """Take fields whose values have no meaning here."""
+        for name in names:
+            self._left.pop(name, None)
+
+    def empty(self, *names: str) -> None:
+        """Take fields that must be empty: what they ask for is not done."""
+        for name in names:
+            if value := self.take(name):
+                raise self.unknown(name, value, "It must be empty.")
+
+    def end(self) -> None:
+        """
+        Raises:
+            CheckpointError: a field was not taken.
+        """
+        for name, value in self._left.items():
+            raise self.unknown(name, value, "fp8graph does not know this field.")
+
+    def unknown(self, name: str, value: object, why: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: {name:.200} is {value!r:.200}. {why}")
+
+
+def is_names(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+def is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def is_pair(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(is_count(one) for one in value)
+
+
+def is_version_0(value: object) -> bool:
+    return isinstance(value, str) and re.match(r"0\.\d+", value) is not None
 
 
 class _Name:
