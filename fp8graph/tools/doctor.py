@@ -47,7 +47,7 @@ def trainer() -> list[str]:
 
 
 def machine() -> list[tuple[str, str]]:
-    """This machine's hardware and software. Optional packages: see ``fp8graph/cli/doctor.py``."""
+    """This machine's hardware and software. Optional packages: see ``fp8graph/cli.py``."""
     of_torch, python, transformers = tested.here()
     rows = [
         ("fp8graph", __version__),

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 import fp8graph
-from fp8graph.cli import COMMANDS, demo, doctor, main
-from fp8graph.cli.doctor import missing
-from fp8graph.cli.extras import EXTRAS, install
+from fp8graph.cli import COMMANDS, EXTRAS, install, main, missing
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_a_missing_extra(
     def absent(*_: Any) -> None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
-    monkeypatch.setattr(demo, "run", absent)
+    monkeypatch.setattr("fp8graph.recipes.resolve_recipe", absent)
     assert main(["demo"]) == 2
     assert f'{package} is missing. Run: pip install "fp8graph[{extra}]"' in capsys.readouterr().err
 
@@ -86,7 +84,7 @@ def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys: 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "report.html")
 
-    monkeypatch.setattr(doctor, "run", full)
+    monkeypatch.setattr("fp8graph.tools.doctor.machine", full)
     assert main(["doctor"]) == 2
     assert capsys.readouterr().err == "fp8graph: [Errno 28] No space left on device: 'report.html'\n"
 
@@ -101,7 +99,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "run", interrupted)
+    monkeypatch.setattr("fp8graph.tools.doctor.machine", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err == "\nfp8graph: interrupted\n"
 
@@ -138,8 +136,7 @@ print(sorted(slow))
 
 
 def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
-    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
-    for name in names:
+    for name in (command.name for command in COMMANDS):
         with pytest.raises(SystemExit, match="0"):
             main([name, "--help"])
         assert capsys.readouterr().out.startswith(f"usage: fp8graph {name} ")
@@ -185,8 +182,8 @@ def test_extras_bring_what_is_said_of_them() -> None:
 @pytest.mark.slow
 def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in ``fp8graph explain llama | head``: no traceback."""
-    script = "import sys; from fp8graph.cli import doctor, main\ndef run(_):\n  raise BrokenPipeError\n"
-    script += "doctor.run = run\nsys.exit(main(['doctor']))"
+    script = "import sys; from fp8graph.cli import main\nfrom fp8graph.tools import doctor\ndef machine():\n"
+    script += "  raise BrokenPipeError\ndoctor.machine = machine\nsys.exit(main(['doctor']))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
 
@@ -198,7 +195,7 @@ def test_what_decides_reaches_the_plan(tmp_path: Path, monkeypatch: pytest.Monke
         given.update(settings)
         raise fp8graph.ConfigError("seen")
 
-    monkeypatch.setattr("fp8graph.cli.plan.traced", traced)
+    monkeypatch.setattr("fp8graph.cli._traced", traced)
     policy = tmp_path / "policy.toml"
     policy.write_text('default = "rowwise"')
     assert main(["plan", "llama", "--mesh", "dp=8", "--policy", str(policy), "--target", "sm_100"]) != 0

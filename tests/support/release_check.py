@@ -71,7 +71,7 @@ USES: dict[str, list[tuple[Sequence[str], int, str]]] = {
     "checkpoints": [(("-c", EXPORTS), 0, r"loaded: torch\.float8_e4m3fn near")],
     "cli": [
         (("-m", "fp8graph", "completion", "bash"), 0, r"complete .*fp8graph"),
-        (("-c", "import fp8graph.cli.tree as tree; print(tree.Tree)"), 0, r"rich\.tree"),
+        (("-c", "import fp8graph.report.tree as tree; print(tree.Tree)"), 0, r"rich\.tree"),
     ],
     "kernels": [(("-c", KERNELS), 0, r"kernels for sm_90: [1-9]")],
     "demo": [(("-m", "fp8graph", "demo", "--steps", "5", "--compiler", "eager"), 0, r"(?s)GEMMs.*\.png")],
@@ -167,7 +167,7 @@ def check_doctor(python: Path, core: Path) -> None:
     pip = [core, "-m", "pip", "--python", python]
     listed = json.loads(run([*pip, "list", "--format", "json", "--disable-pip-version-check"]))
     installed = {package["name"] for package in listed}
-    of_extras = 'from fp8graph.cli.extras import EXTRAS; print(*(f"{p}={e}" for p, e in EXTRAS.items()))'
+    of_extras = 'from fp8graph.cli import EXTRAS; print(*(f"{p}={e}" for p, e in EXTRAS.items()))'
     extra_of = dict(pair.split("=") for pair in run([python, "-I", "-c", of_extras]).split())
     printed = run([python, "-I", "-m", "fp8graph", "doctor"])
     told = dict(re.findall(r'(?m)^(\w+) +not installed\. Run: pip install "fp8graph\[(\w+)\]"$', printed))

@@ -38,7 +38,7 @@ _PLANNING: Final = "fp8graph/planning"
 _COMPAT: Final = "fp8graph/compat"
 _INTEGRATIONS: Final = "fp8graph/integrations"
 _LIBRARIES: Final = "fp8graph/libraries"
-_CLI: Final = "fp8graph/cli"
+_CLI: Final = "fp8graph/cli.py"
 _OFFLINE: Final = "fp8graph/offline"
 
 FAULTS: Final[tuple[Fault, ...]] = (
@@ -819,21 +819,21 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # cli
     Fault(
         "a reason stands in the tree without its mark",
-        f"{_CLI}/tree.py",
+        f"{_REPORT}/tree.py",
         'words += notes.mark(reason) if execution != "native" else ""',
         'words += notes.mark(reason) if execution == "emulated" else ""',
-        ("tests/cli/test_tree.py",),
+        ("tests/report/test_tree.py",),
     ),
     Fault(
         "the policy of a command is ignored",
-        f"{_CLI}/plan.py",
+        _CLI,
         'settings: dict[str, Any] = {"policy": options.policy, ',
         'settings: dict[str, Any] = {"policy": None, ',
         ("tests/cli/test_commands.py",),
     ),
     Fault(
         "layers of size 0 are accepted",
-        f"{_CLI}/arguments.py",
+        _CLI,
         "if number < 1:",
         "if number < 0:",
         ("tests/cli/test_commands.py",),

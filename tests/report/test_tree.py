@@ -11,9 +11,9 @@ import torch
 from rich.console import Console
 
 import fp8graph
-from fp8graph.cli import explain, main
-from fp8graph.cli.tree import Notes, tree
+from fp8graph import cli
 from fp8graph.models import FAMILIES
+from fp8graph.report.tree import Notes, tree
 
 
 def printed(report: fp8graph.Report, *, color: bool = False) -> tuple[list[str], list[str]]:
@@ -121,7 +121,7 @@ def test_colors(llama: fp8graph.Report) -> None:
 
 @pytest.mark.slow
 def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "llama", "--seq", "16", "--inference", "--recipe", "mxfp8", "--target", "sm_90"]) == 0
+    assert cli.main(["explain", "llama", "--seq", "16", "--inference", "--recipe", "mxfp8", "--target", "sm_90"]) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) > 80
     assert "\x1b" not in out
@@ -129,8 +129,8 @@ def test_a_pipe_gets_whole_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(explain.importlib.util, "find_spec", lambda name: None)
-    assert not explain._has_rich()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not cli._has_rich()
     error = capsys.readouterr().err
     assert error == (
         'fp8graph: rich is missing: a table in place of the tree of layers. Run: pip install "fp8graph[cli]"\n'

@@ -1,0 +1,471 @@
+"""The ``fp8graph`` command: ``COMMANDS`` says what each command takes, and a function of its name runs it.
+
+Exit codes: 0 success, 1 failure, 2 cannot run, 130 interrupted. Help imports neither torch nor rich: a command imports
+what it needs, and checks its arguments before that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from fp8graph.version import __version__
+
+# the extra of ours that brings an optional package
+EXTRAS: Final = {
+    "rich": "cli",
+    "shtab": "cli",
+    "transformers": "hf",
+    "safetensors": "checkpoints",
+    "matplotlib": "demo",
+    "plotext": "demo",
+    "triton": "kernels",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = parser().parse_args(arguments)
+    from fp8graph.errors import Fp8GraphError  # torch is imported only once the arguments are right
+
+    try:
+        return options.run(options)
+    except ModuleNotFoundError as error:
+        if (command := install(error.name or "")) is None:
+            raise
+        print(f"fp8graph: {error.name} is missing. Run: {command}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nfp8graph: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `fp8graph explain llama | head`
+        sys.stderr.close()
+        return 1
+    except (Fp8GraphError, OSError) as error:  # OSError: a file that cannot be read or written
+        print(f"fp8graph: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and what they take."""
+    found = argparse.ArgumentParser(prog="fp8graph", description="FP8 for unmodified PyTorch models.")
+    found.add_argument("--version", action="version", version=f"fp8graph {__version__}")
+    commands = found.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        about = command.about
+        one = commands.add_parser(command.name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+        one.set_defaults(run=command.run)
+        alternatives = one.add_mutually_exclusive_group() if command.alternatives else one
+        for name, settings in command.arguments.items():
+            (alternatives if name in command.alternatives else one).add_argument(name, **settings)
+    return found
+
+
+def install(package: str) -> str | None:
+    """The command that installs an optional package; None for one that no extra of ours brings."""
+    return f'pip install "fp8graph[{EXTRAS[package]}]"' if package in EXTRAS else None
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Train the same small Llama twice."""
+    _check_recipe(options.recipe)
+    from fp8graph.tools.demo import run_demo
+
+    settings = {name: getattr(options, name) for name in ("steps", "seed", "recipe", "compiler", "out")}
+    return run_demo(**settings)
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Trace the model on the meta device, and print the report."""
+    _check_recipe(options.recipe)
+    from fp8graph.backend import Backend
+
+    if options.html is not None:
+        _check_writable(options.html)
+    settings = {"policy": options.policy, "recipe": options.recipe, "target": options.target}
+    Backend(**settings)  # raises for one that cannot be used, before a model is built
+    training = not options.inference
+    model, inputs = _meta_model(options, training=training)
+    report = _traced(model, inputs, training=training, **settings)
+    if options.html is not None:
+        report.to_html(options.html)
+        print(f"fp8graph: wrote {options.html}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=1))
+    elif options.graph is not None:
+        print(_stage(report, options.graph))
+    elif options.table or (options.html is None and not _has_rich()):
+        print(report)
+    elif options.html is None:
+        from fp8graph.report.tree import print_tree
+
+        print_tree(report, type(model).__name__)
+    return 0
+
+
+def _stage(report: Any, name: str) -> str:
+    """The text of one stage of each graph."""
+    from fp8graph.errors import ConfigError
+
+    texts: list[str] = []
+    for view in report.graphs:
+        stages = {"before": view.before, "after": view.after, **view.stages}
+        if name not in stages:
+            raise ConfigError(f"no stage {name!r}. Stages: {', '.join(stages)}.")
+        texts.append(f"# {view.name}\n{stages[name]}")
+    return "\n".join(texts)
+
+
+def _has_rich() -> bool:
+    if importlib.util.find_spec("rich") is not None:
+        return True
+    print(f"fp8graph: rich is missing: a table in place of the tree of layers. Run: {install('rich')}", file=sys.stderr)
+    return False
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Predict each mesh under each recipe."""
+    _check_recipe(options.recipe)
+    from fp8graph import hardware
+    from fp8graph.backend import Backend
+    from fp8graph.errors import ConfigError
+    from fp8graph.planning import step_cost, workload
+    from fp8graph.planning.mesh import Mesh, Network
+
+    meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
+    device, network = hardware.from_target(target), Network.of_target(target)
+    recipes = None if options.recipe is None else (options.recipe,)
+    settings: dict[str, Any] = {"policy": options.policy, "recipe": options.recipe, "target": target}
+    Backend(**settings)
+    model, inputs = _meta_model(options, training=True)
+    if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
+        raise ConfigError(f"plan predicts causal language models, and {type(model).__name__} is none.")
+    report = _traced(model, inputs, training=True, **settings)
+    work = workload.of_model(model, report, options.seq)
+    plans = [step_cost.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
+    print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
+    return 0
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Measure, print the scores, and write the policy."""
+    from fp8graph.planning.tune import tune
+    from fp8graph.tools.text import batches_of, language_model
+
+    _check_writable(options.out)
+    if options.plot is not None:
+        _check_writable(options.plot, ".png", ".svg", ".pdf")
+    model, tokenizer = language_model(options.model)
+    batches = batches_of(tokenizer, options.text, options.batches, options.batch, options.seq, options.seed)
+    goal = {"budget": options.budget} if options.min_speedup is None else {"min_speedup": options.min_speedup}
+    settings = {name: getattr(options, name) for name in ("target", "seed", "resume")}
+    device = next(model.parameters()).device
+    inputs = [{"input_ids": tokens.to(device), "labels": tokens.to(device), "use_cache": False} for tokens in batches]
+    found = tune(model, inputs, recipes=options.recipe, **settings, **goal)
+    print(found)
+    found.save(options.out)
+    print(f"fp8graph: wrote {options.out}", file=sys.stderr)
+    if options.plot is not None:
+        found.plot(options.plot)
+        print(f"fp8graph: wrote {options.plot}", file=sys.stderr)
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """Write the folder, and show what is in it."""
+    _check_recipe(options.recipe)
+    from fp8graph.errors import ConfigError
+
+    if not options.overwrite and options.folder.is_dir() and any(options.folder.iterdir()):
+        raise ConfigError(f"{options.folder}: exists. Choose another folder, or pass --overwrite to replace it.")
+    from fp8graph.tools import inspect_checkpoint
+    from fp8graph.tools.export_folder import export_folder
+
+    settings = {name: getattr(options, name) for name in ("recipe", "policy", "format", "overwrite")}
+    folder = export_folder(options.source, options.folder, **settings)
+    print(inspect_checkpoint.text(inspect_checkpoint.inspected(folder)))
+    return 0
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Read one layer at a time; 1 if something does not fit together."""
+    from fp8graph.tools import inspect_checkpoint
+
+    found = inspect_checkpoint.inspected(options.folder)
+    print(json.dumps(found.to_dict(), indent=1) if options.json else inspect_checkpoint.text(found))
+    return 1 if found.problems else 0
+
+
+def doctor(_options: argparse.Namespace) -> int:
+    """Print the machine, the packages that can be installed, and a table of recipes by architecture."""
+    from fp8graph.report.tables import aligned
+    from fp8graph.tools import doctor
+
+    print("\n".join(aligned([*doctor.machine(), *missing()])))
+    print("\nbf16 linears and experts (grouped matmuls). Recipes that are not native are emulated:\n")
+    print("\n".join(aligned(doctor.architectures())))
+    return 0
+
+
+def missing() -> list[tuple[str, str]]:
+    """Each optional package that is not installed, and the command that installs it."""
+    names = [name for name in EXTRAS if importlib.util.find_spec(name) is None]
+    rows = [(name, f"not installed. Run: {install(name)}") for name in names]
+    return rows or [("optional packages", "all installed")]
+
+
+def bench(options: argparse.Namespace) -> int:
+    """Measure linears, or the rates that predictions are made of."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fp8graph import hardware
+    from fp8graph.errors import ConfigError
+    from fp8graph.tools import bench
+
+    for recipe in options.recipe:
+        _check_recipe(recipe)
+    if options.calibrate is not None and options.calibrate.suffix != ".json":
+        raise ConfigError(f"{options.calibrate}: a calibration file must end in .json.")
+    device = bench.fp8_gpu()
+    found = hardware.of_device(device)
+    if options.calibrate is not None:
+        for done in bench.calibrate(device, found):
+            bench.write(options.calibrate, found, done)  # at once: the next measurement may end this process
+            print(bench.describe(done, found), flush=True)
+        print(f'wrote {options.calibrate}: Backend(target="{options.calibrate}")')
+        return 0
+    table = Table(title="one linear, forward and backward: FP8 compared with bf16 under torch.compile")
+    for column in ("tokens x in -> out", "recipe", "bf16 ms", "FP8 ms", "speedup", "predicted"):
+        table.add_column(column, justify="right")
+    for r in bench.linears(device, options.recipe):
+        shape = f"{r.tokens} x {r.inputs} -> {r.outputs}"
+        numbers = (r.bf16_ms, r.fp8_ms, r.speedup, r.predicted)
+        table.add_row(shape, r.recipe, *(f"{number:.3f}" for number in numbers))
+    Console().print(table)
+    return 0
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print the parser as shtab writes it for a shell."""
+    shtab: Any = importlib.import_module("shtab")
+    print(shtab.complete(parser(), shell=options.shell))
+    return 0
+
+
+def _positive(text: str) -> int:
+    """A number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _check_recipe(name: str | None) -> None:
+    """Raise UnsupportedRecipeError before anything large is imported."""
+    from fp8graph.recipes import resolve_recipe
+
+    resolve_recipe(name)
+
+
+def _check_writable(path: Path, *endings: str) -> None:
+    """Raise ConfigError, before any work is done, if a file cannot be written there."""
+    from fp8graph.errors import ConfigError
+
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written. Is there such a folder?")
+    if endings and path.suffix not in endings:
+        raise ConfigError(f"{path}: must end in {', '.join(endings)}.")
+
+
+def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, dict[str, Any]]:
+    """The model of ``options``, without weights, and inputs for it. Says what was left out."""
+    from fp8graph.tools.from_config import config_of, inputs_of, model_of
+
+    config, cut = config_of(options.model, options.layers)
+    model = model_of(config, options.name)
+    inputs, left_out = inputs_of(model, options.batch, options.seq, training=training)
+    print(f"fp8graph: {', '.join(filter(None, (type(model).__name__, left_out, cut)))}", file=sys.stderr)
+    return model, inputs
+
+
+def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
+    """The report of ``model`` on ``inputs`` that were made for it."""
+    from fp8graph.errors import ConfigError, Fp8GraphError
+    from fp8graph.tools.explain import InputsError, explain
+    from fp8graph.tools.from_config import positions_of
+
+    try:
+        with _working(f"tracing {type(model).__name__}"):
+            return explain(model, **settings, **inputs)
+    except Exception as error:  # made-up inputs may not be what the model takes, and its code says anything then
+        if isinstance(error, Fp8GraphError) and not isinstance(error, InputsError):
+            raise
+        cause = error.__cause__ if isinstance(error, InputsError) and error.__cause__ is not None else error
+        reason = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:200]}"
+        positions, tokens = positions_of(model.config), inputs.get("input_ids")
+        too_long = positions is not None and tokens is not None and tokens.shape[1] > positions
+        raise ConfigError(
+            f"cannot trace {type(model).__name__} with inputs made from its config ({reason}). "
+            f"{f'Try --seq {positions}, or call' if too_long else 'Call'} fp8graph.explain(model, ...) with inputs of "
+            "your own."
+        ) from error
+
+
+@contextlib.contextmanager
+def _working(what: str) -> Generator[None]:
+    """Show on a terminal ``what`` is done, for how long, and a moving line, for work whose length nobody knows."""
+    from fp8graph.report.terminal import progress_console
+
+    if (console := progress_console()) is None:
+        yield
+        return
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        progress.add_task(what, total=None)
+        yield
+
+
+Arguments = dict[str, dict[str, Any]]  # by name: what argparse's add_argument takes
+
+
+class Command(NamedTuple):
+    """One command, whose name is that of the function that runs it."""
+
+    run: Callable[[argparse.Namespace], int]
+    about: str  # its line among all commands, too
+    arguments: Arguments = {}
+    alternatives: tuple[str, ...] = ()  # those of which one line has at most one
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+# a model without weights, and the inputs that it is traced with
+_MODEL: Final[Arguments] = {
+    "model": dict(help="a config.json, a folder that holds one, or a model type like 'llama'"),
+    "--class": dict(
+        dest="name", metavar="NAME", help="a class of transformers, like AutoModelForSequenceClassification"
+    ),
+    "--layers": dict(type=_positive, help="layers per stack (default: all of a config, 2 of a type)"),
+    "--batch": dict(type=_positive, default=1, help="sequences per replica (default 1)"),
+    "--seq": dict(type=_positive, default=128, help="tokens per sequence (default 128)"),
+}
+# decides about each GEMM
+_POLICY: Final[Arguments] = {
+    "--policy": dict(help="a policy file (.toml or .json)"),
+    "--recipe": dict(help="the recipe of the default policy"),
+    "--target": dict(help="the hardware to decide for: cpu, sm_90, sm_100, gfx942, ..."),
+}
+# in the order of their use: look, choose, write and read checkpoints, measure
+COMMANDS: Final = (
+    Command(
+        demo,
+        "train a small Llama in bf16 and in FP8 and compare them",
+        {
+            "--steps": dict(type=_positive, default=150, help="training steps of each run (default 150)"),
+            "--seed": dict(type=int, default=0),
+            "--recipe": dict(default="tensorwise", help="the FP8 recipe (default tensorwise)"),
+            "--compiler": dict(choices=("inductor", "eager"), default="inductor"),
+            "--out": dict(type=Path, default=Path("fp8graph-demo"), help="folder for the plot"),
+        },
+    ),
+    Command(
+        explain,
+        "show what would be rewritten in a Hugging Face model, and why not",
+        {
+            **_MODEL,
+            **_POLICY,
+            "--inference": dict(action="store_true", help="forward only"),
+            "--table": dict(action="store_true", help="print a row per GEMM in place of the tree of layers"),
+            "--graph": dict(metavar="STAGE", help="print the graph: before, after, or the name of a pass"),
+            "--json": dict(action="store_true", help="print the report as JSON"),
+            "--html": dict(type=Path, metavar="FILE", help="write the report as an HTML page too"),
+        },
+        alternatives=("--table", "--graph", "--json"),
+    ),
+    Command(
+        plan,
+        "predict a training step of a Hugging Face model on a mesh of GPUs",
+        {
+            **_MODEL,
+            **_POLICY,
+            "--mesh": dict(
+                nargs="+",
+                required=True,
+                metavar="dp=,fsdp=,tp=,sp",
+                help="one or more: replicas (DDP), shards (FSDP2), tensor and sequence parallelism",
+            ),
+            "--json": dict(action="store_true", help="print the predictions as JSON"),
+        },
+    ),
+    Command(
+        tune,
+        "choose a policy by measuring what FP8 changes in each layer of a model, on your text",
+        {
+            "model": dict(type=Path, help="a folder with a causal language model and its tokenizer"),
+            "--text": dict(type=Path, nargs="+", required=True, metavar="FILE", help="text like what it trains on"),
+            "--recipe": dict(nargs="+", help="the candidates (default: those that the target multiplies)"),
+            "--target": dict(help="the GPU to predict times for: sm_90, sm_100, ..."),
+            "--budget": dict(
+                type=float, default=0.5, help="share of the error that FP8 everywhere makes (default 0.5)"
+            ),
+            "--min-speedup": dict(type=float, help="the least error at which the GEMMs are this much faster"),
+            "--batches": dict(type=_positive, default=8, help="batches that are measured (default 8)"),
+            "--batch": dict(type=_positive, default=4, help="sequences per batch (default 4)"),
+            "--seq": dict(type=_positive, default=512, help="tokens per sequence (default 512)"),
+            "--seed": dict(type=int, default=0, help="of the places in the text (default 0)"),
+            "--resume": dict(type=Path, metavar="FILE", help="keep what was measured there, and go on from it"),
+            "--out": dict(type=Path, default=Path("policy.toml"), help="(default policy.toml)"),
+            "--plot": dict(type=Path, metavar="FILE.png", help="draw error against time, too"),
+        },
+        alternatives=("--budget", "--min-speedup"),
+    ),
+    Command(
+        export,
+        "quantize a checkpoint for an inference engine (of a trained model: fp8graph.export in Python)",
+        {
+            "source": dict(type=Path, help="a folder with config.json and safetensors files in high precision"),
+            "folder": dict(type=Path, help="the folder to write, which must not exist"),
+            "--recipe": dict(default="blockwise", help="(default blockwise)"),
+            "--policy": dict(type=Path, metavar="FILE", help="a policy file, in place of the default policy"),
+            "--format": dict(default="auto", help="auto, fp8, compressed-tensors or modelopt (default auto)"),
+            "--overwrite": dict(action="store_true", help="replace a checkpoint in the folder"),
+        },
+    ),
+    Command(
+        inspect,
+        "show what is in an FP8 checkpoint: formats, layers, outliers, and what does not fit together",
+        {
+            "folder": dict(type=Path, help="a folder with config.json and safetensors files"),
+            "--json": dict(action="store_true", help="print all of it as JSON, with a row per layer"),
+        },
+    ),
+    Command(doctor, "show what is native, emulated or missing on this machine"),
+    Command(
+        bench,
+        "measure what FP8 gains on this GPU, and compare with the speed model's prediction",
+        {
+            "--recipe": dict(nargs="+", default=["tensorwise", "rowwise"], help="(default tensorwise rowwise)"),
+            "--calibrate": dict(
+                type=Path, metavar="FILE.json", help="measure the speed model's rates instead, for target=FILE"
+            ),
+        },
+    ),
+    Command(
+        completion,
+        'print the completion for a shell: eval "$(fp8graph completion bash)"',
+        {"shell": dict(choices=("bash", "zsh"))},
+    ),
+)
