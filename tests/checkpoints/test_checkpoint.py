@@ -294,7 +294,7 @@ def test_configs_that_are_not_known(tmp_path: Path, config: dict[str, Any], mess
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "there is no such file"), ("{", "cannot be read"), ("[]", "there is not a table of fields")],
+    [(None, "there is no such file"), ("{", "cannot be read"), ("[]", "there is no table of fields")],
 )
 def test_config_files_that_cannot_be_read(tmp_path: Path, text: str | None, message: str) -> None:
     folder_with(tmp_path)
