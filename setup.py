@@ -1,4 +1,7 @@
-"""The text that a package index shows: README.md, whose relative links lead nowhere there. All else: pyproject.toml."""
+"""The list of packages, and the text that a package index shows: README.md, whose relative links lead nowhere there.
+
+All else: pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,23 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 LINK = re.compile(r"(!?)\[([^\[\]]+)\]\((?!https?:|#|mailto:)([^()\s]+)\)")
+# Packages that lie beside fp8graph/. In a checkout it has links to them, in a source distribution none.
+ELSEWHERE = {f"fp8graph.{folder}": folder for folder in ("passes", "models")}
 NOTE = "The files that this text names are in the repository, and in the source distribution."
+
+
+def packages() -> list[str]:
+    """The names of all packages: every folder with an ``__init__.py``."""
+    links = (pattern for name in ELSEWHERE for pattern in (name, f"{name}.*"))
+    found = find_packages(str(ROOT), include=["fp8graph", "fp8graph.*"], exclude=[*links])
+    beside = find_packages(
+        str(ROOT), include=[pattern for each in ELSEWHERE.values() for pattern in (each, f"{each}.*")]
+    )
+    return sorted([*found, *(f"fp8graph.{name}" for name in beside)])
 
 
 def long_description(readme: str, source: str | None) -> str:
@@ -44,4 +59,9 @@ def source_address() -> str | None:
 
 if __name__ == "__main__":
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    setup(long_description=long_description(readme, source_address()), long_description_content_type="text/markdown")
+    setup(
+        packages=packages(),
+        package_dir=ELSEWHERE,
+        long_description=long_description(readme, source_address()),
+        long_description_content_type="text/markdown",
+    )

@@ -35,7 +35,7 @@ _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
     """FP8 for every linear except heads, MoE routers and low-rank adapters.
 
-    Heads are found by what the graph does with them (``analysis/heads.py``), and behind that, as the others, by their
+    Heads are found by what the graph does with them (``passes/match.py``), and behind that, as the others, by their
     usual names.
     """
     names = [pattern for name in (*HEADS, *ROUTERS) for pattern in (name, f"*.{name}")]

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 
 from fp8graph.analysis.attention import extra_results, has_gradient_of_mask, read_elsewhere
-from fp8graph.analysis.legality import why_not_of_size
+from fp8graph.analysis.refusals import why_not_of_size
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware

@@ -1,6 +1,8 @@
-"""Say in the report why a weight is quantized in the graph, and not once per update outside it."""
+"""Reasons that several passes give in the report: sizes, and weights that are quantized in each call."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -8,13 +10,25 @@ from torch import fx
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.keys import GEMM_KEY
-from fp8graph.ir.nodes import SITES, static_size, value
+from fp8graph.ir.nodes import SITES, known_at_run_time_only, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.ir.sources import graph_inputs, split_source
 
 _GEMMS = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
 _SHARDED = "a copy of all of it would take the memory that sharding saves"
+
+
+def why_not_of_size(shape: Sequence[int | torch.SymInt], *, grouped: bool = False) -> str | None:
+    """Return the reason why no operand of this shape is quantized, or None if one is.
+
+    A maximum of nothing has no value, and kernels and tiles depend on a size; groups of rows may all be empty.
+    """
+    if any(static_size(size) == 0 for size in shape):
+        return f"an operand is empty: {list(shape)}"
+    if not grouped and any(map(known_at_run_time_only, shape)):
+        return f"a size is known at run time only, and may be 0: {list(shape)}"
+    return None
 
 
 def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:

@@ -1,7 +1,7 @@
 """Decide from the program which linears may be fused into one GEMM: q, k and v; gate and up.
 
-The pass ``fuse_linears`` fuses them once they are quantized. ``choices.py`` asks earlier, since fused GEMMs pay, or do
-not pay, as one. Both use the questions here.
+The pass ``fuse_linears`` fuses them once they are quantized. ``assign`` asks earlier, since fused GEMMs pay, or do not
+pay, as one. Both use the questions here.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A GEMM takes the longer of its arithmetic and its memory traffic. In FP8 the arithmetic is faster and its operands
 are half as wide, but they have to be quantized. That takes a pass that writes FP8 (fused into the producer it reads
 nothing more), another one that reads for the amax if the scale depends on the tensor itself, and the launches.
-GEMMs that share a quantization (q, k and v read one tensor) split its cost (``analysis/profit.py``). Weights that are
-cached in FP8 cost nothing.
+GEMMs that share a quantization (q, k and v read one tensor) split its cost (``passes/assign/profit.py``). Weights that
+are cached in FP8 cost nothing.
 
 A launch costs twice: the GPU waits between two kernels, and the host has to issue each, while the GPU works on earlier
 ones. So a GEMM takes the longer of the two; only a small one waits for the host. In a CUDA graph

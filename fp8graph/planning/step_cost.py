@@ -3,8 +3,9 @@
     step = GEMMs + attention + what moves memory + the optimizer + communication that nothing hides
 
 GEMMs, including the quantization of their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8
-if the policy allows it and it pays (``analysis/profit.py``), as in the compiler. Collectives (``workload.py``) take the
-time that ``mesh.Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares results with published ones.
+if the policy allows it and it pays (``passes/assign/profit.py``), as in the compiler. Collectives
+(``workload.py``) take the time that ``mesh.Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares
+results with published ones.
 
 Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
 reach); tests/codegen/test_kernels.py for the bytes that a Llama-3-8B layer moves beside GEMMs and attention.
@@ -18,12 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fp8graph.analysis.profit import Choice, Product, Quantized, Uses, judge
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.hardware.speed import Speed
 from fp8graph.ir.collectives import bytes_sent
+from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
 from fp8graph.planning.mesh import Mesh, Network
 from fp8graph.planning.workload import Collective, Linear, Workload, collectives, fsdp_units
 from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe

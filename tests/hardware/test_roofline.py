@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.analysis.profit import Uses, judge
 from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.roofline import Operand, gemm_seconds, launches_are_replayed
 from fp8graph.hardware.speed import Speed
+from fp8graph.passes.assign.profit import Uses, judge
 from fp8graph.recipes import Layout
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule

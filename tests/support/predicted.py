@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from fp8graph.analysis.profit import Choice, Product, Quantized, judge
 from fp8graph.hardware.nvidia import BOARDS
 from fp8graph.hardware.speed import Speed
+from fp8graph.passes.assign.profit import Choice, Product, Quantized, judge
 
 BF16 = torch.bfloat16
 H200 = BOARDS["H200"]

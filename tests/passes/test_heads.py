@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fp8graph
-from fp8graph.analysis.heads import LOGITS, LOSS, TIED
+from fp8graph.passes.match import LOGITS, LOSS, TIED
 from helpers import ALL, first_fast
 
 IDS = torch.randint(0, 96, (2, 8))

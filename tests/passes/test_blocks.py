@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
 from fp8graph import NVFP4BlockScaling, Policy, Rule, explain
-from fp8graph.analysis.blocks import Blocks
+from fp8graph.passes.assign import Blocks
 from helpers import first_slow
 
 

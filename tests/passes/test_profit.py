@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fp8graph.analysis.profit import Quantized, Uses, judge
+from fp8graph.passes.assign.profit import Quantized, Uses, judge
 from predicted import H200, REPLAYED, linear
 
 

@@ -11,9 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
 from fp8graph import Policy, Rule
-from fp8graph.analysis.choices import choices
-from fp8graph.analysis.profit import Choice
 from fp8graph.ir.settings import Settings
+from fp8graph.passes.assign.profit import Choice, choices
 from helpers import Two, passed
 from predicted import BF16
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Float8BlockScaling, Policy, Rule
-from fp8graph.analysis.legality import is_batched, why_not_in_fp8
+from fp8graph.passes.assign.legality import is_batched, why_not_in_fp8
 from helpers import Weight, passed
 
 BF16 = torch.bfloat16
