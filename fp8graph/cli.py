@@ -323,7 +323,7 @@ def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
 @contextlib.contextmanager
 def _working(what: str) -> Generator[None]:
     """Show on a terminal ``what`` is done, for how long, and a moving line, for work whose length nobody knows."""
-    from fp8graph.report.terminal import progress_console
+    from fp8graph.report.tables import progress_console
 
     if (console := progress_console()) is None:
         yield

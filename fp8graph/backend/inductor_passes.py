@@ -25,8 +25,7 @@ from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
-from fp8graph.report.collectives import collective_records
-from fp8graph.report.origins import add_origins, input_origins
+from fp8graph.report.graph_view import add_origins, collective_records, input_origins
 
 GraphPass = Callable[[fx.Graph], None]
 

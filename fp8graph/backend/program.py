@@ -25,7 +25,7 @@ from fp8graph.ir.compilation import Findings
 from fp8graph.ir.observed import Observed
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
-from fp8graph.report.logs import announce
+from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.sent_weight import SentWeight

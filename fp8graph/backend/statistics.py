@@ -21,7 +21,7 @@ from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import check_op
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
-from fp8graph.report.page_statistics import Losses
+from fp8graph.report.page import Losses
 from fp8graph.runtime.observation import Observation, Request
 
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)

@@ -1,16 +1,36 @@
-"""One compiled graph in the report: its rows, its text before and after each pass, and its module."""
+"""One compiled graph in the report: its rows, its text before and after each pass, its module, and each node's origin.
+
+torch's logs and the structured trace that tlparse renders have it, too: ``TORCH_LOGS="fp8graph"`` prints one line per
+graph, and one per kind of GEMM left in high precision; ``TORCH_LOGS="+fp8graph"`` also prints each graph after each
+pass. ``TORCH_TRACE=folder`` (then ``tlparse folder/*.log``) keeps the graphs as artifacts of their compile.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import PurePath
+from typing import Any, Final, cast
 
+import torch
 from torch import fx
 
+from fp8graph.compat.logs import trace_artifact
+from fp8graph.ir import collectives
+from fp8graph.ir.collectives import Gathered
+from fp8graph.ir.keys import GATHERED_KEY, PURPOSE_KEY
+from fp8graph.ir.nodes import backward_nodes, module_path, nodes, size_hint, value
+from fp8graph.ir.sources import split_source
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
-from fp8graph.report.tables import summary
+from fp8graph.report.tables import left_alone, summary
+
+_log: Final = logging.getLogger("fp8graph.report")
+_FRAME: Final = re.compile(r'File "([^"]*)", line (\d+), in [^\n]*\n[ ]*([^\n]*)')
+_LENGTH: Final = 160  # of a line of code
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -74,3 +94,93 @@ class GraphView:
         fields["inputs"], fields["saved"] = tuple(values["inputs"]), tuple(values["saved"])
         fields["origins"] = {name: Origin(*origin) for name, origin in values["origins"].items()}
         return GraphView(**fields)
+
+
+def announce(view: GraphView) -> None:
+    """Log one compiled graph and add it to the structured trace."""
+    _log.info("%s: %s", view.name, summary(view.gemms))
+    for line in left_alone(view.gemms):
+        _log.info("%s: left alone: %s", view.name, line)
+    texts = {"before": view.before, **view.stages}
+    for stage, text in texts.items():
+        _log.debug("%s: graph after %s:\n%s", view.name, stage, text)
+    texts["report"] = json.dumps(view.to_dict()["gemms"], indent=1)
+    for position, (stage, text) in enumerate(texts.items()):
+        trace_artifact(f"fp8graph_{position:02}_{stage}", text)
+
+
+def add_origins(found: dict[str, Origin], graph: fx.Graph) -> None:
+    """Add the nodes of ``graph`` whose names are not in ``found``.
+
+    A sum of gradients belongs to no module by itself: it gets the module of the last gradient that has one.
+    """
+    new = [node for node in graph.nodes if node.name not in found]
+    if not new:
+        return
+    in_backward = backward_nodes(graph)
+    lines: dict[str, str] = {}  # by stack trace: many nodes have the same
+    for node in new:
+        module, backward = split_source(module_path(node))[1], node in in_backward
+        if not module and backward and node.target is torch.ops.aten.add.Tensor:
+            given = (
+                found[source.name].module for source in reversed(node.all_input_nodes) if source.op != "placeholder"
+            )
+            module = next(filter(None, given), "")
+        trace = str(node.meta.get("stack_trace") or "")
+        if trace not in lines:
+            lines[trace] = source_line(trace)
+        found[node.name] = Origin(module=module, source=lines[trace], backward=backward)
+
+
+def input_origins(names: Mapping[fx.Node, str | None]) -> dict[str, Origin]:
+    """The inputs of a graph, by their names in the report; None: nobody took this spare input."""
+    found: dict[str, Origin] = {}
+    for node, text in names.items():
+        root, path = split_source(text or "")
+        found[node.name] = Origin(module=path or root, source="", backward=str(node.target).startswith("tangents"))
+    return found
+
+
+def source_line(trace: str) -> str:
+    """The innermost line of a stack trace outside of torch, as "models/llama.py:65 x = x * torch.rsqrt(variance)"."""
+    frames = _FRAME.findall(trace)
+    outside = [frame for frame in frames if "torch" not in PurePath(frame[0]).parts] or frames
+    if not outside:
+        return ""
+    file, line, code = outside[-1]
+    path = PurePath(file).parts
+    start = path.index("site-packages") + 1 if "site-packages" in path else max(0, len(path) - 2)
+    return f"{'/'.join(path[start:])}:{line} {code[:_LENGTH]}"
+
+
+def collective_records(graph: fx.Graph) -> list[CollectiveRecord]:
+    """Every functional collective of ``graph``, in order."""
+    found: list[CollectiveRecord] = []
+    in_backward = backward_nodes(graph)
+    for node in nodes(graph, collectives.KINDS):
+        kind = collectives.KINDS[node.target]
+        given, result = value(cast(fx.Node, node.args[0])), value(node)
+        gathered = cast("Gathered | None", node.meta.get(GATHERED_KEY))
+        ranks = _ranks(node)
+        largest = max(size_hint(x.numel()) for x in (given, result))
+        found.append(
+            CollectiveRecord(
+                kind=kind,
+                direction="backward" if node in in_backward else "forward",
+                tensor=gathered.tensor if gathered else split_source(module_path(node))[1],
+                dtype=str(given.dtype).removeprefix("torch."),
+                shape=tuple(size if isinstance(size, int) else str(size) for size in given.shape),
+                ranks=ranks,
+                bytes_sent=collectives.bytes_sent(kind, largest * given.itemsize, ranks),
+                reason=gathered.reason if gathered else str(node.meta.get(PURPOSE_KEY, "")),
+            )
+        )
+    return found
+
+
+def _ranks(node: fx.Node) -> int:
+    """The size of the group: an argument of gathers and scatters, else that of the group itself."""
+    sizes: dict[Any, int] = {collectives.ALL_GATHER: 1, collectives.REDUCE_SCATTER: 2}
+    if node.target in sizes:
+        return cast(int, node.args[sizes[node.target]])
+    return max(1, len(collectives.ranks_of(node.args[-1])))

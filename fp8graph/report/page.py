@@ -1,18 +1,35 @@
-"""The report's page: one HTML file with its data, its code and its libraries inside. It needs no network."""
+"""The report's page: one HTML file with its data, its code and its libraries inside. It needs no network.
+
+The data are plain values: the shares of FP8, the tables, the graphs, the statistics. Stages are numbers of lines;
+identical graphs and identical layers (:mod:`fp8graph.report.folding`) are there once; what is large is packed.
+"""
 
 from __future__ import annotations
 
+import array
+import base64
 import json
-from collections.abc import Iterator, Mapping
+import math
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
+from fp8graph.errors import ConfigError
+from fp8graph.offline import KernelRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
+from fp8graph.report.folding import folded, name_of
+from fp8graph.report.graph_view import GraphView
+from fp8graph.report.tables import collective_rows, gemm_groups, refusal_rows
+
+Losses = Sequence[float] | Mapping[int, float]  # by step
 _SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "kernels", "stages", "charts", "page")
 _FOLDER: Final = resources.files("fp8graph.report")
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """The page that shows ``data``, which is from :func:`fp8graph.report.page_data.page_data`."""
+    """The page that shows ``data``, which is from :func:`page_data`."""
     parts = {
         "style": _text("page/page.css"),
         "libraries": "\n".join(_libraries(charts=data["statistics"] is not None)),
@@ -51,3 +68,234 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+class Shown(Protocol):
+    """What the page shows of a :class:`~fp8graph.report.Report`."""
+
+    @property
+    def graphs(self) -> list[GraphView]: ...
+    @property
+    def gemms(self) -> list[GemmRecord]: ...
+    @property
+    def collectives(self) -> list[CollectiveRecord]: ...
+    @property
+    def refusals(self) -> list[RefusalRecord]: ...
+    @property
+    def load_kernels(self) -> Callable[[], list[KernelRecord]] | None: ...
+    def summary(self) -> str: ...
+    def notes(self) -> list[str]: ...
+
+
+def page_data(
+    report: Shown, statistics: Iterable[StatisticRecord] | None = None, losses: Losses | None = None
+) -> dict[str, Any]:
+    """All that the page shows, ready for JSON. Kernels are listed if they were generated before."""
+    distinct = distinct_graphs(report.graphs)
+    kernels: list[KernelRecord] | None = vars(report).get("kernels")  # reading the property would generate them
+    return {
+        "summary": report.summary(),
+        "notes": report.notes(),
+        "shares": _shares(report.gemms),
+        "gemms": _gemms(report, distinct),
+        "collectives": collective_rows(report.collectives) if report.collectives else [],
+        "refusals": refusal_rows(report.refusals) if report.refusals else [],
+        "graphs": [
+            graph_data([report.graphs[position] for position in positions], _kernels_of(positions[0], kernels or ()))
+            for positions in distinct
+        ],
+        "kernels": None if kernels is None else [_kernel(kernel, distinct) for kernel in kernels],
+        "has_target": report.load_kernels is not None,
+        "statistics": None if statistics is None else statistics_data(statistics, losses),
+    }
+
+
+def _shares(gemms: Sequence[GemmRecord]) -> list[dict[str, Any]]:
+    """What part of the GEMMs' work is in FP8: natively, emulated, of all."""
+    predicted = all(gemm.seconds is not None for gemm in gemms)
+    why = "this report's device has no speed model, or FP8 is emulated there: explain(..., target=...) names a GPU"
+    shares: list[dict[str, Any]] = [
+        _share("FLOPs of GEMMs", "FLOP", gemms, lambda gemm: gemm.flops),
+        _share("bytes of operands that GEMMs read", "B", gemms, lambda gemm: gemm.bytes_read),
+        _share("predicted time of GEMMs", "s", gemms, _seconds)
+        if predicted and gemms
+        else {"what": "predicted time of GEMMs", "missing": f"not predicted: {why}" if gemms else "there are no GEMMs"},
+    ]
+    if predicted and gemms:
+        before = sum(gemm.seconds or 0.0 for gemm in gemms)
+        shares[-1]["before"] = before  # all of them in high precision
+    return shares
+
+
+def _seconds(gemm: GemmRecord) -> float:
+    """As it was decided: GEMMs that are multiplied as one share their speedup."""
+    seconds = gemm.seconds or 0.0
+    return seconds / gemm.speedup if gemm.recipe is not None and gemm.speedup else seconds
+
+
+def _share(what: str, unit: str, gemms: Sequence[GemmRecord], amount: Callable[[GemmRecord], float]) -> dict[str, Any]:
+    parts = {"native": 0.0, "emulated": 0.0, "high precision": 0.0}
+    for gemm in gemms:
+        parts[gemm.execution] += amount(gemm)
+    return {"what": what, "unit": unit, "parts": parts}
+
+
+def _gemms(report: Shown, distinct: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    graph_of = {
+        id(gemm): number
+        for number, positions in enumerate(distinct)
+        for position in positions
+        for gemm in report.graphs[position].gemms
+    }
+    return [
+        {
+            "site": group.site,
+            "op": group.op,
+            "gemm": group.gemm,
+            "size": group.size,
+            "recipe": group.recipe,
+            "dtypes": group.dtypes,
+            "execution": group.execution,
+            "reason": group.reason,
+            "flops": sum(gemm.flops for gemm in group.gemms),
+            "names": [gemm.name for gemm in group.gemms],
+            "graph": graph_of[id(group.gemms[0])],
+        }
+        for group in gemm_groups(report.gemms)
+    ]
+
+
+def _kernels_of(graph: int, kernels: Sequence[KernelRecord]) -> dict[int, KernelRecord]:
+    """By its place in the page's list."""
+    return {place: kernel for place, kernel in enumerate(kernels) if kernel.number == graph}
+
+
+def _kernel(kernel: KernelRecord, distinct: Sequence[Sequence[int]]) -> dict[str, Any]:
+    return {
+        "drawn": next((number for number, (first, *_) in enumerate(distinct) if kernel.number == first), None),
+        "name": kernel.name,
+        "graph": kernel.graph,
+        "kind": kernel.kind,
+        "ops": list(kernel.ops),
+        "bytes": kernel.bytes,
+    }
+
+
+def packed(content: bytes) -> str:
+    """Bytes that the page unpacks when they are needed: deflated, as base64."""
+    return base64.b64encode(zlib.compress(content, 9)).decode()
+
+
+def distinct_graphs(views: Sequence[GraphView]) -> list[list[int]]:
+    """Positions of graphs, those with equal texts together: layers that share code have one each."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for position, view in enumerate(views):
+        groups.setdefault((view.before, *view.stages.values()), []).append(position)
+    return list(groups.values())
+
+
+def graph_data(views: Sequence[GraphView], kernels: Mapping[int, KernelRecord] | None = None) -> dict[str, Any]:
+    """One graph, which has the name and the layers of each of ``views``, and its kernels by their places in a list."""
+    first = views[0]
+    layers = sorted({gemm.fqn for view in views[1:] for gemm in view.gemms})
+    return {
+        "name": first.name,
+        "training": first.training,
+        "summary": first.summary(),
+        "count": len(views),
+        "others": layers,  # GEMMs of the graphs that are alike
+        "stages": ["before", *first.stages],
+        "content": packed(json.dumps(_content(first, kernels or {}), separators=(",", ":")).encode()),
+    }
+
+
+def _content(view: GraphView, kernels: Mapping[int, KernelRecord]) -> dict[str, Any]:
+    found = folded({"before": view.before, **view.stages}, view.origins)
+    numbers: dict[str, int] = {}  # of lines
+    texts = [[numbers.setdefault(line, len(numbers)) for line in lines] for lines in found.stages.values()]
+    names = dict.fromkeys(name for line in numbers if (name := name_of(line)) in view.origins)
+    modules: dict[str, int] = {}
+    sources: dict[str, int] = {}
+    origins = {
+        name: [
+            modules.setdefault(view.origins[name].module, len(modules)),
+            sources.setdefault(view.origins[name].source, len(sources)),
+            int(view.origins[name].backward),
+        ]
+        for name in names
+    }
+    return {
+        "lines": list(numbers),
+        "texts": texts,
+        "modules": list(modules),
+        "sources": list(sources),
+        "origins": origins,
+        "saved": [name for name in view.saved if name in names],
+        "kernels": list(_drawn(kernels, {name: number for number, name in enumerate(names)})),
+        "alike": found.alike,
+        "emulated": sorted({gemm.name for gemm in view.gemms if gemm.execution == "emulated"}),
+    }
+
+
+def _drawn(kernels: Mapping[int, KernelRecord], numbers: Mapping[str, int]) -> Iterator[list[Any]]:
+    """Of each kernel: its place, and the numbers of the nodes that it computes, reads and writes. Of kept layers."""
+    for place, kernel in kernels.items():
+        nodes, *others = (
+            [numbers[name] for name in names if name in numbers]
+            for names in (kernel.nodes, kernel.reads, kernel.writes)
+        )
+        if nodes:
+            yield [place, nodes, *others]
+
+
+def statistics_data(records: Iterable[StatisticRecord], losses: Losses | None) -> dict[str, Any]:
+    """The steps, the layers, the loss of each step if it is known, and the matrices, as packed 32-bit floats."""
+    steps: set[int] = set()
+    sites: dict[str, int] = {}
+    found: dict[tuple[str, str, str, bool, str], dict[tuple[int, int], float]] = {}
+    for record in records:
+        steps.add(record.step)
+        key = record.operand, record.layout, record.recipe, record.what_if, record.stat
+        row = sites.setdefault(record.site, len(sites))
+        found.setdefault(key, {})[row, record.step] = record.value
+    columns = {step: column for column, step in enumerate(sorted(steps))}
+    return {
+        "steps": list(columns),
+        "sites": list(sites),
+        "losses": _losses(losses),
+        "planes": [
+            {
+                "operand": operand,
+                "layout": layout,
+                "recipe": recipe,
+                "what_if": what_if,
+                "stat": stat,
+                "values": _matrix(values, columns, len(sites)),
+            }
+            for (operand, layout, recipe, what_if, stat), values in found.items()
+        ],
+    }
+
+
+def _losses(losses: Losses | None) -> list[tuple[int, float]] | None:
+    if losses is None:
+        return None
+    try:
+        pairs = losses.items() if isinstance(losses, Mapping) else enumerate(losses)
+        known = sorted((int(step), float(loss)) for step, loss in pairs)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"losses={type(losses).__name__}: {error}. Give one number per step, or a mapping from step to loss."
+        ) from None
+    return [(step, loss) for step, loss in known if math.isfinite(loss)]
+
+
+def _matrix(values: Mapping[tuple[int, int], float], columns: Mapping[int, int], rows: int) -> str:
+    """[layers, steps] row-major, little-endian; NaN where nothing was measured."""
+    matrix = array.array("f", [math.nan]) * (rows * len(columns))
+    for (row, step), value in values.items():
+        finite = not math.isfinite(value) or abs(value) < 3.4e38
+        matrix[row * len(columns) + columns[step]] = value if finite else math.copysign(math.inf, value)
+    if sys.byteorder == "big":
+        matrix.byteswap()
+    return packed(matrix.tobytes())

@@ -15,12 +15,19 @@ from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
-from fp8graph.report.attention import attention_rows, attention_share
 from fp8graph.report.graph_view import GraphView
-from fp8graph.report.page import page
-from fp8graph.report.page_data import page_data
-from fp8graph.report.page_statistics import Losses
-from fp8graph.report.tables import aligned, collective_rows, gemm_rows, refusal_rows, sites, size_text, summary
+from fp8graph.report.page import Losses, page, page_data
+from fp8graph.report.tables import (
+    aligned,
+    attention_rows,
+    attention_share,
+    collective_rows,
+    gemm_rows,
+    refusal_rows,
+    sites,
+    size_text,
+    summary,
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

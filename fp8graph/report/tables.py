@@ -1,14 +1,20 @@
-"""Reports as tables of text."""
+"""Records as tables of text, and where progress is shown."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
@@ -20,6 +26,26 @@ def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
     text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")
+
+
+def attention_share(attention: Sequence[AttentionRecord], gemms: Sequence[GemmRecord]) -> list[str]:
+    """One line: how many attentions there are, and their share of the FLOPs; none where there is none."""
+    if not attention:
+        return []
+    inside = sum(record.flops for record in gemms)
+    apart = sum(record.flops for record in attention if not record.written_out)
+    own = sum(record.flops for record in attention)
+    fp8 = [record for record in attention if record.recipe is not None and record.direction == "forward"]
+    back = sum(record.recipe is not None and record.direction == "backward" for record in attention)
+    forward = [record for record in attention if record.direction == "forward"]
+    line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(attention) > len(forward))}: "
+    line += f"{percent(own / (inside + apart))} of the FLOPs of GEMMs and attention" if inside + apart else "no FLOPs"
+    emulated = sum(record.execution == "emulated" for record in fp8)
+    line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
+    line += f", {back} of them in backward, too" if back else ""
+    written = sum(record.written_out for record in forward)
+    line += f"; {written} written out as matmuls, which are GEMMs above" if written else ""
+    return [line]
 
 
 def percent(share: float) -> str:
@@ -106,6 +132,33 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     return [HEADER, *(group.row for group in gemm_groups(gemms))]
 
 
+def attention_rows(attention: Iterable[AttentionRecord]) -> list[tuple[str, ...]]:
+    """One row per kind of attention: layers whose names differ only in numbers share a row."""
+    groups: dict[tuple[str, ...], int] = {}
+    for record in attention:
+        heads = str(record.heads) if record.heads == record.kv_heads else f"{record.heads}:{record.kv_heads}"
+        size = (
+            str(record.head_size)
+            if record.head_size == record.value_size
+            else f"{record.head_size}:{record.value_size}"
+        )
+        more = [name for name in ("causal", "masked", "dropout") if getattr(record, name)]
+        key = (
+            any_layer(record.name) or "(root)",
+            ", ".join([record.form, *more]),
+            record.direction,
+            f"{record.batch} x {heads} x {record.queries} x {record.keys} x {size}",
+            record.recipe or "-",
+            " -> ".join(record.dtypes),
+            record.execution,
+            record.reason,
+        )
+        groups[key] = groups.get(key, 0) + 1
+    header = "attention", "count", "form", "direction", "batch x heads x queries x keys x size"
+    header = (*header, "recipe", "dtypes", "execution", "reason")
+    return [header, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+
+
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
     """One row per kind of collective, as in :func:`gemm_rows`."""
     groups: dict[tuple[str, ...], int] = {}
@@ -171,3 +224,12 @@ def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]] if ruled else lines
+
+
+def progress_console() -> Console | None:
+    """A console on stderr for progress; None in a pipe, or if rich is not installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(stderr=True)

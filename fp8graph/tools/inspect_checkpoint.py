@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.checkpoints.inspect import Inspection, LayerSummary, inspect
 from fp8graph.errors import printable
-from fp8graph.report.tables import aligned, any_layer, size_text
-from fp8graph.report.terminal import progress_console
+from fp8graph.report.tables import aligned, any_layer, progress_console, size_text
 from fp8graph.tools.architecture import compared
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from attentions import qkv, sdpa, written_out
 from fp8graph.models import FAMILIES
 from fp8graph.records import AttentionRecord
 from fp8graph.report import GraphView
-from fp8graph.report.attention import attention_rows, attention_share
+from fp8graph.report.tables import attention_rows, attention_share
 from helpers import MLP
 from samples import AS_PAGES_SHOW
 

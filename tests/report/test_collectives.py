@@ -11,7 +11,7 @@ from torch import fx
 from fp8graph.ir import collectives
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.keys import GATHERED_KEY, PURPOSE_KEY
-from fp8graph.report.collectives import collective_records
+from fp8graph.report.graph_view import collective_records
 from helpers import graph_inputs_for
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph.report.origins import source_line
+from fp8graph.report.graph_view import source_line
 from helpers import ALL, MLP
 
 

@@ -18,8 +18,7 @@ from fp8graph import offline
 from fp8graph.models.llama import tiny_config
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
-from fp8graph.report.page import in_script, page
-from fp8graph.report.page_data import page_data
+from fp8graph.report.page import in_script, page, page_data
 from generated import OF_ONE_INDUCTOR, report_of_mlp
 from helpers import ALL, MLP, eager_backend
 

@@ -13,7 +13,7 @@ import fp8graph
 from fp8graph.hardware.devices import from_target
 from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.report import Report
-from fp8graph.report.page_data import page_data
+from fp8graph.report.page import page_data
 from helpers import ALL, MLP, eager_backend
 
 

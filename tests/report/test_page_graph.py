@@ -13,7 +13,7 @@ import torch
 
 import fp8graph
 from fp8graph.offline import KernelRecord
-from fp8graph.report.page_graph import distinct_graphs, graph_data, packed
+from fp8graph.report.page import distinct_graphs, graph_data, packed
 from helpers import ALL, MLP
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from fp8graph.errors import ConfigError
 from fp8graph.records import StatisticRecord
-from fp8graph.report.page_statistics import statistics_data
+from fp8graph.report.page import statistics_data
 
 
 def record(step: int, site: str, value: float, stat: str = "mse", operand: str = "input") -> StatisticRecord:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fp8graph.report.terminal import progress_console
+from fp8graph.report.tables import progress_console
 
 
 @pytest.mark.parametrize(("terminal", "rich"), [(True, True), (True, False), (False, True)])

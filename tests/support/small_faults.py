@@ -680,7 +680,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "collectives of backward count as forward's",
-        f"{_REPORT}/collectives.py",
+        f"{_REPORT}/graph_view.py",
         'direction="backward" if node in in_backward else "forward"',
         'direction="forward"',
         ("tests/report/test_collectives.py",),
