@@ -142,7 +142,7 @@ def compare(
                 **coverage(backend),
             )  # fmt: skip
             steps[name, "kept"] = step
-            if backend is not None and len(backend.weights):
+            if backend is not None and backend.report.weights:
                 again = after_update(step, backend)
                 again()
                 updated = measure.profile(again)

@@ -36,7 +36,11 @@ from fp8graph.passes.share import share, share_tokens
 from fp8graph.passes.smooth import smooth
 from fp8graph.passes.unpack import unpack
 from fp8graph.passes.write import write
-from fp8graph.runtime.slots import Store
+from fp8graph.runtime.observation import Observation
+from fp8graph.runtime.scaling_state import State
+from fp8graph.runtime.sent_weights import SentWeights
+from fp8graph.runtime.stores import Store
+from fp8graph.runtime.weight_cache import Weights
 
 Pass = Callable[[fx.Graph, Compilation], None]
 
@@ -73,7 +77,7 @@ LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
 # Runs on a graph that quantizes weights and writes the results into their kept copies.
 WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
 
-# Keep the tensors that graphs take because one of these passes wants them. Each backend has one of each.
-STORES: tuple[type[Store], ...] = (MainGrads,)
+# Keep the tensors that graphs take because one of these passes wants them. A call asks them in this order.
+STORES: tuple[type[Store], ...] = (SentWeights, State, Weights, MainGrads, Observation)
 
 __all__ = ["JOINT_PIPELINE", "LOWERING", "STORES", "WEIGHT_LOWERING", "Pass"]

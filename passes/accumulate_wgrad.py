@@ -40,7 +40,8 @@ from fp8graph.ir.nodes import aten, nodes, value
 from fp8graph.ir.sources import graph_inputs
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.runtime.slots import Caller, Run, Slot, Store
+from fp8graph.runtime.slots import Caller, Run, Slot
+from fp8graph.runtime.stores import Store
 
 _NAME = "accumulate_wgrad"
 _STORE: Final = "gradients"

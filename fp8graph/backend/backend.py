@@ -33,13 +33,12 @@ from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.checkpoint import ScalingState
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_agreement import agree
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import saved_guard, saved_step, step_entry
+from fp8graph.runtime.stores import Services
 from fp8graph.runtime.weight_cache import Weights
 
 
@@ -84,14 +83,12 @@ class Backend(Watched):
         self.settings: Final = Settings(**arguments)
         epoch, policies = Epoch(), Policies(self.settings.hardware)
         names = Names(epoch)
-        trains = self.settings.keeps_weights(training=True)
         steps, groups, compile = Steps(), RankGroups(), self.compile_weights
-        self.state: Final = State(epoch, steps, names, groups)
-        self.sent: Final = SentWeights(steps, epoch, self.state, compile, keeps=trains)
-        self.weights: Final = Weights(
-            epoch, steps, names, self.state, compile, trains=trains, strict=self.settings.strict
+        services = Services(
+            settings=self.settings, epoch=epoch, names=names, steps=steps, groups=groups, compile=compile
         )
-        self.observation: Final = Observation()
+        self.state: Final = services.store(State)
+        self.weights: Final = services.store(Weights)
         shared = Shared(
             settings=self.settings,
             policies=policies,
@@ -101,15 +98,8 @@ class Backend(Watched):
             names=names,
             steps=steps,
             groups=groups,
-            sent=self.sent,
-            observation=self.observation,
-            stores={
-                "gathered": self.sent,
-                "scales": self.state,
-                "weights": self.weights,
-                "statistics": self.observation,
-                **{store.name: store() for store in STORES},
-            },
+            services=services,
+            stores={kind.name: services.store(kind) for kind in STORES},
             guarded=Guarded(policies, epoch),
         )
         self._eager_frames: Final = EagerFrames(self)
@@ -253,9 +243,7 @@ class Backend(Watched):
             unused_state=self.state.unused,
             **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
-            weights=len(self.weights) + len(self.sent),
             weights_until_updated=self.settings.keeps_weights(training=True),
-            weight_bytes=self.weights.bytes + self.sent.bytes,
             **cast(dict[str, Any], numbers),
             guard=self._shared.guarded.texts,
         )

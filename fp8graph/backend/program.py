@@ -28,8 +28,8 @@ from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.sent_weight import SentWeight
-from fp8graph.runtime.slots import ArrivesOtherwise, Caller
+from fp8graph.runtime.slots import Caller
+from fp8graph.runtime.stores import ArrivesOtherwise
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[Program]] = weakref.WeakSet()
@@ -127,7 +127,9 @@ class Program:
             self._shared.steps.switch(gradients=self._graph.gradients)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
-        observed, checkpointed = self._shared.observation.asked(gradients=self._graph.gradients), None
+        observed = checkpointed = None
+        for store in self._shared.measuring:
+            observed = store.measures(gradients=self._graph.gradients)
         if checkpointing.matters():
             checkpointed = self._shared.recomputations.of_call()
             moment = self._moment(checkpointed, observed)
@@ -203,7 +205,7 @@ class Program:
             dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
             return variant.run(*args, *taken, *dead)
 
-    def _situation(self, moment: Moment, sent: Mapping[int, SentWeight]) -> Situation:
+    def _situation(self, moment: Moment, sent: Mapping[int, Any]) -> Situation:
         _, policy = moment.in_force.of(self._graph.families)
         return Situation(policy=policy, sent=frozenset(sent), **moment._asdict())
 
@@ -234,9 +236,12 @@ class Program:
         _forget(self._shared, dropped)
         self._prepared.drop_outdated()
 
-    def _sent(self, args: Sequence[Any]) -> dict[int, SentWeight]:
+    def _sent(self, args: Sequence[Any]) -> dict[int, Any]:
         """The parameters that FSDP2 gathered in FP8 for this call, by position."""
-        return self._shared.sent.of(args, self._graph.gathered) if self._graph.gathered else {}
+        sent: dict[int, Any] = {}
+        for store in self._shared.stores.values() if self._graph.gathered else ():
+            sent |= store.arrived(args, self._graph.gathered)
+        return sent
 
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
         """The names that the graph's parameters are bound to, "" for an unbound one; () if nothing is bound."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,12 +17,10 @@ from fp8graph.backend.schedule import Schedule
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Recomputations
-from fp8graph.runtime.sent_weights import SentWeights
-from fp8graph.runtime.slots import Store
 from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.stores import Services, Store
 
 
 class Generator(Protocol):
@@ -53,12 +52,16 @@ class Shared:
     names: Names
     steps: Steps
     groups: RankGroups
-    sent: SentWeights  # which knows what arrives in FP8
-    observation: Observation  # which knows what the present step measures
+    services: Services
     stores: Mapping[str, Store]  # by the names that extra inputs have for them; before those that depend on them
     guarded: Guarded
     recomputations: Recomputations = field(default_factory=Recomputations)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @functools.cached_property
+    def measuring(self) -> Sequence[Store]:
+        """The stores that may measure what a call does."""
+        return [store for store in self.stores.values() if type(store).measures is not Store.measures]
 
     def decides(self, *, training: bool) -> str:
         """Whatever decides how graphs are rewritten, line by line, for a comparison with other ranks."""

@@ -17,6 +17,7 @@ from fp8graph.backend.statistics import Statistics, Steps, observe
 from fp8graph.errors import ConfigError, UnsupportedRecipeError
 from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike, name_of
 from fp8graph.report import Report
+from fp8graph.runtime.observation import Observation
 
 
 class Watched:
@@ -106,7 +107,7 @@ class Watched:
             return backend.report
 
         self._statistics = observe(
-            shared.observation,
+            shared.services.store(Observation),
             shared.schedule,
             Steps(every=every, start=start, end=end),
             stats,
@@ -169,7 +170,7 @@ class Watched:
         guard = Guard(
             settings=settings,
             guarded=shared.guarded,
-            observation=shared.observation,
+            observation=shared.services.store(Observation),
             schedule=shared.schedule,
             sites=lambda: sites_of(programs, policies),
         )

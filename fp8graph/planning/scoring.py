@@ -25,6 +25,7 @@ from fp8graph.numerics.gemm_error import ERROR_PARTS
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
+from fp8graph.runtime.observation import Observation
 
 _log = logging.getLogger("fp8graph")
 _VERSION: Final = 1  # of the file with what was measured
@@ -75,7 +76,7 @@ class Scoring(Backend):
         )
         self._shared.schedule.counts = True
         asked = Observed(candidates=tuple(candidates))
-        self._shared.observation.start(asked, lambda _: True, self._shared.schedule.step_of_call)
+        self._shared.services.store(Observation).start(asked, lambda _: True, self._shared.schedule.step_of_call)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph when it is called: only then is it known that it measures."""
@@ -87,7 +88,7 @@ class Scoring(Backend):
 
     def batch(self, number: int) -> list[dict[str, Any]]:
         """What was measured in one batch, as plain values."""
-        found = self._shared.observation.found()
+        found = self._shared.services.store(Observation).found()
         return [
             {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
             for key, parts in found.items()

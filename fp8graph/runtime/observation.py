@@ -22,7 +22,8 @@ from fp8graph.compat.distributed import gathered_objects
 from fp8graph.ir.extra_inputs import StatisticsPage
 from fp8graph.ir.observed import Observed, together
 from fp8graph.numerics.finished_statistics import Parts, merged, named
-from fp8graph.runtime.slots import Caller, Run, Slot, Store
+from fp8graph.runtime.slots import Caller, Run, Slot
+from fp8graph.runtime.stores import Store
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
 
@@ -76,6 +77,8 @@ class Request:
 class Observation(Store):
     """The observed steps of one backend, and what was measured in them."""
 
+    name: ClassVar = "statistics"
+
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._active: list[Request] = []
@@ -114,8 +117,7 @@ class Observation(Store):
             if not request.keeps:
                 self._requests.remove(request)
 
-    def asked(self, *, gradients: bool) -> Observed | None:
-        """What the call of a graph measures now; None on all other steps. Asked in every call."""
+    def measures(self, *, gradients: bool) -> Observed | None:
         if self._asked is None:
             return None
         now = self._step_now()

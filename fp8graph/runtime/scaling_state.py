@@ -31,9 +31,10 @@ from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
 from fp8graph.runtime.rank_groups import RankGroups
-from fp8graph.runtime.slots import Caller, Run, Slot, Store, accelerator_of
+from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
+from fp8graph.runtime.stores import Services, Store
 from fp8graph.runtime.written import WeightRow
 
 _log = logging.getLogger("fp8graph")
@@ -41,6 +42,8 @@ _log = logging.getLogger("fp8graph")
 
 class State(Store):
     """All pages of one backend."""
+
+    name: ClassVar = "scales"
 
     def __init__(
         self,
@@ -74,6 +77,10 @@ class State(Store):
                 state._forget_rows(owner)
 
         self._tokens = Tokens(gone)
+
+    @classmethod
+    def of(cls, services: Services) -> State:
+        return cls(services.epoch, services.steps, services.names, services.groups)
 
     def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 
 from fp8graph.analysis.sent_weights import source_of_part
 from fp8graph.compat import autograd, fsdp
@@ -23,8 +23,7 @@ from fp8graph.runtime.gathered_copies import GatheredCopies
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.shards import Memory, quantizes_rows
 from fp8graph.runtime.staleness import Steps, storage_of, version
-
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+from fp8graph.runtime.stores import Compile
 
 
 class AllSent(Protocol):

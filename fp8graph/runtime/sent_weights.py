@@ -16,8 +16,8 @@ once for each update that is noticed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,17 @@ from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole,
 from fp8graph.numerics.history import HEADER
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.sent_weight import Compile, SentWeight
+from fp8graph.runtime.sent_weight import SentWeight
 from fp8graph.runtime.shards import Memory
-from fp8graph.runtime.slots import ArrivesOtherwise, Caller, Slot, Store
+from fp8graph.runtime.slots import Caller, Slot
 from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.stores import ArrivesOtherwise, Compile, Services, Store
 
 
 class SentWeights(Store):
     """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
+
+    name: ClassVar = "gathered"
 
     def __init__(self, steps: Steps, epoch: Epoch, state: State, compile: Compile, *, keeps: bool = False) -> None:
         self._steps, self._epoch, self._compile = steps, epoch, compile
@@ -50,13 +53,15 @@ class SentWeights(Store):
         self._memory = Memory()
         self._listens = False
 
-    def __len__(self) -> int:
-        return sum(len(weight.sharded) for weight in self._alive())
+    @classmethod
+    def of(cls, services: Services) -> SentWeights:
+        keeps = services.settings.keeps_weights(training=True)
+        return cls(services.steps, services.epoch, services.store(State), services.compile, keeps=keeps)
 
-    @property
-    def bytes(self) -> int:
-        """The memory of this rank's quantized rows, which it keeps from update to update."""
-        return sum(weight.bytes for weight in self._alive())
+    def report(self) -> Mapping[str, int]:
+        """The weights, and this rank's quantized rows, which it keeps from update to update."""
+        alive = self._alive()
+        return {"weights": sum(len(x.sharded) for x in alive), "weight_bytes": sum(x.bytes for x in alive)}
 
     @property
     def quantized(self) -> int:
@@ -96,8 +101,8 @@ class SentWeights(Store):
                 self._asked.append((weight, [weakref.ref(x) for x in sharded]))
                 self._listen()
 
-    def of(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
-        """By position: those of the arguments that were gathered in FP8, for this backend or another one."""
+    def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
+        """Those that were gathered in FP8, for this backend or another one."""
         found = fsdp.gathered()
         sharded = {index: found[id(args[index])] for index in positions if id(args[index]) in found}
         owners = {index: fsdp.owner_of(x) for index, x in sharded.items()}

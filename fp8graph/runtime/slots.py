@@ -1,12 +1,10 @@
-"""One interface of everything that keeps the tensors which graphs take beside Dynamo's inputs (``ir/extra_inputs.py``).
+"""The tensors that the calls of one graph with one set of parameters take beside Dynamo's inputs: slots of stores.
 
-A store gives a slot for what one graph asks of it, for one set of parameters. A call of the graph takes the slots'
-tensors; as long as every slot is fresh, the next call with the same parameters takes them again.
+As long as every slot is fresh, the next call with the same parameters takes the same tensors again.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -76,51 +74,6 @@ class Slot:
 
     def after(self, run: Run, results: Any) -> None:
         """See what a run returned."""
-
-
-class Store(ABC):
-    """Whoever keeps tensors for graphs.
-
-    Attributes:
-        name: as extra inputs have it (``ExtraInput.store``).
-    """
-
-    name: ClassVar[str]
-
-    @staticmethod
-    def fact(parameter: Tensor, *, gathered: bool) -> Any:
-        """Whatever its passes must know of a parameter (``Known.facts``); a part of the cache key.
-
-        Args:
-            gathered: FSDP2 gathers it.
-        """
-        return None
-
-    def report(self) -> Mapping[str, int]:
-        """Its numbers in the report, by field; those of several stores are added up."""
-        return {}
-
-    @abstractmethod
-    def slot(self, asked: Sequence[Any], caller: Caller) -> Slot:
-        """The slot for what a graph asks for.
-
-        Args:
-            asked: extra inputs of this store, the same sequence for each call of the graph.
-
-        Raises:
-            ArrivesOtherwise: the graph does not fit what arrived.
-        """
-
-    def forget(self, asked: Sequence[Any]) -> None:  # noqa: B027 (most keep nothing for a graph)
-        """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
-
-
-class ArrivesOtherwise(Exception):
-    """From now on, the parameters at ``positions`` arrive in high precision: the call needs another variant."""
-
-    def __init__(self, positions: frozenset[int]) -> None:
-        super().__init__(positions)
-        self.positions = positions
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:

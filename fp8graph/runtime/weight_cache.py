@@ -31,7 +31,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, fx
@@ -45,13 +45,13 @@ from fp8graph.runtime.call import Epoch, picker
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.slots import Caller, Slot, Store
+from fp8graph.runtime.slots import Caller, Slot
 from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
+from fp8graph.runtime.stores import Compile, Services, Store
 
 _log = logging.getLogger("fp8graph")
 
 BATCH: Final = 8
-Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
 
 @dataclass(eq=False)
@@ -93,6 +93,8 @@ class Weights(Store):
         strict: look at the contents of weights at each call, and wait for it.
     """
 
+    name: ClassVar = "weights"
+
     def __init__(
         self,
         epoch: Epoch,
@@ -110,6 +112,19 @@ class Weights(Store):
         self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
+
+    @classmethod
+    def of(cls, services: Services) -> Weights:
+        settings = services.settings
+        return cls(
+            services.epoch,
+            services.steps,
+            services.names,
+            services.store(State),
+            services.compile,
+            trains=settings.keeps_weights(training=True),
+            strict=settings.strict,
+        )
 
     def refresh(self) -> None:
         """Mark every copy as stale."""
@@ -144,8 +159,8 @@ class Weights(Store):
             for made in [made for made in list(self._functions) if made[0][1] not in left]:
                 del self._functions[made]
 
-    def __len__(self) -> int:
-        return sum(copy.weight.linears for copy in self._copies())
+    def report(self) -> Mapping[str, int]:
+        return {"weights": sum(copy.weight.linears for copy in self._copies()), "weight_bytes": self.bytes}
 
     @property
     def bytes(self) -> int:

@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
+from fp8graph.runtime.observation import Observation
 from guarding import BAD, Block, scales, sharded
 from helpers import first_slow, same_bits
 from ranks import run_ranks
@@ -168,10 +169,10 @@ def test_a_guard_and_statistics_have_steps_and_layers_of_their_own() -> None:
     assert {(r.step, r.site) for r in statistics} == {(0, "first"), (3, "first")}
     assert {r.stat for r in statistics} == {"max", "sqnr"}
     assert [(f.step, f.site) for f in guard.findings] == [(1, "middle")]
-    assert {*backend._shared.observation._found} == {0, 3, 5}  # 1 was judged; nobody wants it any more
+    assert {*backend._shared.services.store(Observation)._found} == {0, 3, 5}  # 1 was judged; nobody wants it any more
     guard.stop()
     statistics.stop()
-    assert backend._shared.observation.asked(gradients=True) is None
+    assert backend._shared.services.store(Observation).measures(gradients=True) is None
 
 
 def test_micro_batches_are_judged_together() -> None:

@@ -304,7 +304,7 @@ def test_parts_of_one_parameter_are_weights_of_their_own(sizes: tuple[int, int],
     compiled = torch.compile(model, backend=backend)
     for a, b in zip(compiled(x, y), expected, strict=True):
         assert sqnr_db(a, b) > 24
-    assert len(backend.weights) == 2
+    assert backend.report.weights == 2
 
 
 class Decoder(nn.Module):
@@ -325,4 +325,4 @@ def test_attention_across_tensors() -> None:
     tensors = torch.randn(3, 2, 16, 32)
     compiled = torch.compile(model, backend=backend)
     assert sqnr_db(compiled(*tensors), model(*tensors)) > 20
-    assert len(backend.weights) == 4 + 2 + 3 + 2  # of attention; then self-attention, cross-attention, feed-forward
+    assert backend.report.weights == 4 + 2 + 3 + 2  # of attention; then self-attention, cross-attention, feed-forward

@@ -40,14 +40,14 @@ def key(step: int, site: str = "layer", operand: str = "input") -> Measured:
 
 def test_only_on_steps_that_are_due() -> None:
     observation, clock, request = with_request()
-    assert observation.asked(gradients=True) is not None
+    assert observation.measures(gradients=True) is not None
     clock.now = 1
-    assert observation.asked(gradients=True) is None
+    assert observation.measures(gradients=True) is None
     clock.now = 2
-    assert observation.asked(gradients=True) is not None
-    assert observation.asked(gradients=False) is None  # an evaluation
+    assert observation.measures(gradients=True) is not None
+    assert observation.measures(gradients=False) is None  # an evaluation
     observation.stop(request)
-    assert observation.asked(gradients=True) is None
+    assert observation.measures(gradients=True) is None
 
 
 def test_each_call_has_tensors_of_its_own_and_they_are_merged() -> None:
@@ -81,7 +81,7 @@ def test_tensors_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
 
 
 def measure(observation: Observation) -> None:
-    if observation.asked(gradients=True) is not None:
+    if observation.measures(gradients=True) is not None:
         observation.tensors([page()])[0].copy_(tensor_parts(torch.ones(2, 2)))
 
 
@@ -95,9 +95,9 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
         over.append,
         keeps=False,
     )
-    asked = {observation.asked(gradients=True)}
+    asked = {observation.measures(gradients=True)}
     for clock.now in range(5):
-        asked.add(observation.asked(gradients=True))
+        asked.add(observation.measures(gradients=True))
         measure(observation)
     assert asked == {Observed(layers=("*", "layer")), None}
     assert over == [2, 3]
@@ -105,7 +105,7 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
     assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
     assert {key.step for key in observation.found() if second.takes(key)} == {1, 2}
     observation.stop(first)
-    assert observation.asked(gradients=True) is None
+    assert observation.measures(gradients=True) is None
     assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
 
 

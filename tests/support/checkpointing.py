@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8graph
 import parallelism
+from fp8graph.runtime.sent_weights import SentWeights
 
 RECIPE = fp8graph.DelayedScaling(amax_history_len=4)
 KINDS = ["ddp", "fsdp"]  # with delayed scaling; FSDP2 gathers its weights in FP8
@@ -85,7 +86,7 @@ def save(_rank: int, folder: str, kinds: list[str]) -> dict[str, Any]:
         state = copy.deepcopy(run.backend.state_dict())
         run.save(f"{folder}/{how}")
         found[how] = {"saved": state, "losses": run.steps(range(3, 5)), "after": run.backend.state_dict()}
-        found[how]["sent"] = run.backend._shared.sent.quantized
+        found[how]["sent"] = run.backend._shared.services.store(SentWeights).quantized
     return found
 
 

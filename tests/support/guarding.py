@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8graph import Backend, Policy
+from fp8graph.runtime.sent_weights import SentWeights
 
 WIDTH, ROWS = 64, 64
 BAD = "layers.1.middle"  # in a stack
@@ -101,12 +102,13 @@ def sharded(_rank: int, policies: dict[str, Policy], folder: str, compiler: str 
         run = Run(policy, compiler)
         guard = run.backend.guard(every=5, start=2, apply=True, reduce=True)
         losses = run.steps(range(2))
-        sent = [run.backend._shared.sent.quantized]  # weights that are gathered in FP8, from the second step on
+        store = run.backend._shared.services.store(SentWeights)  # of weights gathered in FP8, from the second step on
+        sent = [store.quantized]
         losses += run.steps(range(2, 5))
         run.save(f"{folder}/{name}")
         saved = dict(run.backend.state_dict())
         losses += run.steps(range(5, 7))
-        sent.append(run.backend._shared.sent.quantized)
+        sent.append(store.quantized)
         losses += run.steps(range(7, 9))
         own: dict[str, Any] = {"losses": losses, "weights": run.weights(), "recipes": run.recipes(), "saved": saved}
         own |= {"findings": [str(f) for f in guard.findings], "policy": run.backend.policy.to_dict()}

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8graph
 from fp8graph.backend.codegen import run_eagerly
 from fp8graph.compat import fsdp
+from fp8graph.runtime.sent_weights import SentWeights
 from helpers import Counting as Generations
 
 STEPS = 4
@@ -140,8 +141,8 @@ def train(
     found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
     found["gemms"] = len(backend.report.gemms)
     found["state"] = dict(backend.state_dict())
-    found["quantized"] = backend._shared.sent.quantized
-    found["nan"] = sum(x.numel() for x in backend._shared.sent._memory._known.values())
+    found["quantized"] = backend._shared.services.store(SentWeights).quantized
+    found["nan"] = sum(x.numel() for x in backend._shared.services.store(SentWeights)._memory._known.values())
     return found, backend, weakref.ref(model.layers[0])
 
 

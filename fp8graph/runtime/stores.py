@@ -1,0 +1,104 @@
+"""One interface of everything that keeps tensors which graphs take beside Dynamo's inputs (``ir/extra_inputs.py``).
+
+A store gives a slot for what one graph asks of it, for one set of parameters. ``passes/__init__.py`` lists the stores;
+each stands beside the pass that takes its tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self, TypeVar, cast
+
+from torch import Tensor, fx
+
+from fp8graph.ir.observed import Observed
+from fp8graph.ir.settings import Settings
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.slots import Caller, Slot
+from fp8graph.runtime.staleness import Steps
+
+Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph of dialect nodes, into a function
+
+
+class Store(ABC):
+    """Whoever keeps tensors for graphs.
+
+    Attributes:
+        name: as extra inputs have it (``ExtraInput.store``).
+    """
+
+    name: ClassVar[str]
+
+    @classmethod
+    def of(cls, services: Services) -> Self:
+        """The store of one backend."""
+        return cls()
+
+    @staticmethod
+    def fact(parameter: Tensor, *, gathered: bool) -> Any:
+        """Whatever its passes must know of a parameter (``Known.facts``); a part of the cache key.
+
+        Args:
+            gathered: FSDP2 gathers it.
+        """
+        return None
+
+    def report(self) -> Mapping[str, int]:
+        """Its numbers in the report, by field; those of several stores are added up."""
+        return {}
+
+    def measures(self, *, gradients: bool) -> Observed | None:
+        """What the call of a graph that begins now measures; asked in every call."""
+        return None
+
+    def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:
+        """The parameters at ``positions`` that this call has as a copy alone (``Caller.arrived``)."""
+        return {}
+
+    @abstractmethod
+    def slot(self, asked: Sequence[Any], caller: Caller) -> Slot:
+        """The slot for what a graph asks for.
+
+        Args:
+            asked: extra inputs of this store, the same sequence for each call of the graph.
+
+        Raises:
+            ArrivesOtherwise: the graph does not fit what arrived.
+        """
+
+    def forget(self, asked: Sequence[Any]) -> None:  # noqa: B027 (most keep nothing for a graph)
+        """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
+
+
+class ArrivesOtherwise(Exception):
+    """From now on, the parameters at ``positions`` arrive in high precision: the call needs another variant."""
+
+    def __init__(self, positions: frozenset[int]) -> None:
+        super().__init__(positions)
+        self.positions = positions
+
+
+_Kind = TypeVar("_Kind", bound=Store)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Services:
+    """The parts of a backend that its stores use, and the stores."""
+
+    settings: Settings
+    epoch: Epoch
+    names: Names
+    steps: Steps
+    groups: RankGroups
+    compile: Compile
+    _made: dict[str, Store] = field(default_factory=dict[str, Store])
+
+    def store(self, kind: type[_Kind]) -> _Kind:
+        """The one store of a kind, made when it is first asked for."""
+        if kind.name not in self._made:
+            self._made[kind.name] = kind.of(self)
+        return cast(_Kind, self._made[kind.name])
