@@ -33,8 +33,7 @@ from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, scale_from_amax
 from fp8graph.numerics.hadamard import hadamard, transform_rows
-from fp8graph.numerics.scalings import SCALINGS, Scaling
-from fp8graph.numerics.scalings.base import Shared
+from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, Scaling, Shared
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
@@ -110,8 +109,9 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         sources = [source.transpose(-2, -1) if transposed else source for source in sources]
         if transposed and asked.row_scaled:
             own = kind.shared(sources, asked)
-        drawn = _drawn(asked, transposed)
-        made.append(kind.layout(sources, -3 - dim if transposed else dim, multiples, drawn, own))
+        axis, drawn = -3 - dim if transposed else dim, _drawn(asked, transposed)
+        request = LayoutRequest(parts=sources, axis=axis, multiples=multiples, asked=drawn, shared=own)
+        made.append(kind.layout(request))
         whole.append(own)
     return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
 
@@ -154,7 +154,8 @@ def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scali
         elif transposed and asked.row_scaled:
             own = kind.shared([rows.t()], asked)
         drawn = _drawn(asked, transposed)
-        made.append(kind.layout_of_groups(rows, which, groups, transposed, multiples, drawn, own))
+        request = LayoutRequest(parts=[rows], axis=-1, multiples=multiples, asked=drawn, shared=own)
+        made.append(kind.layout_of_groups(request, Groups(of_rows=which, count=groups, transposed=transposed)))
         whole.append(own)
     return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
 

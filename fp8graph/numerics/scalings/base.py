@@ -1,6 +1,6 @@
 """The base of all kinds of scaling: a kind says which elements share a scale, and all that follows from it.
 
-There is one file per kind, and ``SCALINGS`` in ``__init__.py`` is the only list of them. Code outside this folder and
+``SCALINGS`` in ``__init__.py`` is the only list of the kinds. Code outside this folder and
 ``recipes`` never compares a kind's name: it asks for the property that it needs, or lets the kind do the work.
 """
 
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp8graph.numerics.arguments import QuantizeArguments
-from fp8graph.recipes import Layout
+from fp8graph.numerics.formats import inverse, scale_from_amax
+from fp8graph.numerics.hints import stored
+from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout
 
 if TYPE_CHECKING:
     from fp8graph.numerics.experts import Span
@@ -32,6 +34,33 @@ class Shared:
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
     global_scale: Tensor | None = None  # [], or [..., rows, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutRequest:
+    """A request for one layout of a tensor, [..., rows, elements along the contraction dim].
+
+    ``parts`` are joined along ``axis``; the sizes of the data are padded to ``multiples``.
+    """
+
+    parts: Sequence[Tensor]
+    axis: int
+    multiples: Sequence[int]
+    asked: Asked
+    shared: Shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups of the rows [t, c] of a layout: row i is in group ``of_rows[i]`` of ``count``.
+
+    ``transposed``: the layout is that of the columns of rows [padded t, c], whose groups are multiples of
+    ``multiples[1]`` rows.
+    """
+
+    of_rows: Tensor
+    count: int
+    transposed: bool
 
 
 class Scaling(ABC):
@@ -106,34 +135,13 @@ class Scaling(ABC):
         return Shared()
 
     @abstractmethod
-    def layout(
-        self,
-        parts: Sequence[Tensor],
-        axis: int,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        """``(data, scale_inv)`` of one layout, [..., rows, elements along the contraction dim].
+    def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
+        """``(data, scale_inv)`` of one layout."""
 
-        ``parts`` are joined along ``axis``; the sizes of the data are padded to ``multiples``.
-        """
-
-    def layout_of_groups(
-        self,
-        rows: Tensor,
-        which: Tensor,
-        groups: int,
-        transposed: bool,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`layout` of rows in groups: row i is in group ``which[i]``.
-
-        ``transposed``: of the columns of ``rows`` [padded t, c], whose groups are multiples of ``multiples[1]`` rows.
-        """
-        return self.layout([rows.t() if transposed else rows], -1, multiples, asked, shared)
+    def layout_of_groups(self, request: LayoutRequest, groups: Groups) -> tuple[Tensor, Tensor | None]:
+        """:meth:`layout` of rows in groups, the one part of ``request``."""
+        (rows,) = request.parts
+        return self.layout(replace(request, parts=[rows.t()]) if groups.transposed else request)
 
     def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
         """The scales of whole layouts, after their other scales; ``shared``: one for each layout."""
@@ -143,9 +151,9 @@ class Scaling(ABC):
         """The results after those of the layouts."""
         return []
 
-    @abstractmethod
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
         """The decoded numbers, ``data * scale_inv``, in FP32."""
+        return data.to(torch.float32) * scale_inv
 
     def fits_bf16(self, power_2_scale: bool) -> bool:
         """Whether bf16 holds every decoded number exactly: an FP8 number times a power of two."""
@@ -169,3 +177,22 @@ class Scaling(ABC):
     def scale_per_row(self, data: Tensor, scale_inv: Tensor, offs: Tensor, ragged_k: bool) -> Tensor:
         """One scale for each row, as ``torch._scaled_grouped_mm`` takes them: [t], [experts, n] or [experts * m]."""
         raise NotImplementedError(f"no grouped GEMM takes the scales of {self.name!r}")
+
+
+def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple[Tensor, Tensor]:
+    """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`.
+
+    The scales that were asked for (``QuantizeArguments.scales``) replace them: the same for every amax.
+    """
+    if asked.scales is not None:
+        scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (0, 1))
+        return scale, scale_inv.clone()
+    scale = scale_from_amax(
+        amax,
+        FP8_MAX[asked.dtype],
+        power_2_scale=asked.power_2_scale,
+        amax_epsilon=asked.amax_epsilon,
+        largest=largest,
+    )
+    scale = stored(scale)  # else every thread that casts with it would divide
+    return scale, inverse(scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from fp8graph.numerics.formats import (
 )
 from fp8graph.numerics.hints import stored
 from fp8graph.numerics.random_bits import random_halves
-from fp8graph.numerics.scalings.base import Asked, Shared
+from fp8graph.numerics.scalings.base import Asked, LayoutRequest, Shared
 from fp8graph.numerics.scalings.tiled import Tiled
 from fp8graph.numerics.tiles import join, largest_of, pad_to_multiple, untile
 from fp8graph.recipes import FLT_MAX, Layout
@@ -57,23 +58,19 @@ class NVFP4(Tiled):
         amaxes = torch.where(group < groups, amax_of(asked.x, -1), 0.0)
         return _shared(amaxes.unsqueeze(1) if asked.row_scaled else not_empty(amaxes).amax(), asked)
 
-    def layout(
-        self,
-        parts: Sequence[Tensor],
-        axis: int,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        return super().layout(parts, axis, multiples, asked, _padded(shared, multiples[0], asked))
+    def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
+        shared = _padded(request.shared, request.multiples[0], request.asked)
+        return super().layout(replace(request, shared=shared))
 
-    def scales(self, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
+    def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
         # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
-        return _of_tiles(overflow_as_nan(amax) * (cast(Tensor, shared.global_scale) * (1.0 / 6.0)), shared)
+        global_scale = cast(Tensor, request.shared.global_scale)
+        return _of_tiles(overflow_as_nan(amax) * (global_scale * (1.0 / 6.0)), request.shared)
 
-    def scales_of(self, tiles: Tensor, amax: Tensor, asked: Asked, shared: Shared) -> tuple[Tensor, Tensor]:
+    def scales_of(self, tiles: Tensor, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
+        asked, shared = request.asked, request.shared
         if not asked.four_over_six:
-            return self.scales(amax, asked, shared)
+            return self.scales(amax, request)
         # Divided by 6, as Transformer Engine's quantize_4over6_nvfp4.cuh: the amax becomes 6, or 4.
         base = overflow_as_nan(amax) / torch.full_like(amax, 6.0) * cast(Tensor, shared.global_scale)
         six, four = (_of_tiles(scaled, shared) for scaled in (base, base * 1.5))
@@ -84,18 +81,10 @@ class NVFP4(Tiled):
         )
         return scale, scale_inv.to(torch.float8_e4m3fn)  # exact: it was one
 
-    def _data(
-        self,
-        parts: Sequence[Tensor],
-        scaled: Sequence[Tensor],
-        axis: int,
-        asked: Asked,
-        whole: int,
-        lacks: int | None,
-    ) -> Tensor:
-        rows = parts[0].shape[-2]
-        codes = [_codes(tiles, index, asked) for index, tiles in enumerate(scaled)]
-        return join([stored(pack_e2m1(untile(x))[..., :rows, :].contiguous()) for x in codes], axis)
+    def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], whole: int, lacks: int | None) -> Tensor:
+        rows = request.parts[0].shape[-2]
+        codes = [_codes(tiles, index, request.asked) for index, tiles in enumerate(scaled)]
+        return join([stored(pack_e2m1(untile(x))[..., :rows, :].contiguous()) for x in codes], request.axis)
 
     def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
         results: list[Tensor] = []

@@ -1,17 +1,18 @@
-"""The base of kinds with one scale per tensor: both layouts hold the same numbers."""
+"""One scale per tensor, from its own amax or from those of earlier steps: both layouts hold the same numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.experts import group_of_rows
-from fp8graph.numerics.formats import overflow_as_nan, saturating_cast
+from fp8graph.numerics.experts import Span, amaxes_of_groups, group_of_rows
+from fp8graph.numerics.formats import amax_of, narrow_amax_of, overflow_as_nan, saturating_cast
 from fp8graph.numerics.hints import stored
-from fp8graph.numerics.scalings.base import Asked, Scaling, Shared
-from fp8graph.numerics.tiles import join, with_padding
+from fp8graph.numerics.scalings.base import Asked, Groups, LayoutRequest, Scaling, Shared, fp8_scales
+from fp8graph.numerics.tiles import join, largest_of, with_padding
 from fp8graph.recipes import Layout
 
 
@@ -27,39 +28,20 @@ class OneScale(Scaling):
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
         return None
 
-    def layout(
-        self,
-        parts: Sequence[Tensor],
-        axis: int,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        assert shared.scale is not None
-        data: list[Tensor] = []
-        for part in parts:
-            scaled = overflow_as_nan(part) * shared.scale
-            data.append(stored(saturating_cast(scaled, asked.dtype).contiguous()))
-        return with_padding(join(data, axis), multiples), None
+    def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
+        scale, dtype = cast(Tensor, request.shared.scale), request.asked.dtype
+        data = [stored(saturating_cast(overflow_as_nan(x) * scale, dtype).contiguous()) for x in request.parts]
+        return with_padding(join(data, request.axis), request.multiples), None
 
-    def layout_of_groups(
-        self,
-        rows: Tensor,
-        which: Tensor,
-        groups: int,
-        transposed: bool,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        assert shared.scale is not None
-        scaled = overflow_as_nan(rows) * shared.scale[which].unsqueeze(1)
-        if transposed:
+    def layout_of_groups(self, request: LayoutRequest, groups: Groups) -> tuple[Tensor, Tensor | None]:
+        (rows,), multiples = request.parts, request.multiples
+        scaled = overflow_as_nan(rows) * cast(Tensor, request.shared.scale)[groups.of_rows].unsqueeze(1)
+        if groups.transposed:
             scaled, multiples = scaled.t(), (multiples[0], 1)  # the groups are padded
-        return with_padding(stored(saturating_cast(scaled, asked.dtype).contiguous()), multiples), None
+        return with_padding(stored(saturating_cast(scaled, request.asked.dtype).contiguous()), multiples), None
 
-    def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
-        return data.to(torch.float32) * scale_inv
+    def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
+        return self.scale_of_group(scale_inv, span, span.group)
 
     def scale_per_row(self, data: Tensor, scale_inv: Tensor, offs: Tensor, ragged_k: bool) -> Tensor:
         experts = offs.shape[0]
@@ -69,3 +51,91 @@ class OneScale(Scaling):
         if ragged_k:  # [m, padded t]
             return one_each.repeat_interleave(data.shape[0])
         return one_each[group_of_rows(offs, data.shape[0]).clamp_max(experts - 1)]  # [t, k]
+
+
+class Tensorwise(OneScale):
+    """The scale comes from the tensor's own amax."""
+
+    name = "tensor"
+    reads, launches, launches_of_few = (1, 1), (2.5, 2.5), 1.0
+
+    def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
+        return [*super().outputs(layouts, keep_scales), *(["scales"] if keep_scales else [])]
+
+    def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
+        one = [units] if units is not None else [1] if given else []
+        return [one, [1, 2]] if keep_scales else [one]
+
+    def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
+        if asked.scales is not None:
+            scale, scale_inv = _of_table(asked.scales, asked.row)
+            return Shared(scale=scale, scale_inv=scale_inv)
+        if asked.per_matrix:  # [experts, n, k]
+            amax = amax_of(parts[0], (-2, -1))
+            scale, scale_inv = fp8_scales(amax, asked)
+            return Shared(scale=scale.unsqueeze(-1).unsqueeze(-1), scale_inv=scale_inv, amax=amax)
+        amax = largest_of([amax_of(part) for part in parts])
+        scale, scale_inv = fp8_scales(amax, asked)
+        return Shared(scale=scale, scale_inv=scale_inv, amax=amax)
+
+    def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
+        amax = amaxes_of_groups(torch.where(group < groups, amax_of(asked.x, -1), 0.0), group, groups)
+        scale, scale_inv = fp8_scales(amax, asked)
+        return Shared(scale=scale, scale_inv=scale_inv, amax=amax)
+
+    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+        scale, scale_inv = cast(Tensor, shared.scale), cast(Tensor, shared.scale_inv)
+        results = [scale_inv]
+        if asked.keep_scales:
+            results.append(torch.stack([scale, scale_inv.reshape(())]).reshape(1, 2))
+        return results
+
+    def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
+        return scale_inv[span.group]
+
+
+class Delayed(OneScale):
+    """The scale comes from the amaxes of earlier steps; this step's amaxes are returned, one per row."""
+
+    name = "delayed"
+    has_state = True
+    reads, launches = (0, 0), (0.5, 1.25)
+
+    def outputs(self, layouts: Sequence[Layout], keep_scales: bool) -> list[str]:
+        return [*super().outputs(layouts, keep_scales), "amax"]
+
+    def shared_shapes(self, rows: Sequence[int], units: int | None, given: bool, keep_scales: bool) -> list[list[int]]:
+        return [[1], [*rows]]
+
+    def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
+        amaxes = [narrow_amax_of(part, -1) for part in parts]
+        # [..., rows]: one kernel with the cast; the update reduces it
+        amax = (largest_of(amaxes) if asked.dim == -1 else join(amaxes, -1)).to(torch.float32)
+        scale, scale_inv = _earlier(asked)
+        return Shared(scale=scale, scale_inv=scale_inv, amax=amax)
+
+    def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
+        amax = torch.where(group < groups, amax_of(asked.x, -1), 0.0)
+        scale, scale_inv = _earlier(asked)
+        return Shared(scale=scale.expand(groups), scale_inv=scale_inv, amax=amax)
+
+    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+        return [cast(Tensor, shared.scale_inv), cast(Tensor, shared.amax)]
+
+    def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
+        return scale_inv
+
+
+def _earlier(asked: Asked) -> tuple[Tensor, Tensor]:
+    """The scales that earlier steps left; the first step's are 1."""
+    if asked.scales is not None:
+        return _of_table(asked.scales, asked.row)
+    return _of_table(torch.ones((1, 2), dtype=torch.float32, device=asked.x.device), asked.row)
+
+
+def _of_table(scales: Tensor, row: int) -> tuple[Tensor, Tensor]:
+    """``(scale, scale_inv)`` of a row of [tensors, 2], [] and [1].
+
+    ``scale_inv`` is a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one).
+    """
+    return scales[row, 0], scales[row, 1:2].clone()

@@ -10,8 +10,7 @@ from torch import Tensor
 from fp8graph.numerics.experts import Span, amaxes_of_columns
 from fp8graph.numerics.formats import amax_of, overflow_as_nan, saturating_cast
 from fp8graph.numerics.hints import stored
-from fp8graph.numerics.scalings.base import Asked, Scaling, Shared
-from fp8graph.numerics.scalings.scales import fp8_scales
+from fp8graph.numerics.scalings.base import Groups, LayoutRequest, Scaling, fp8_scales
 from fp8graph.numerics.tiles import join, largest_of, missing, with_padding
 
 
@@ -26,16 +25,10 @@ class Rowwise(Scaling):
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
         return [groups, rows] if groups else [rows, 1]
 
-    def layout(
-        self,
-        parts: Sequence[Tensor],
-        axis: int,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
+    def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
+        parts, multiples, asked = request.parts, request.multiples, request.asked
         amaxes = [amax_of(x, -1, keepdim=True) for x in parts]  # [..., rows, 1]
-        if axis == -1:
+        if request.axis == -1:
             amaxes = [largest_of(amaxes)]
         made = [fp8_scales(amax, asked) for amax in amaxes]
         data = [
@@ -47,30 +40,19 @@ class Rowwise(Scaling):
         if (rows := missing(scale_inv.shape[-2], multiples[0])) is not None:  # of zeros
             zeros = scale_inv.new_zeros([*scale_inv.shape[:-2], rows, 1])
             scale_inv = torch.cat([scale_inv, fp8_scales(zeros, asked)[1]], -2)
-        return with_padding(join(data, axis), multiples), scale_inv
+        return with_padding(join(data, request.axis), multiples), scale_inv
 
-    def layout_of_groups(
-        self,
-        rows: Tensor,
-        which: Tensor,
-        groups: int,
-        transposed: bool,
-        multiples: Sequence[int],
-        asked: Asked,
-        shared: Shared,
-    ) -> tuple[Tensor, Tensor | None]:
-        if not transposed:
-            return super().layout_of_groups(rows, which, groups, transposed, multiples, asked, shared)
+    def layout_of_groups(self, request: LayoutRequest, groups: Groups) -> tuple[Tensor, Tensor | None]:
+        if not groups.transposed:
+            return super().layout_of_groups(request, groups)
+        (rows,), multiples, asked = request.parts, request.multiples, request.asked
         # one scale for each column of each group
-        amaxes = amaxes_of_columns(rows, which, groups, multiples[1])
-        amaxes = torch.cat([amaxes, amaxes.new_zeros((groups, -rows.shape[1] % multiples[0]))], 1)
+        amaxes = amaxes_of_columns(rows, groups.of_rows, groups.count, multiples[1])
+        amaxes = torch.cat([amaxes, amaxes.new_zeros((groups.count, -rows.shape[1] % multiples[0]))], 1)
         scale, scale_inv = fp8_scales(amaxes, asked)  # [groups, c]
-        scaled = overflow_as_nan(rows) * scale[which][:, : rows.shape[1]]
+        scaled = overflow_as_nan(rows) * scale[groups.of_rows][:, : rows.shape[1]]
         data = stored(saturating_cast(scaled.t(), asked.dtype).contiguous())
         return with_padding(data, (multiples[0], 1)), scale_inv  # the groups are padded
-
-    def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
-        return data.to(torch.float32) * scale_inv
 
     def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
         return scale_inv[span.group].unsqueeze(1)
