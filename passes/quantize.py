@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from operator import getitem
 from typing import Any, cast
 
 import torch
@@ -28,15 +30,17 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place
-from fp8graph.ir.keys import GEMM_KEY
-from fp8graph.ir.nodes import GROUPED, SITES, aten, known_equal, matmul_arguments, nodes, value
-from fp8graph.ir.operands import QuantizedOperand, quantize_operand
+from fp8graph.ir.extra_inputs import StateRow
+from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
+from fp8graph.ir.nodes import GROUPED, SITES, aten, is_view, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
 
 _NAME = "quantize"
 _CONVERT = torch.ops.prims.convert_element_type.default
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
 
 def quantize(graph: fx.Graph, compilation: Compilation) -> None:
@@ -196,3 +200,65 @@ def _symbolic(dim: int, node: fx.Node, emit: Callable[..., fx.Node]) -> int | fx
         return size
     argument = matmul_arguments(node)[dim]  # a [..., m, k], b [..., k, n]
     return emit(aten.sym_size.int, argument, value(argument).ndim - 2 + dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedOperand:
+    """One operand in the layout that the GEMM needs, as nodes."""
+
+    quantizer: Quantizer
+    data: fx.Node
+    scale_inv: fx.Node
+    global_scale_inv: fx.Node | None
+
+
+def quantize_operand(
+    view: OperandView,
+    results: Mapping[fx.Node, fx.Node],
+    recipe: Recipe,
+    quantizer: Quantizer,
+    site: Site,
+    emit: Callable[..., fx.Node],
+    squeeze: bool,
+    multiples: list[int],
+    **settings: Any,
+) -> QuantizedOperand:
+    """``view`` as ``quantizer`` of ``recipe`` quantizes it, padded to ``multiples``.
+
+    ``results``: matmul -> its FP8 form. ``emit``: inserts a node. ``squeeze``: [1, r, c] is taken as a matrix.
+    ``settings``: further ones of ``fp8graph::quantize``.
+    """
+    tensor = results.get(view.tensor, view.tensor)
+    if squeeze and value(tensor).ndim == 3:
+        tensor = emit(aten.squeeze.dim, tensor, 0)  # [1, r, c]: a batch of one
+    if view.flipped:
+        dims = list(range(value(tensor).ndim))
+        tensor = emit(aten.permute.default, tensor, [*dims[:-2], dims[-1], dims[-2]])
+    rowwise, columnwise = (multiples, list[int]()) if view.layout == "rowwise" else (list[int](), multiples)
+    operand = view.operand
+    settings |= quantization.quantizer_kwargs(quantizer)
+    args = (tensor, *quantization.quantizer_args(quantizer), rowwise, columnwise)
+    outputs = emit(ops.quantize, *args, name=f"quantize_{operand}", **settings)
+    quantized = QuantizeNode(outputs)
+    outputs.meta[OPERAND_KEY] = operand
+    if quantized.kind.has_state:
+        whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
+        whose["direct"] = _is_an_input(view.tensor)
+        outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
+    named: dict[str, fx.Node] = {}
+    for position, name in enumerate(quantized.names):
+        if name != "amax":  # pass `connect_scales` asks for it
+            named[name] = emit(getitem, outputs, position, name=f"{operand}_{name}")
+    return QuantizedOperand(
+        quantizer=quantizer,
+        data=named[view.layout],
+        scale_inv=named.get("scale_inv") or named[f"{view.layout}_scale_inv"],
+        global_scale_inv=named.get(f"{view.layout}_global_scale_inv"),
+    )
+
+
+def _is_an_input(node: fx.Node) -> bool:
+    """Whether the numbers of ``node`` are those of a graph input: it is one, behind views and casts."""
+    while is_view(node) or node.target in _CASTS:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"

@@ -1,18 +1,31 @@
 """Decide from the program which linears may be fused into one GEMM: q, k and v; gate and up.
 
 The pass ``fuse_linears`` fuses them once they are quantized. ``assign`` asks earlier, since fused GEMMs pay, or do not
-pay, as one. Both use the questions here.
+pay, as one. Both use the questions here. A group has one dgrad only if backward adds up those of all: the terms reach
+one tensor through views and additions alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import fx
 
-from fp8graph.ir.nodes import is_backward, readers, runs_without_gradients, static_size, strides_matter, value
+from fp8graph.ir.nodes import (
+    aten,
+    is_backward,
+    is_view,
+    readers,
+    runs_without_gradients,
+    static_size,
+    strides_matter,
+    value,
+)
 from fp8graph.ir.sites import Site
+
+_CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
 def kin(site: Site) -> tuple[Any, ...]:
@@ -61,3 +74,38 @@ def can_be_slices(fprops: Sequence[fx.Node]) -> bool:
         any(map(is_backward, own)) and "recompute" not in node.meta for node, own in zip(fprops, found, strict=True)
     }
     return len(kept) == 1 and not any(map(strides_matter, fprops))
+
+
+def _chain(term: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """``term`` and the views, casts and sums that follow it, as long as each has one reader."""
+    chain: list[fx.Node] = [term]
+    sums: list[fx.Node] = []
+    while len((node := (chain + sums)[-1]).users) == 1:
+        (user,) = node.users
+        if user.target is aten.add.Tensor and not user.kwargs:
+            sums.append(user)
+        elif (is_view(user) or user.target is _CONVERT) and not sums:
+            chain.append(user)
+        else:
+            break
+    return chain, sums
+
+
+def are_summed(terms: Sequence[fx.Node]) -> bool:
+    """Whether the terms are only viewed (and cast) in the same way and added up to one tensor."""
+    if not terms:
+        return True
+    chains, sums = zip(*map(_chain, terms), strict=True)
+    views = [[(node.target, str(node.args[1:])) for node in chain[1:]] for chain in chains]
+    shapes = [[value(x).shape for x in node.all_input_nodes] for several in sums for node in several]
+    plain = all(len(several) == 2 and several[0] == several[1] for several in shapes)  # nothing is broadcast
+    return plain and all(view == views[0] for view in views) and bool(set.intersection(*map(set, sums)))
+
+
+def take_out_of_sum(term: fx.Node) -> None:
+    """Erase ``term`` and its views from its sum, which becomes the sum of the other terms."""
+    chain, sums = _chain(term)
+    (rest,) = (node for node in sums[0].all_input_nodes if node is not chain[-1])
+    sums[0].replace_all_uses_with(rest)
+    for node in (sums[0], *reversed(chain)):
+        node.graph.erase_node(node)

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from fp8graph.analysis.same_value import value_key
-from fp8graph.analysis.siblings import can_be_slices, kin, size_in_group
-from fp8graph.analysis.sums import are_summed
+from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group
 from fp8graph.hardware.roofline import Operand, gemm_seconds
 from fp8graph.hardware.speed import Speed
 from fp8graph.ir.compilation import Compilation

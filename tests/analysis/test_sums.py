@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8graph.analysis.sums import are_summed, take_out_of_sum
+from fp8graph.analysis.siblings import are_summed, take_out_of_sum
 from helpers import traced
 
 SIN = torch.ops.aten.sin.default

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8graph.analysis.row_moves import Moves, moves_of
+from fp8graph.passes.route_in_fp8 import Moves, moves_of
 
 ROWS = torch.tensor([1, 0, 1, 2])
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from fp8graph.analysis.activations import activation_functions
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
+from fp8graph.passes.save_for_backward import activation_functions
 from helpers import traced, view_of
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
-from fp8graph.analysis.linears import Linear, key_of, linears_of, why_apart
+from fp8graph.passes.fuse_linears import Linear, key_of, linears_of, why_apart
 from gathers import gather, report_of, two_ranks
 from helpers import ALL, Two, Weight, passed, view_of
 

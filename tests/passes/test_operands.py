@@ -12,9 +12,9 @@ from fp8graph import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling,
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
 from fp8graph.ir.nodes import aten, value
-from fp8graph.ir.operands import QuantizedOperand, quantize_operand
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Gemm, Site
+from fp8graph.passes.quantize import QuantizedOperand, quantize_operand
 from helpers import Weight, passed
 
 MULTIPLES = [1, 16]

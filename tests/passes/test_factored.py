@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fp8graph.analysis.factored import Dims, Tile, expanded, is_row_major, permuted, stored, tile_of, viewed
+from fp8graph.passes.recognize import Dims, Tile, expanded, is_row_major, permuted, stored, tile_of, viewed
 
 
 def places(dims: Dims) -> Tensor:
