@@ -15,8 +15,9 @@ from torch import fx
 from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad
 from fp8graph.passes.assign import assign
+from fp8graph.passes.attention.find import find_attention
+from fp8graph.passes.attention.quantize import quantize_attention
 from fp8graph.passes.connect_scales import connect_scales
-from fp8graph.passes.find_attention import find_attention
 from fp8graph.passes.fold import fold
 from fp8graph.passes.fuse_linears import fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8
@@ -27,7 +28,6 @@ from fp8graph.passes.note_weights import note_weights
 from fp8graph.passes.observe import observe
 from fp8graph.passes.prepare_fp4 import prepare_fp4
 from fp8graph.passes.quantize import quantize
-from fp8graph.passes.quantize_attention import quantize_attention
 from fp8graph.passes.recognize import recognize
 from fp8graph.passes.route_in_fp8 import route_in_fp8
 from fp8graph.passes.save_for_backward import save_for_backward

@@ -33,10 +33,10 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.attention import FORMS
 from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.ir import ops
+from fp8graph.ir.attention import FORMS
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import (
     GROUPED,

@@ -1,17 +1,53 @@
-"""The attentions that `find_attention` finds, and how each is quantized. Plain data between passes."""
+"""Attention: the ops that compute it, and what `find_attention` finds and decides. Plain data between passes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
 
+from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, VARLEN, VARLEN_BACKWARD
+from fp8graph.ir.nodes import aten
 from fp8graph.ir.sites import Decision, Site
 
 Operand = Literal["query", "key", "value", "probabilities", "grad_output", "grad_scores"]
 Size = int | torch.SymInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One op for attention. q, k and v are its first arguments, [batch, heads, tokens, head size] unless packed."""
+
+    name: str
+    backward: Any
+    first: int = 1  # the position of q among the arguments of ``backward``
+    logsumexp: int = 5  # the position of the logsumexp of forward among them
+
+
+FORMS: Final[Mapping[Any, Form]] = {
+    aten._scaled_dot_product_flash_attention.default: Form(
+        name="flash", backward=aten._scaled_dot_product_flash_attention_backward.default
+    ),
+    aten._scaled_dot_product_efficient_attention.default: Form(
+        name="memory-efficient", backward=aten._scaled_dot_product_efficient_attention_backward.default, logsumexp=6
+    ),
+    aten._scaled_dot_product_cudnn_attention.default: Form(
+        name="cuDNN", backward=aten._scaled_dot_product_cudnn_attention_backward.default
+    ),
+    aten._scaled_dot_product_fused_attention_overrideable.default: Form(
+        name="device's own",
+        backward=aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+        logsumexp=7,
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: Form(
+        name="CPU flash", backward=aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ),
+    FLEX: Form(name="flex", backward=FLEX_BACKWARD, first=0, logsumexp=4),
+    **({VARLEN: Form(name="packed", backward=VARLEN_BACKWARD)} if VARLEN is not None else {}),
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from attentions import FORMS_IN_TRAINING, OPS, Attention, qkv, sdpa, written_out
 from fp8graph import Policy, Rule
 from fp8graph.compat.attention import VARLEN, varlen
 from fp8graph.models import FAMILIES
-from fp8graph.passes.find_attention import LEFT_ALONE, LENGTHS
+from fp8graph.passes.attention.find import LEFT_ALONE, LENGTHS
 from helpers import NONE, view_of
 
 

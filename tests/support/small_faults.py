@@ -516,10 +516,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a kernel without a mask gets masked attention",
-        f"{_ANALYSIS}/attention_legality.py",
+        "passes/attention/find.py",
         "if attention.masked or attention.dropout:",
         "if attention.dropout:",
-        ("tests/analysis/test_attention_legality.py", "tests/passes/test_native_attention.py"),
+        ("tests/passes/test_attention_legality.py", "tests/passes/test_native_attention.py"),
     ),
     # runtime
     Fault(

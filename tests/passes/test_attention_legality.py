@@ -12,8 +12,8 @@ from torch import Tensor
 import fp8graph
 from attentions import Attention, qkv, sdpa, written_out
 from fp8graph import Policy, Rule
-from fp8graph.analysis.attention_legality import why_not_quantized
 from fp8graph.ir.compilation import Compilation
+from fp8graph.passes.attention.find import why_not_quantized
 from fp8graph.recipes import resolve_recipe
 from helpers import first_fast, passed
 

@@ -1,27 +1,34 @@
-"""Find attention that is written out: two matmuls of activations, and a softmax between them.
+"""Every attention of a graph: one op (``ir/attention.py`` lists them), or two matmuls of activations and a softmax.
 
     s = bmm(q, permute(k));  p = softmax(s * scale + mask);  y = bmm(dropout(p), v)     ->      one attention
 
-Between the two stand any elementwise ops, casts, views, copies, and a part of the softmax's result (a column for an
-attention sink is cut off). A softmax is what Inductor's decompositions make of it: ``exp``, divided by its own sum.
-Attention whose scores add up several matmuls of activations (DeBERTa's) is not found.
+Between the two matmuls stand any elementwise ops, casts, views, copies, and a part of the softmax's result (a column
+for an attention sink is cut off). A softmax is what Inductor's decompositions make of it: ``exp``, divided by its own
+sum. Attention whose scores add up several matmuls of activations (DeBERTa's) is not found.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from operator import getitem
 from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
-from fp8graph.analysis.attention import new_site
+from fp8graph.analysis.naming import place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
-from fp8graph.ir.attention import Attention, Operand, Read, Sizes
-from fp8graph.ir.nodes import SAME_VALUES, aten, is_view, matmul_arguments, value
+from fp8graph.compat.attention import VARLEN
+from fp8graph.compat.ops import OpOverload, named_arguments
+from fp8graph.ir.attention import FORMS, Attention, Operand, Read, Size, Sizes
+from fp8graph.ir.nodes import SAME_VALUES, aten, is_view, matmul_arguments, nodes, value
 from fp8graph.ir.sites import Site
+from fp8graph.recipes.autocast import REGION_KEY
 
+_OPERANDS: Final[tuple[Operand, ...]] = ("query", "key", "value")
+_SAME: Final = (aten.alias.default, aten.detach.default)
+_WHOLE_SEQUENCES: Final = (None, [-1, -1], [-1, 0])  # windows: none, or causal
 # What may stand between the matmuls beside elementwise ops and views.
 _BETWEEN: Final = (
     torch.ops.prims.convert_element_type.default,
@@ -33,6 +40,96 @@ _BETWEEN: Final = (
     aten.cat.default,  # attention sinks
     aten.any.dim,
 )
+
+
+def new_site(node: fx.Node) -> Site:
+    """The site of the attention whose result ``node`` computes."""
+    custom = cast("dict[str, Any] | None", node.meta.get("custom"))
+    region = custom.get(REGION_KEY) if custom else None
+    return Site(place=place_of(node, None, {}), op="attention", region=region)
+
+
+def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[Attention]:
+    """Each attention of ``graph`` that is one op; ``backward``: the nodes of backward."""
+    pairs = _backward_ops(graph)
+    for node in nodes(graph, FORMS):
+        if node in backward:  # recomputed in the backward of a custom autograd function
+            continue
+        form, gradients = FORMS[node.target], tuple(pairs.get(node, ()))
+        asked = named_arguments(node) if isinstance(node.target, OpOverload) else {}
+        firsts = [(node, 0), *((other, form.first) for other in gradients)]
+        yield Attention(
+            site=new_site(node),
+            form=form.name,
+            forward=(node,),
+            backward=gradients,
+            reads=tuple(
+                Read(node=op, position=first + i, operand=operand)
+                for op, first in firsts
+                for i, operand in enumerate(_OPERANDS)
+            ),
+            sizes=_sizes_of_packed(node) if node.target is VARLEN else _sizes_of_op(node),
+            packed=node.target is VARLEN,
+            causal=bool(asked.get("is_causal", False)),
+            masked=not asked
+            or any(asked.get(name) is not None for name in ("attn_mask", "attn_bias"))
+            or asked.get("window_size") not in _WHOLE_SEQUENCES,
+            dropout=bool(asked.get("dropout_p", 0.0)),
+        )
+
+
+def extra_results(attention: Attention) -> list[fx.Node]:
+    """The results of the op beside the first one that something reads: the logsumexp, random states."""
+    (node,) = attention.forward
+    return [user for user in node.users if user.target is getitem and user.args[1] != 0 and user.users]
+
+
+def read_elsewhere(attention: Attention) -> bool:
+    """Whether something else than its backward reads a result of the op beside the first one."""
+    pending = extra_results(attention)
+    for node in pending:
+        for user in node.users:
+            if user.target in _SAME:
+                pending.append(user)
+            elif user not in attention.backward:
+                return True
+    return False
+
+
+def has_gradient_of_mask(attention: Attention) -> bool:
+    """Whether a backward op also computes the gradient of a mask that something reads."""
+    results = [user for node in attention.backward for user in node.users]
+    return any(user.target is getitem and cast(int, user.args[1]) > 2 and user.users for user in results)
+
+
+def _sizes_of_op(node: fx.Node) -> Sizes:
+    q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
+    return Sizes(
+        batch=q[0], heads=q[1], kv_heads=k[1], queries=q[2], keys=k[2], head_size=q[3], value_size=v[3]
+    )  # fmt: skip
+
+
+def _sizes_of_packed(node: fx.Node) -> Sizes:
+    """Those of packed sequences, [tokens, heads, size]: as if each query saw as many keys as the longest has."""
+    q, k, v = (value(cast(fx.Node, argument)).shape for argument in node.args[:3])
+    longest = node.args[6]
+    keys: Size = longest.meta["val"] if isinstance(longest, fx.Node) else cast(int, longest)
+    return Sizes(
+        batch=1, heads=q[1], kv_heads=k[-2], queries=q[0], keys=keys, head_size=q[2], value_size=v[-1]
+    )  # fmt: skip
+
+
+def _backward_ops(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """The backward ops of each forward one: those that read its logsumexp."""
+    by_target = {form.backward: form for form in FORMS.values()}
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes(graph, by_target):
+        source = node.args[by_target[node.target].logsumexp]
+        while isinstance(source, fx.Node) and source.target in _SAME:
+            source = source.args[0]
+        if isinstance(source, fx.Node) and source.target is getitem:
+            found.setdefault(cast("Sequence[fx.Node]", source.args)[0], []).append(node)
+    return found
 
 
 def written_attentions(sites: Sequence[Site]) -> Iterator[Attention]:
@@ -120,13 +217,13 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
         backward=tuple(gemm.node for gemm in backward),
         reads=tuple(reads),
         inner=tuple(inner),
-        sizes=_sizes(scores, result, values),
+        sizes=_sizes_of_matmuls(scores, result, values),
         masked=_adds(scores) or scores.target in (aten.baddbmm.default, aten.addmm.default),
         dropout=False,
     )
 
 
-def _sizes(scores: fx.Node, result: fx.Node, values: int) -> Sizes:
+def _sizes_of_matmuls(scores: fx.Node, result: fx.Node, values: int) -> Sizes:
     """The number of heads is known if the scores are taken apart into [batch, heads, queries, keys]."""
     *batch, queries, keys = value(scores).shape
     shapes = [value(user).shape for user in scores.users if is_view(user)]

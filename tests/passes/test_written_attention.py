@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import fp8graph
 from attentions import Attention, qkv, sdpa, written_out
-from fp8graph.analysis.written_attention import written_attentions
 from fp8graph.ir.attention import Attention as Found
+from fp8graph.passes.attention.occurrences import written_attentions
 from helpers import passed
 
 MASK = torch.ones(16, 16, dtype=torch.bool).tril()
