@@ -16,7 +16,7 @@ from benchmarks import measure
 from benchmarks.contenders import RECIPES
 from benchmarks.measure import DEVICE
 from benchmarks.records import Run
-from fp8graph.backend.codegen import compile_dialect
+from fp8graph.backend.inductor_passes import compile_dialect
 
 TESTS: Final = Path(__file__).parents[2] / "tests" / "support"
 OPTIONS: Final[dict[str, dict[str, Any]]] = {

@@ -11,17 +11,14 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.backend.codegen import compile_backward, compile_dialect, run_eagerly
-from fp8graph.backend.compiling import Variants
-from fp8graph.backend.coverage import adopt_in_time, check_compiled, check_quantized_once
+from fp8graph.backend.compiling import Shared, Variants
+from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
-from fp8graph.backend.eager_frames import EagerFrames
 from fp8graph.backend.guarded import Guarded
-from fp8graph.backend.policies import Policies, PolicyLike
+from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
+from fp8graph.backend.policies import Policies, PolicyLike, Schedule
 from fp8graph.backend.policy_file import PolicyFile, asked_for
 from fp8graph.backend.program import Program
-from fp8graph.backend.schedule import Schedule
-from fp8graph.backend.shared import Shared
 from fp8graph.backend.watched import Watched
 from fp8graph.compat import dynamo
 from fp8graph.errors import expect
@@ -31,13 +28,11 @@ from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.checkpoint import ScalingState
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.rank_agreement import agree
-from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.rank_groups import RankGroups, agree
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.state_dict import saved_guard, saved_step, step_entry
+from fp8graph.runtime.state_dict import ScalingState, saved_guard, saved_step, step_entry
 from fp8graph.runtime.stores import Services
 from fp8graph.runtime.weight_cache import Weights
 

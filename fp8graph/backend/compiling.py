@@ -1,32 +1,60 @@
-"""Compile one variant of a Dynamo graph: passes, code generation, and the findings stored with the code."""
+"""Compile one variant of a Dynamo graph: passes, code generation, and the findings stored with the code.
+
+Layers that are compiled one by one share Dynamo's graph, but their names differ, and policies go by names. So the
+decisions are made anew for each layer (``Decided``); if they equal those of a layer that was already compiled, its code
+is used. Each layer keeps its own report, scaling state and names of that state.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import fx
 
-from fp8graph.backend.codegen import add_spare_inputs, copy_dynamo_graph, run_eagerly, with_taken_inputs
+from fp8graph.analysis.naming import names_of
 from fp8graph.backend.coverage import check_records
-from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.dynamo_graph import DynamoGraph, Situation
 from fp8graph.backend.foresee import spare_inputs
-from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, code_identity
-from fp8graph.backend.renaming import Decided
-from fp8graph.backend.shared import Shared
-from fp8graph.backend.situation import Situation
+from fp8graph.backend.guarded import Guarded
+from fp8graph.backend.inductor_passes import (
+    JointPass,
+    LowerPass,
+    Stopwatch,
+    TooFewInputs,
+    add_spare_inputs,
+    code_identity,
+    copy_dynamo_graph,
+    run_eagerly,
+    source_hash,
+    with_taken_inputs,
+)
+from fp8graph.backend.policies import Policies, Schedule
 from fp8graph.backend.stored import Stored
 from fp8graph.compat import cache_entry, inductor
 from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs, TakesPart
+from fp8graph.ir.settings import Settings
+from fp8graph.ir.sites import Site
+from fp8graph.passes.assign import resolve
 from fp8graph.recipes import DelayedScaling, has_code
+from fp8graph.recipes.rules import Resolution
+from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.recomputation import Recomputations
+from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.stores import Services, Store
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,3 +238,138 @@ class Compiler:
             self._graph.identity(),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+_Record = TypeVar("_Record", GemmRecord, AttentionRecord)
+_Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old name: new site, old and new resolution
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Decided:
+    """The decisions about the sites of a compiled graph, as far as they depend on the sites' names."""
+
+    findings: Findings
+    resolutions: Sequence[Resolution]  # one per site, then one per attention
+    view: GraphView
+
+    @staticmethod
+    def of(findings: Findings, known: Known, view: GraphView) -> Decided:
+        """The decisions about the sites in ``findings`` under the names and the policy of ``known``."""
+        sites = (*findings.sites, *findings.attention)
+        return Decided(findings=findings, resolutions=[resolve(site, known) for site in sites], view=view)
+
+    def under(self, known: Known) -> Decided | None:
+        """The same graph under the names of ``known``; None if they need a graph of their own."""
+        sites = self.findings.sites
+        called, attention = _called(sites, known), _called(self.findings.attention, known)
+        resolutions = [resolve(site, known) for site in (*called, *attention)]
+        alike = all(
+            old.recipes == new.recipes and old.by_user == new.by_user
+            for old, new in zip(self.resolutions, resolutions, strict=True)
+        )
+        if known.observed is not None:
+            takes = [[known.observed.takes(site.fqn) for site in of] for of in (sites, called)]
+            alike &= takes[0] == takes[1]
+        if not alike or _modules(sites) != _modules(called) or self.findings.has_subgraphs:
+            return None
+        renamed: _Sites = {
+            (site.fqn, site.index): (new, old_resolution, resolution)
+            for site, new, old_resolution, resolution in zip(sites, called, self.resolutions, resolutions, strict=False)
+        }
+        renamed_attention: _Sites = {
+            (site.fqn, site.index): (new, self.resolutions[i], resolutions[i])
+            for i, (site, new) in enumerate(zip(self.findings.attention, attention, strict=True), len(sites))
+        }
+
+        def rename(fqn: str, index: int) -> tuple[str, int]:
+            site, *_ = renamed[fqn, index]
+            return site.fqn, site.index
+
+        findings = dataclasses.replace(
+            self.findings,
+            sites=tuple(called),
+            attention=tuple(attention),
+            extra_inputs=tuple(each.renamed(rename) for each in self.findings.extra_inputs),
+        )
+        view = dataclasses.replace(
+            self.view,
+            gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms),
+            attention=tuple(_record(record, renamed_attention) for record in self.view.attention),
+            refusals=tuple(_refusal(refusal, renamed) for refusal in self.view.refusals),
+        )
+        return Decided(findings=findings, resolutions=resolutions, view=view)
+
+
+def _called(sites: Sequence[Site], known: Known) -> list[Site]:
+    """``sites`` under the names of ``known``."""
+    names = names_of([site.place for site in sites], known.parameters.values())
+    return [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
+
+
+def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
+    """The sites that share a module, and their numbers: linears of one module may be fused."""
+    numbers: dict[str, int] = {}
+    return [(numbers.setdefault(site.fqn.rpartition(".")[0], len(numbers)), site.index) for site in sites]
+
+
+def _record(record: _Record, renamed: _Sites) -> _Record:
+    site, old, new = renamed[record.fqn, record.index]
+    reason = record.reason.replace(old.source, new.source)  # another rule may give the same resolution
+    return dataclasses.replace(record, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
+
+
+def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:
+    if (refusal.fqn, refusal.index) not in renamed:
+        return refusal  # of an op that is no site
+    site, *_ = renamed[refusal.fqn, refusal.index]
+    return dataclasses.replace(refusal, fqn=site.fqn, index=site.index)
+
+
+class Generator(Protocol):
+    """The part of a backend that generates code for rewritten graphs and checks how they were rewritten."""
+
+    @property
+    def inner_compile(self) -> Callable[..., Any] | None:
+        """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
+        ...
+
+    def check_call(self, *, second: bool, empty: bool) -> None:
+        """Check what was compiled so far, at the second call of a graph; in strict mode at later ones, too.
+
+        Args:
+            empty: the graph has no GEMM.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """Settings, policy, and the state that outlives a call."""
+
+    settings: Settings
+    policies: Policies
+    schedule: Schedule
+    generator: Generator
+    epoch: Epoch
+    names: Names
+    steps: Steps
+    groups: RankGroups
+    services: Services
+    stores: Mapping[str, Store]  # by the names that extra inputs have for them; before those that depend on them
+    guarded: Guarded
+    recomputations: Recomputations = field(default_factory=Recomputations)
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @functools.cached_property
+    def measuring(self) -> Sequence[Store]:
+        """The stores that may measure what a call does."""
+        return [store for store in self.stores.values() if type(store).measures is not Store.measures]
+
+    def decides(self, *, training: bool) -> str:
+        """Whatever decides how graphs are rewritten, line by line, for a comparison with other ranks."""
+        lines = [*self.policies.lines()]
+        if self.schedule.runs and training:
+            lines.append(f"step {self.schedule.step()}")
+        lines += [f"{name} {value}" for name, value in self.settings.decisions().items()]
+        lines += [f"torch {torch.__version__}", f"fp8graph {source_hash()[:12]}"]
+        return re.sub(" at 0x[0-9a-f]+", "", "\n".join(lines))  # a function has another address on each rank

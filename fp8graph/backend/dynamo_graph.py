@@ -1,20 +1,22 @@
-"""A graph from Dynamo and its inputs, from which all its variants are compiled."""
+"""A graph from Dynamo and its inputs, from which all its variants are compiled, and the situation of a call."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
-from fp8graph.backend.situation import Situation, region_text
+from fp8graph.backend.policies import InForce
 from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
+from fp8graph.ir.observed import Observed
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sources import split_source
 from fp8graph.models.general import families_of
@@ -22,6 +24,7 @@ from fp8graph.passes import STORES
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.rules import INHERIT
 from fp8graph.runtime.slots import accelerator_of
 
 
@@ -141,3 +144,33 @@ def _module_classes(module: fx.GraphModule) -> Iterator[Any]:
     for node in module.graph.nodes:
         for _, owner in (node.meta.get("nn_module_stack") or {}).values():
             yield owner
+
+
+class Moment(NamedTuple):
+    """The part of a situation that the time of a call decides. A forward is repeated as it was the first time."""
+
+    region: str | Recipe | None
+    amax_group: str | None
+    in_force: InForce
+    observed: Observed | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Situation:
+    """Everything outside the graph, but for names, that decides how it is rewritten."""
+
+    policy: str
+    region: str | Recipe | None
+    amax_group: str | None  # process group of the amax reduction
+    sent: frozenset[int] = frozenset()  # parameters that FSDP2 gathered in FP8
+    observed: Observed | None = None  # what is measured, on the steps that ask for it
+    in_force: InForce = dataclasses.field(repr=False, compare=False)  # what ``policy`` is the identity of
+
+
+def region_text(region: Any) -> str:
+    """A region's present meaning: a recipe that is registered again under its name is another recipe."""
+    try:
+        recipe = region_recipe(region)
+    except Fp8GraphError:
+        return "unknown"  # the pass `assign` raises this error, and says where
+    return "policy" if recipe is INHERIT else repr(recipe)

@@ -10,7 +10,7 @@ from typing import Any
 from fp8graph.backend.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
 from fp8graph.backend.guarded import Guarded, with_rules
 from fp8graph.backend.observed_layers import UnmatchedLayers, texts
-from fp8graph.backend.schedule import Schedule
+from fp8graph.backend.policies import Schedule
 from fp8graph.backend.statistic_records import records
 from fp8graph.backend.statistics import Steps
 from fp8graph.compat import distributed

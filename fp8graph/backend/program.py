@@ -3,6 +3,8 @@
 The same graph may run under several autocast regions opened outside the compiled code, for several layers
 (per-layer compilation shares one graph), and under a changed policy. None of these is visible to Dynamo's
 guards, so the callable holds one variant per situation and picks it at call time.
+
+``Programs`` are all of one backend: those that are alive, and the report's rows of those that were freed.
 """
 
 from __future__ import annotations
@@ -10,15 +12,14 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
 
-from fp8graph.backend.compiling import Compiler, Variant, Variants
+from fp8graph.backend.compiling import Compiler, Shared, Variant, Variants
 from fp8graph.backend.coverage import check_records
-from fp8graph.backend.dynamo_graph import DynamoGraph
-from fp8graph.backend.shared import Shared
-from fp8graph.backend.situation import Moment, Situation
+from fp8graph.backend.dynamo_graph import DynamoGraph, Moment, Situation
 from fp8graph.compat import checkpointing, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.ir.compilation import Findings
@@ -283,3 +284,54 @@ def _all_fresh(checks: Sequence[Callable[[Sequence[Any]], bool]]) -> Callable[[S
     if len(checks) < 2:
         return checks[0] if checks else None
     return lambda args: all(check(args) for check in checks)
+
+
+KEPT: Final = 256  # number of graphs that are gone and still in the report
+
+
+@dataclass(eq=False)
+class _Entry:
+    program: weakref.ref[Program]
+    views: list[GraphView]  # without modules: these would keep the graph alive
+    gone: bool = False
+
+
+class Programs:
+    """The compiled graphs, none of which is kept alive here.
+
+    torch keeps them alive until the model (or the function) is gone, or until ``torch._dynamo.reset()``. The report's
+    rows stay longer, as text: for the last ``KEPT`` graphs, and once for graphs that were alike (models compiled in a
+    loop).
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []  # in the order of compilation
+        self.forgotten = 0  # number of graphs that are gone and no longer in the report
+
+    def __iter__(self) -> Iterator[Program]:
+        """The programs that are alive."""
+        return iter([program for entry in self._entries if (program := entry.program()) is not None])
+
+    def add(self, program: Program) -> None:
+        self._merge_those_gone()  # else they add up if nobody asks for a report
+        self._entries.append(_Entry(weakref.ref(program), program.texts))
+
+    def views(self) -> list[GraphView]:
+        """The report's view of each graph, with the modules of those that are alive."""
+        self._merge_those_gone()
+        views: list[GraphView] = []
+        for entry in self._entries:
+            program = entry.program()
+            views += entry.views if program is None else program.views
+        return views
+
+    def _merge_those_gone(self) -> None:
+        for entry in [entry for entry in self._entries if not entry.gone and entry.program() is None]:
+            entry.gone = True
+            for other in self._entries:
+                if other.gone and other is not entry:
+                    other.views = [view for view in other.views if view not in entry.views]
+        gone = [entry for entry in self._entries if entry.gone and entry.views]
+        old = gone[: max(0, len(gone) - KEPT)]
+        self.forgotten += sum(len(entry.views) for entry in old)
+        self._entries = [entry for entry in self._entries if (entry.views or not entry.gone) and entry not in old]

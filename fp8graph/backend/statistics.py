@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8graph.backend.observed_layers import UnmatchedLayers, texts
-from fp8graph.backend.schedule import Schedule
+from fp8graph.backend.policies import Schedule
 from fp8graph.backend.statistic_records import JsonLines, json_line, records
 from fp8graph.errors import ConfigError
 from fp8graph.ir.observed import Observed

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
+from fp8graph.backend.compiling import Shared
 from fp8graph.backend.findings import Site
 from fp8graph.backend.guard import Guard, GuardSettings
 from fp8graph.backend.observed_layers import check_globs, texts
 from fp8graph.backend.policies import Policies
-from fp8graph.backend.programs import Programs
-from fp8graph.backend.shared import Shared
+from fp8graph.backend.program import Programs
 from fp8graph.backend.statistics import Statistics, Steps, observe
 from fp8graph.errors import ConfigError, UnsupportedRecipeError
 from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike, name_of

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8graph.backend import Backend, backend_of
 from fp8graph.errors import StateError
-from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.state_dict import ScalingState
 
 __all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
 

@@ -26,14 +26,13 @@ from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.checkpoint import ScalingState, not_shared
 from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
 from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, checked
+from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, ScalingState, checked, not_shared
 from fp8graph.runtime.stores import Services, Store
 from fp8graph.runtime.written import WeightRow
 

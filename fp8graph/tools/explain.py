@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8graph.backend import Backend, PolicyLike
-from fp8graph.backend.codegen import compile_dialect, run_eagerly
 from fp8graph.backend.copies import uncompiled_copy
+from fp8graph.backend.inductor_passes import compile_dialect, run_eagerly
 from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree

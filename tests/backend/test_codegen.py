@@ -11,8 +11,8 @@ from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
 
 from fp8graph import Policy
-from fp8graph.backend import codegen
-from fp8graph.backend.codegen import run_eagerly
+from fp8graph.backend import inductor_passes
+from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.ir.settings import Settings
 from helpers import MLP, Counting
 
@@ -45,7 +45,7 @@ def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool)
 def test_what_quantizes_weights_asks_for_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes into tensors that stay: torch would skip the graph, and warn."""
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(codegen, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
+    monkeypatch.setattr(inductor_passes, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
     settings = Settings(inductor_options={"triton.cudagraphs": True})
-    codegen.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], settings)
+    inductor_passes.compile_dialect(fx.GraphModule(nn.Module(), fx.Graph()), [torch.ones(1)], settings)
     assert [patches["triton.cudagraphs"] for patches in asked] == [False]

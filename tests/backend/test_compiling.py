@@ -23,8 +23,7 @@ import fp8graph
 from cache_state import NOT_VARIED, STATES, must_differ, read_by_torch
 from fp8graph import Backend, Policy, Rule
 from fp8graph.backend import compiling
-from fp8graph.backend.codegen import run_eagerly
-from fp8graph.backend.inductor_passes import JointPass, code_identity
+from fp8graph.backend.inductor_passes import JointPass, code_identity, run_eagerly
 from fp8graph.compat import attention, torch_build
 from fp8graph.ir.settings import Settings
 from helpers import ALL, MLP, eager_backend, first_fast

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attentions import sdpa
 from fp8graph import DelayedScaling, Policy, Rule
-from fp8graph.backend.renaming import Decided
+from fp8graph.backend.compiling import Decided
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.places import Parameter

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
+from fp8graph.backend.dynamo_graph import Situation, region_text
 from fp8graph.backend.policies import Policies
-from fp8graph.backend.situation import Situation, region_text
 from fp8graph.recipes.autocast import POLICY
 
 

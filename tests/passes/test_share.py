@@ -112,7 +112,7 @@ def test_layouts_that_nobody_needs_are_not_made() -> None:
 def test_sharing_changes_no_bit() -> None:
     from torch._inductor.compile_fx import compile_fx
 
-    from fp8graph.backend.codegen import run_eagerly  # pyright: ignore
+    from fp8graph.backend.inductor_passes import run_eagerly  # pyright: ignore
     from fp8graph.ir.compilation import Compilation, Known
     from fp8graph.passes import JOINT_PIPELINE
 

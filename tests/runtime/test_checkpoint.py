@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import checkpointing
 from fp8graph import Backend, StateError
-from fp8graph.runtime.checkpoint import ScalingState
+from fp8graph.runtime.state_dict import ScalingState
 from helpers import first_fast, first_slow
 from ranks import run_each, run_ranks
 

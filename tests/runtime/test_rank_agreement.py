@@ -13,7 +13,7 @@ import torch.distributed as dist
 import fp8graph
 import parallelism
 from fp8graph.recipes.autocast import amax_group
-from fp8graph.runtime.rank_agreement import agree
+from fp8graph.runtime.rank_groups import agree
 from ranks import run_ranks
 
 PATIENT = agree.__defaults__

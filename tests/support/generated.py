@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
-from fp8graph.backend.codegen import compile_dialect, run_eagerly
+from fp8graph.backend.inductor_passes import compile_dialect, run_eagerly
 from fp8graph.ir import ops
 from fp8graph.ir.settings import Settings
 from fp8graph.numerics import quantization

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fp8graph
 from fp8graph import Backend, numerics
 from fp8graph.backend import inductor_passes
-from fp8graph.backend.codegen import run_eagerly
+from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.places import Parameter

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
-from fp8graph.backend.codegen import run_eagerly
+from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat import fsdp
 from fp8graph.runtime.sent_weights import SentWeights
 from helpers import Counting as Generations

@@ -630,7 +630,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "ranks with other settings count as alike",
-        f"{_BACKEND}/shared.py",
+        f"{_BACKEND}/compiling.py",
         "for name, value in self.settings.decisions().items()]",
         "for name, value in {}.items()]",
         ("tests/backend/test_shared.py",),
@@ -651,7 +651,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a call takes another amax group's variant",
-        f"{_BACKEND}/situation.py",
+        f"{_BACKEND}/dynamo_graph.py",
         "amax_group: str | None  # process group of the amax reduction",
         "amax_group: str | None = dataclasses.field(compare=False)",
         ("tests/backend/test_situation.py", "tests/runtime/test_rank_groups.py"),
