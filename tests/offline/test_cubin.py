@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.offline import cubin
+from fp8graph.offline import kernels
 
 # As Triton writes it: addresses are sums in several steps; the loop moves the pointer of parameter 1.
 PTX = """
@@ -25,9 +25,9 @@ $L__BB0_1:
 
 
 def test_stores_through_a_parameter() -> None:
-    assert cubin._stores_to(PTX, [False, True, False, False]) == [8, 1]
-    assert cubin._stores_to(PTX, [False, False, True, False]) == [16]
-    assert cubin._stores_to(PTX, [True, False, False, False]) == []
+    assert kernels._stores_to(PTX, [False, True, False, False]) == [8, 1]
+    assert kernels._stores_to(PTX, [False, False, True, False]) == [16]
+    assert kernels._stores_to(PTX, [True, False, False, False]) == []
 
 
 def test_stores_through_one_of_several_parameters() -> None:
@@ -40,14 +40,14 @@ def test_stores_through_one_of_several_parameters() -> None:
 	mad.wide.s32 	%rd4, %r5, 2, %rd6;
 	st.global.v2.b32 [ %rd4 + 0 ], { %r13, %r14 };
 """
-    assert cubin._stores_to(ptx, [True, False, True]) == [8]
-    assert cubin._stores_to(ptx, [False, True, False]) == []
+    assert kernels._stores_to(ptx, [True, False, True]) == [8]
+    assert kernels._stores_to(ptx, [False, True, False]) == []
 
 
 def test_widths_of_instructions() -> None:
     code = ["STG.E", "STG.E.U8", "STG.E.EF.64", "STG.E.ENL2.256", "STS.128", "LDG.E.LTC128B.128.CONSTANT", "LDG.E.S16"]
-    assert cubin._widths(code, ["STG"]) == {1: 1, 4: 1, 8: 1, 32: 1}
-    assert cubin._widths(code, ["LDG", "LDGSTS"]) == {2: 1, 16: 1}
+    assert kernels._widths(code, ["STG"]) == {1: 1, 4: 1, 8: 1, 32: 1}
+    assert kernels._widths(code, ["LDG", "LDGSTS"]) == {2: 1, 16: 1}
 
 
 def test_instructions_of_a_listing() -> None:
@@ -58,4 +58,4 @@ def test_instructions_of_a_listing() -> None:
         /*10150*/             @UP0 UIADD3 UR4, UR4, 0x1, URZ ;    /* 0x000000060408a981 */
         /*10160*/                  NOP;                           /* 0x0000000000007918 */
     """
-    assert cubin._INSTRUCTION.findall(listing) == ["S2R", "LDG.E.128", "UIADD3", "NOP"]
+    assert kernels._INSTRUCTION.findall(listing) == ["S2R", "LDG.E.128", "UIADD3", "NOP"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.offline.launches import _library_call, _Part, _parts_of, _read_call, _written
+from fp8graph.offline.generate import _library_call, _Part, _parts_of, _read_call, _written
 
 
 def part(node: int, makes: str = "", overwrites: str = "", reads: str = "") -> _Part:

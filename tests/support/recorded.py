@@ -19,7 +19,7 @@ import torch
 
 from fp8graph import offline
 from fp8graph.offline import KernelRecord
-from fp8graph.offline.cubin import Compiled
+from fp8graph.offline.kernels import Compiled
 from fp8graph.recipes.policy import Policy
 from generated import (
     MIB,

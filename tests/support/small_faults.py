@@ -841,14 +841,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # offline
     Fault(
         "a plain store counts as 64 bits",
-        f"{_OFFLINE}/cubin.py",
+        f"{_OFFLINE}/kernels.py",
         "(bits[0] if bits else 32)",
         "(bits[0] if bits else 64)",
         ("tests/offline/test_cubin.py",),
     ),
     Fault(
         "orders of nodes count as reads",
-        f"{_OFFLINE}/launches.py",
+        f"{_OFFLINE}/generate.py",
         "if not is_order and not isinstance(dependency, WeakDep):",
         "if not isinstance(dependency, WeakDep):",
         ("tests/offline/test_launches.py", "tests/offline/test_kernels.py"),
