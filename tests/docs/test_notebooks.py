@@ -19,7 +19,6 @@ import pytest
 
 import fp8graph
 from fp8graph.offline import available
-from helpers import first_slow
 from samples import ROOT
 
 jupytext: Any = importlib.import_module("jupytext")
@@ -156,7 +155,8 @@ def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("apart")
 # transformers' own, in PEFT's call; nothing of ours
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@first_slow("name", RUNS)
+@pytest.mark.release  # the site's build runs the same cells each day
+@pytest.mark.parametrize("name", RUNS)
 def test_notebook(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     if name == "kernels_without_a_gpu" and not available():
         pytest.skip("triton is not installed, and generates these kernels")

@@ -18,7 +18,7 @@ def test_the_verdict() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("good", "code"), [(True, 0), pytest.param(False, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("good", "code"), [(True, 0), pytest.param(False, 1, marks=pytest.mark.release)])
 def test_demo_in_short(good: bool, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = run_demo(steps=3, seed=0, recipe="tensorwise", compiler="eager", out=tmp_path, judge=lambda *_: (0.0, good))
     out = capsys.readouterr().out
