@@ -112,9 +112,9 @@ bench: .venv/ready
 	.venv/bin/python -m benchmarks.first_hour --budget 3600
 	.venv/bin/python -m benchmarks.report --write
 
-# every model family, run on the CPU: docs/coverage.md
+# every family of tests/support/tiny_models.py, run on the CPU: docs/coverage.md
 coverage: .venv/ready
-	.venv/bin/python -m benchmarks.coverage
+	PYTHONPATH=tests/support .venv/bin/python -m benchmarks.coverage
 
 clean:
 	rm -rf .venv .venv-torch-* .venv-python* .venv-release build dist *.egg-info

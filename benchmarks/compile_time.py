@@ -119,15 +119,15 @@ def measure_compile(layers: int, rounds: int, names: list[str], results: dict[st
 
 def pass_times(layer_counts: list[int]) -> dict[str, Any]:
     """Seconds in the passes for a Llama of each depth, and the line through them."""
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from fp8graph.models.llama import tiny_config
-
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     seconds: dict[int, float] = {}
     for layers in layer_counts:
         torch._dynamo.reset()
         with torch.device("meta"):
-            model: Any = LlamaForCausalLM(tiny_config(layers)).bfloat16()
+            model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes)).bfloat16()
         ids = torch.zeros(1, 64, dtype=torch.long)
         report = fp8graph.explain(model, input_ids=ids, labels=ids)
         seconds[layers] = report.pass_seconds

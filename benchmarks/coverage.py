@@ -1,7 +1,7 @@
-"""Every model family, run: ``make coverage`` writes docs/coverage.md. A tiny model of each, on a CPU, in a few minutes.
+"""Run every family of tests/support/tiny_models.py on a CPU: ``make coverage`` writes docs/coverage.md, in minutes.
 
-What is stated: the counts of its training graph, whether it generates, and how far FP8 is from the same model in bf16
-(SQNR in dB of logits, of all gradients, and of the deepest layer's gradients).
+The page lists the counts of each training graph, whether the model generates, and how far FP8 is from the same model in
+bf16 (SQNR in dB of logits, of all gradients, and of the deepest layer's gradients).
 """
 
 from __future__ import annotations
@@ -15,20 +15,11 @@ import torch
 from torch import Tensor
 
 import fp8graph
-from fp8graph.models import FAMILIES, Family
 from fp8graph.numerics import sqnr_db
+from tiny_models import TINY, model_and_inputs
 
 RECIPES: Final = ("tensorwise", "rowwise")
 PAGE: Final = Path(__file__).parent.parent / "docs" / "coverage.md"
-
-
-def model_and_inputs(family: Family, layers: int = 2) -> tuple[Any, dict[str, Any]]:
-    """A tiny model in bf16, and the arguments of a step."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = family.tiny(layers).bfloat16()
-    inputs = family.inputs(model)
-    return model, {k: v.bfloat16() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
 def result_and_loss(out: Any) -> tuple[Tensor, Tensor]:
@@ -69,23 +60,23 @@ def agreement(model: Any, compiled: Any, inputs: dict[str, Any]) -> dict[str, fl
     }
 
 
-def generates(family: Family) -> bool:
-    model, inputs = model_and_inputs(family)
+def generates(name: str) -> bool:
+    model, inputs = model_and_inputs(name)
     inputs.pop("labels")
     model.eval().compile(backend=fp8graph.Backend(compiler="eager"))
     out = model.generate(**inputs, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None)
     return bool(out.shape[-1] >= 4)
 
 
-def row(family: Family) -> str:
-    counts, graphs = family.counts(2), family.graphs
-    cells = [family.name, f"{counts.fp8_gemms} as {counts.multiplied}", str(counts.quantized_tensors), str(graphs)]
+def row(name: str) -> str:
+    counts, graphs = TINY[name].counts(2), TINY[name].graphs
+    cells = [name, f"{counts.fp8_gemms} as {counts.multiplied}", str(counts.quantized_tensors), str(graphs)]
     for recipe in RECIPES:
-        model, inputs = model_and_inputs(family)
+        model, inputs = model_and_inputs(name)
         compiled = torch.compile(model, backend=fp8graph.Backend(recipe=recipe, compiler="eager"))
         found = agreement(model, compiled, inputs)
         cells.append(" / ".join(f"{value:.0f}" for value in found.values()))
-    cells.append(("yes" if generates(family) else "no") if family.generates else "")
+    cells.append(("yes" if generates(name) else "no") if TINY[name].generates else "")
     return f"| {' | '.join(cells)} |"
 
 
@@ -109,8 +100,8 @@ def main() -> int:
         f"| {' | '.join(titles)} |",
         "|" + "---|" * len(titles),
     ]
-    for name in sorted(FAMILIES):
-        lines.append(row(FAMILIES[name]))
+    for name in sorted(TINY):
+        lines.append(row(name))
         print(lines[-1], flush=True)
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")

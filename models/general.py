@@ -1,34 +1,66 @@
-"""The policy for a model that no family file names, and the choice of a family."""
+"""The default policy of a model: what its family keeps in high precision, then what any model keeps."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
 
-from fp8graph.models.families import FAMILIES
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
 
-# Why: HEAD and ROUTER in family.py.
+# Why linears stay in high precision.
+HEAD: Final = "the output is the loss's input: no later layer averages its errors out"
+EMBEDDER: Final = "every block reads its output, and it multiplies next to nothing: one row per image, or few features"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Models with layers that stay in high precision and have no usual name."""
+
+    name: str
+    classes: str  #: glob on the full names of modules' classes
+    keep: Mapping[str, str]  #: glob on the layers' full names -> why they stay in high precision
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    family.name: family
+    for family in (
+        Family(name="clip", classes="transformers.models.clip.*", keep={"*_projection": HEAD}),  # outputs are compared
+        Family(name="whisper", classes="transformers.models.whisper.*", keep={"proj_out": HEAD}),
+        Family(
+            name="diffusers_pixart",
+            classes="diffusers.models.transformers.pixart_transformer_2d.PixArtTransformer2DModel",
+            keep={"adaln_single.linear": EMBEDDER, "caption_projection.*": EMBEDDER},
+        ),
+        Family(
+            name="diffusers_unet",
+            classes="diffusers.models.unets.unet_2d_condition.UNet2DConditionModel",
+            keep={"*.time_emb_proj": EMBEDDER},
+        ),
+        # Of models, and not of blocks: a block's proj_out is in FP8, in a model and alone.
+        Family(
+            name="diffusers",
+            classes="diffusers.models.*Model",
+            keep={"*embed*": EMBEDDER, "norm_out.*": HEAD, "proj_out*": HEAD},
+        ),
+        Family(name="timm", classes="timm.models.*", keep={"head": HEAD, "head.fc": HEAD, "fc": HEAD}),
+        Family(name="torchvision", classes="torchvision.models.*", keep={"heads.head": HEAD, "head": HEAD, "fc": HEAD}),
+    )
+}
+
 HEADS: Final = (
     "lm_head", "embed_out", "score", "classifier", "qa_outputs", "cls", "output_projection",
 )  # fmt: skip
-# A bare "gate" is not a router: many gated MLPs call their gate projection so.
+# Experts are chosen by comparing logits: a small error is another expert. A bare "gate" is not a router: many gated
+# MLPs call their gate projection so.
 ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 # Adapters (PEFT's names): trained, with ranks so low that a GEMM is mostly overhead; fine-tuning keeps only them.
 ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
-# What models of other libraries keep besides, by globs on the models' full class names. The patterns match whole names:
-# a block's proj_out stays in FP8, in a model and alone. Diffusers' are embedders and what follows the blocks.
-LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
-    "diffusers.models.*Model": ("*embed*", "norm_out.*", "proj_out*"),
-    "timm.models.*": ("head", "head.fc", "fc"),
-    "torchvision.models.*": ("heads.head", "head", "fc"),
-}
-_ELSEWHERE: Final = {family.model: name for name, family in FAMILIES.items() if family.model}
 _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name
 
 
@@ -49,11 +81,7 @@ def general_policy(recipe: RecipeLike = "tensorwise") -> Policy:
 
 def policy_of(families: Iterable[str], recipe: RecipeLike = "tensorwise") -> Policy:
     """The general policy, after the rules of the named families. Unknown names add no rules."""
-    kept = dict.fromkeys(
-        pattern
-        for name in families
-        for pattern in (FAMILIES[name].keep if name in FAMILIES else LIBRARIES.get(name, ()))
-    )
+    kept = dict.fromkeys(pattern for name in families if name in FAMILIES for pattern in FAMILIES[name].keep)
     general = general_policy(recipe)
     rules = [Rule(f"{prefix}{pattern}", None, optional=True) for pattern in kept for prefix in ("", _WRAPPED)]
     return Policy(
@@ -72,14 +100,9 @@ def policy_for(model: nn.Module, recipe: RecipeLike = "tensorwise") -> Policy:
 
 
 def families_of(classes: Iterable[Any]) -> list[str]:
-    """The families of classes (or of their full names), each once; they may be unknown ones."""
+    """The families of classes (or of their full names), each once."""
     found: dict[str, None] = {}
     for owner in dict.fromkeys(classes):
         name = owner if isinstance(owner, str) else f"{owner.__module__}.{owner.__qualname__}"
-        parts = name.split(".")
-        if parts[:2] == ["transformers", "models"] and len(parts) > 2:
-            found[parts[2]] = None
-        elif name in _ELSEWHERE:
-            found[_ELSEWHERE[name]] = None
-        found |= dict.fromkeys(library for library in LIBRARIES if fnmatch.fnmatchcase(name, library))
+        found |= {family.name: None for family in FAMILIES.values() if fnmatch.fnmatchcase(name, family.classes)}
     return list(found)

@@ -12,9 +12,9 @@ import torch
 
 import fp8graph
 from fp8graph.cli import main
-from fp8graph.models import FAMILIES
 from samples import AS_PAGES_SHOW
 from test_layers import FLOORS
+from tiny_models import TINY
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -93,7 +93,7 @@ def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_report_of_its_page() -> None:
     """What the sample shows of the report is in it, letter by letter."""
     with torch.device("meta"):
-        model = FAMILIES["llama"].tiny(2).bfloat16()
+        model = TINY["llama"].build(2).bfloat16()
     ids = torch.zeros(2, 16, dtype=torch.long)
     printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, target="cpu", training=True)).splitlines()
     page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.models.llama import tiny_config
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP, NONE, compiled_step, eager_backend, first_fast, same_bits, step
+from tiny_models import llama_config
 
 
 def llama(**overrides: Any) -> Any:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(tiny_config(**overrides)).bfloat16()
+    return LlamaForCausalLM(llama_config(**overrides)).bfloat16()
 
 
 def ids(batch: int = 2, length: int = 16) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fp8graph
-from fp8graph.models.family import causal_lm
 from helpers import ALL, NONE, eager_backend, first_slow, step
+from tiny_models import causal_lm
 
 LENGTHS = (2, 3, 4, 5, 7, 8, 9, 11, 13, 16, 17, 23, 31, 32, 33, 47, 48, 64, 65, 100)
 

@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 import fp8graph
 from fp8graph import ConfigError, Policy, Rule
 from fp8graph.backend.entry import regions_of
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP
+from tiny_models import causal_lm
 
 EAGER: dict[str, Any] = {"options": {"compiler": "eager"}}
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fp8graph import Backend, Policy, Rule
 from fp8graph.ir.settings import Settings
-from fp8graph.models.family import causal_lm
 from helpers import Counting, eager_backend, first_fast, same_bits
+from tiny_models import causal_lm
 
 
 def llama_layer_by_layer(policy: Policy, layers: int = 3, *, bind: bool = True) -> tuple[Any, Counting]:

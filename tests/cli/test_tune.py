@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import fp8graph
 from fp8graph.cli import main
-from fp8graph.models import FAMILIES
 from fp8graph.tools.text import batches_of
+from tiny_models import TINY
 
 WORDS = "the cat sat on a mat and then it ran".split()
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one layer, with a tokenizer of ten words, and a text."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    FAMILIES["llama"].tiny(1).bfloat16().save_pretrained(path)
+    TINY["llama"].build(1).bfloat16().save_pretrained(path)
     words = Tokenizer(WordLevel({word: index for index, word in enumerate([*WORDS, "?"])}, unk_token="?"))
     words.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(path)

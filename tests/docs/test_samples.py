@@ -17,9 +17,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = {
     "fp8graph": "import torch\nimport fp8graph\n",
     "llama": """
-from fp8graph.models import FAMILIES
+from tiny_models import TINY
 torch.manual_seed(0)
-model = FAMILIES["llama"].tiny(2).bfloat16()
+model = TINY["llama"].build(2).bfloat16()
 config = model.config
 ids = input_ids = torch.randint(0, 256, (2, 16))
 inputs = {"input_ids": ids, "labels": ids}

@@ -21,12 +21,11 @@ from fp8graph import offline
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.decode_attention import NAME, decode_attention, use_decode_attention
 from fp8graph.integrations.kv_cache import Fp8StaticCache
-from fp8graph.models import FAMILIES
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from fp8graph.tools.explain import Generating
 from helpers import NONE
 from kv_caches import IDS, generate, model_of
+from tiny_models import TINY, causal_lm
 
 MIB = 2**20
 ROOT = Path(__file__).parents[2]
@@ -213,8 +212,8 @@ def sparse() -> Any:
     ("make", "message"),
     [
         (lambda: nn.Linear(1, 1), "takes a model of transformers, not Linear"),
-        (lambda: FAMILIES["gpt_oss"].tiny(1), r"GptOssForCausalLM has attention that SDPA does not compute \(sinks,"),
-        (lambda: FAMILIES["falcon"].tiny(1), "FalconForCausalLM does not take its attention from transformers'"),
+        (lambda: TINY["gpt_oss"].build(1), r"GptOssForCausalLM has attention that SDPA does not compute \(sinks,"),
+        (lambda: TINY["falcon"].build(1), "FalconForCausalLM does not take its attention from transformers'"),
         (sparse, r"DeepseekV32ForCausalLM has attention that chooses its keys \(its cache keeps a \w+\)"),
     ],
 )

@@ -17,11 +17,10 @@ import fp8graph
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_cache import Fp8DynamicCache, Fp8StaticCache, compare_logits
 from fp8graph.integrations.kv_layer import Fp8Layer
-from fp8graph.models import FAMILIES
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from helpers import NONE, first_slow
 from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of
+from tiny_models import TINY, causal_lm
 
 SLIDING: dict[str, Any] = {"sliding_window": 8}
 
@@ -77,7 +76,7 @@ FAST = {"llama", "gpt_oss"}
 )
 def test_logits_are_near_those_of_bf16(name: str) -> None:
     model = model_of(name)
-    ids = FAMILIES[name].inputs(model)["input_ids"]
+    ids = TINY[name].inputs()["input_ids"]
     dynamic = compare_logits(model, ids, Fp8DynamicCache(model.config), prompt=8)
     static = compare_logits(model, ids, Fp8StaticCache(model.config, 64), prompt=8)
     stored = compare_logits(model, ids, Fp8DynamicCache(model.config, exact_prefill=False), prompt=8)
@@ -90,7 +89,7 @@ def test_logits_are_near_those_of_bf16(name: str) -> None:
 
 def test_every_family_that_generates_is_known() -> None:
     """Those with an encoder have a test of their own; some have no generate()."""
-    names = {name for name, family in FAMILIES.items() if family.library == "transformers"}
+    names = {name for name, family in TINY.items() if family.library == "transformers"}
     assert names - NEAR.keys() == {"bert", "clip", "roberta", "t5", "vit", "whisper"}
 
 
@@ -230,7 +229,7 @@ def test_power_2_scale() -> None:
 def test_encoder_and_decoder(name: str) -> None:
     """Two caches; cross-attention reads its own without an update."""
     model = model_of(name)
-    inputs = {key: value for key, value in FAMILIES[name].inputs(model).items() if key != "labels"}
+    inputs = {key: value for key, value in TINY[name].inputs().items() if key != "labels"}
     inputs = {key: value.bfloat16() if value.is_floating_point() else value for key, value in inputs.items()}
     asked: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
     asked |= {"output_logits": True, "return_dict_in_generate": True}

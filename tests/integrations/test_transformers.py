@@ -19,8 +19,8 @@ import fp8graph
 from fp8graph.errors import ConfigError, StateError
 from fp8graph.integrations import from_text
 from fp8graph.integrations.transformers import ScalingStateCallback
-from fp8graph.models.family import causal_lm
 from helpers import same_bits
+from tiny_models import causal_lm
 
 # transformers, of the names that PEFT still types
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")

@@ -1,4 +1,4 @@
-"""Every family in models/: counts, training, generation, and how far from bf16."""
+"""Every family of tests/support/tiny_models.py: counts, training, generation, and how far from bf16."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import pickle
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,51 +13,11 @@ import torch
 from torch import nn
 
 import fp8graph
-from benchmarks.coverage import agreement, model_and_inputs, result_and_loss, step
-from fp8graph.models import FAMILIES, general_policy, policy_for
-from fp8graph.models.family import Counts, Family, causal_lm
+from benchmarks.coverage import agreement, result_and_loss, step
+from fp8graph.models import general_policy, policy_for
 from fp8graph.report import Report
 from helpers import counted_passes, dialect_counts, eager_backend, first_slow, needs_library
-
-# dB of logits, of all gradients and of the deepest layer's, at least, against the same model in bf16, tensorwise and
-# rowwise: what was measured (docs/coverage.md), less 1 to 2. Norms behind the blocks (gemma, olmo2, glm4) and T5's
-# unscaled attention amplify what the blocks' last linears round; of BERT's and BLOOM's logits most is the embedding.
-# Two of gpt_oss's 32 tokens go to another expert under tensorwise (8 dB each; 24 and more for the other 30).
-BOUNDS = {
-    "bert": (43, 42, 26),
-    "bloom": (46, 42, 22),
-    "clip": (19, 15, 14),
-    "deepseek_v3": (25, 21, 19),
-    "diffusers_dit": (33, 28, 22),
-    "diffusers_flux": (42, 36, 24),
-    "diffusers_pixart": (39, 36, 29),
-    "diffusers_sd3": (43, 41, 26),
-    "diffusers_unet": (24, 24, 22),
-    "falcon": (24, 20, 19),
-    "gemma2": (17, 15, 15),
-    "gemma3": (18, 15, 15),
-    "glm4": (19, 16, 15),
-    "gpt2": (28, 24, 22),
-    "gpt_neox": (24, 21, 21),
-    "gpt_oss": (17, 15, 15),
-    "granite": (25, 22, 19),
-    "llama": (25, 22, 20),
-    "mistral": (25, 22, 20),
-    "mixtral": (26, 22, 20),
-    "olmo2": (19, 16, 14),
-    "opt": (25, 15, 14),
-    "phi3": (26, 22, 19),
-    "qwen2": (27, 21, 18),
-    "qwen3": (24, 19, 17),
-    "qwen3_moe": (23, 19, 17),
-    "roberta": (43, 41, 26),
-    "starcoder2": (24, 22, 21),
-    "t5": (23, 13, 13),
-    "timm_vit": (21, 20, 20),
-    "torchvision_vit": (18, 13, 14),
-    "vit": (21, 23, 22),
-    "whisper": (24, 22, 22),
-}
+from tiny_models import TINY, Counts, causal_lm, model_and_inputs
 
 # of a model of two layers: a dense one and one of experts, or a cache that slides and one that does not
 LAYERS_DIFFER = {"deepseek_v3", "gemma2", "gemma3", "gpt_oss"}
@@ -68,7 +27,7 @@ LAYERS_DIFFER = {"deepseek_v3", "gemma2", "gemma3", "gpt_oss"}
 FAST = ("llama", "mixtral", "gpt2", "t5")
 # the first family of those with the same counts, but for models that take as long as ten others
 DISTINCT = {
-    *{(family.layer, family.rest): name for name, family in reversed(FAMILIES.items())}.values(),
+    *{(family.layer, family.rest): name for name, family in reversed(TINY.items())}.values(),
 } - {"diffusers_unet", "diffusers_dit", "gemma3"}
 
 
@@ -99,17 +58,7 @@ def plain_graphs(model: Any, inputs: dict[str, Any]) -> int:
     return len(graphs)
 
 
-def test_every_file_of_a_family_is_listed() -> None:
-    files = {file.stem for file in Path(fp8graph.models.__path__[0]).glob("*.py")}
-    assert files - {"__init__", "families", "family", "general"} == FAMILIES.keys()
-
-
-def test_every_family_has_bounds() -> None:
-    assert BOUNDS.keys() == FAMILIES.keys()
-    assert all(name == family.name for name, family in FAMILIES.items())
-
-
-def assert_counts(report: Report, family: Family, layers: int) -> None:
+def assert_counts(report: Report, name: str, layers: int) -> None:
     """Of the graphs in which weights are still quantized."""
     found = Counts(
         sites=len({(g.fqn, g.index) for g in report.gemms}), fp8_gemms=sum(g.recipe is not None for g in report.gemms)
@@ -118,9 +67,9 @@ def assert_counts(report: Report, family: Family, layers: int) -> None:
         nodes = dialect_counts(view.stages["fuse_linears"])
         multiplied = nodes["scaled_mm"] + nodes["scaled_grouped_mm"]
         found += Counts(multiplied=multiplied, quantized_tensors=nodes["quantize"], casts=nodes["casts"])
-    assert dataclasses.asdict(found) == dataclasses.asdict(family.counts(layers))
-    if torch.__version__ >= "2.13" or family.name not in DEEPCOPY:
-        assert len(report.graphs) == family.graphs
+    assert dataclasses.asdict(found) == dataclasses.asdict(TINY[name].counts(layers))
+    if torch.__version__ >= "2.13" or name not in DEEPCOPY:
+        assert len(report.graphs) == TINY[name].graphs
     left = {g.reason.partition(":")[0].partition(' "')[0] for g in report.gemms if not g.recipe}
     assert left <= {"rule", "no rule", "output head"}
     assert_attention_is_found(report)
@@ -135,41 +84,41 @@ def assert_attention_is_found(report: Report) -> None:
 
 
 def assert_agrees(found: dict[str, float], name: str) -> None:
-    assert [value >= bound for value, bound in zip(found.values(), BOUNDS[name], strict=True)] == [True] * 3, found
+    assert [value >= bound for value, bound in zip(found.values(), TINY[name].db, strict=True)] == [True] * 3, found
 
 
-@pytest.mark.parametrize("name", every(FAMILIES, FAST))
+@pytest.mark.parametrize("name", every(TINY, FAST))
 def test_counts_of_one_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the counts of two: what is said of each further layer, and of everything else."""
+    """With the counts of two: those of each further layer, and of everything else."""
     traced = counted_passes(monkeypatch)
-    model, inputs = model_and_inputs(FAMILIES[name], 1)
+    model, inputs = model_and_inputs(name, 1)
     backend = eager_backend(None, cache_weights="update")
     torch.compile(model, backend=backend)(**inputs)
-    assert_counts(backend.report, FAMILIES[name], 1)
+    assert_counts(backend.report, name, 1)
     assert len(traced) == len(backend.report.graphs)  # all weights were foreseen
 
 
-@pytest.mark.parametrize("name", every(FAMILIES, ("llama",), DISTINCT))
+@pytest.mark.parametrize("name", every(TINY, ("llama",), DISTINCT))
 def test_counts_and_agreement_with_bf16(name: str) -> None:
-    model, inputs = model_and_inputs(FAMILIES[name])
+    model, inputs = model_and_inputs(name)
     backend = eager_backend(None, recipe="tensorwise")
     found = agreement(model, torch.compile(model, backend=backend), inputs)
-    assert_counts(backend.report, FAMILIES[name], 2)
+    assert_counts(backend.report, name, 2)
     assert_agrees(found, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.graphs > 1])
+@pytest.mark.parametrize("name", [name for name, family in TINY.items() if family.graphs > 1])
 def test_graph_breaks_are_those_of_plain_dynamo(name: str) -> None:
-    assert plain_graphs(*model_and_inputs(FAMILIES[name])) == FAMILIES[name].graphs
+    assert plain_graphs(*model_and_inputs(name)) == TINY[name].graphs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(FAMILIES, ("mixtral",)))
+@pytest.mark.parametrize("name", every(TINY, ("mixtral",)))
 def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scales of rows, and weights that are kept in FP8 and go stale with each update."""
     traced = counted_passes(monkeypatch)
-    model, inputs = model_and_inputs(FAMILIES[name])
+    model, inputs = model_and_inputs(name)
     backend = eager_backend(None, recipe="rowwise", cache_weights="update")
     compiled = torch.compile(model, backend=backend)
     assert_agrees(agreement(model, compiled, inputs), name)
@@ -185,7 +134,7 @@ def test_rows_agree_with_bf16_and_train(name: str, monkeypatch: pytest.MonkeyPat
     assert losses[2] < losses[0]
 
 
-GENERATING = [name for name, family in FAMILIES.items() if family.generates]
+GENERATING = [name for name, family in TINY.items() if family.generates]
 
 
 @pytest.mark.slow
@@ -193,7 +142,7 @@ GENERATING = [name for name, family in FAMILIES.items() if family.generates]
 def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place, as generate() calls it: static shapes are not asked for, the cache grows."""
     traced = counted_passes(monkeypatch)
-    model, inputs = model_and_inputs(FAMILIES[name], 2 if name in LAYERS_DIFFER else 1)
+    model, inputs = model_and_inputs(name, 2 if name in LAYERS_DIFFER else 1)
     model.eval()
     inputs.pop("labels")
     backend = eager_backend(None, cache_weights=True)
@@ -210,9 +159,12 @@ def test_generates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_policy_of_a_model_is_its_familys() -> None:
-    mixtral, llama = (FAMILIES[name].tiny(1) for name in ("mixtral", "llama"))
+    clip, mixtral, llama = (TINY[name].build(1) for name in ("clip", "mixtral", "llama"))
+    assert policy_for(clip).resolve("visual_projection", "linear").recipes["fprop"] is None
+    assert policy_for(llama).resolve("visual_projection", "linear").recipes["fprop"] is not None
     assert policy_for(mixtral).resolve("model.layers.0.mlp.gate", "linear").recipes["fprop"] is None
     assert policy_for(llama).resolve("model.layers.0.mlp.gate_proj", "linear").recipes["fprop"] is not None
+    assert policy_for(llama) == general_policy()
     assert policy_for(nn.Linear(4, 4)) == general_policy()
     assert policy_for(llama, "rowwise").default == "rowwise"
 
@@ -220,7 +172,7 @@ def test_the_policy_of_a_model_is_its_familys() -> None:
 @pytest.mark.slow
 def test_a_backend_by_name_finds_the_family() -> None:
     """CLIP's projections have no name that the general policy knows."""
-    model, inputs = model_and_inputs(FAMILIES["clip"], 1)
+    model, inputs = model_and_inputs("clip", 1)
     compiled = torch.compile(model, backend="fp8graph", options={"compiler": "eager"})
     compiled(**inputs)
     left = {g.fqn for g in fp8graph.backend_of(compiled).report.gemms if not g.recipe}
@@ -235,7 +187,7 @@ def test_a_backend_by_name_finds_the_family() -> None:
 @pytest.mark.skipif(importlib.util.find_spec("diffusers") is None, reason="diffusers is not installed")
 def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
     """The model's proj_out is its result; a single block's is most of that block's work, wherever it runs."""
-    model, inputs = model_and_inputs(FAMILIES["diffusers_flux"], 1)
+    model, inputs = model_and_inputs("diffusers_flux", 1)
     with torch.no_grad():
         explained = fp8graph.explain(model, **inputs)
         left = {g.fqn for g in explained.gemms if not g.recipe}
@@ -249,7 +201,7 @@ def test_a_model_and_a_block_of_it_have_layers_of_one_name() -> None:
 
 @first_slow("copied", [False, True])
 def test_rules_of_ones_own_before_the_familys(copied: bool) -> None:
-    model, inputs = model_and_inputs(FAMILIES["clip"], 1)
+    model, inputs = model_and_inputs("clip", 1)
     policy = fp8graph.Policy([fp8graph.Rule("*.fc1", None), fp8graph.Rule("nosuch", None)], extends="default")
     backend = eager_backend(policy)
     if copied:
@@ -268,8 +220,8 @@ def test_rules_of_ones_own_before_the_familys(copied: bool) -> None:
     assert explained.unused_rules == report.unused_rules
 
 
-# families that no file names: the general policy is theirs
-UNKNOWN: dict[str, Any] = {
+# without a bound each
+FURTHER: dict[str, Any] = {
     "stablelm": causal_lm("StableLm"),
     "cohere": causal_lm("Cohere", pad_token_id=0),
     "smollm3": causal_lm("SmolLM3", pad_token_id=0),
@@ -281,12 +233,11 @@ UNKNOWN: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", every(UNKNOWN, ("cohere",)))
-def test_a_family_that_no_file_names(name: str) -> None:
+@pytest.mark.parametrize("name", every(FURTHER, ("cohere",)))
+def test_further_families(name: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    assert name not in FAMILIES
-    model = UNKNOWN[name](2).bfloat16()
+    model = FURTHER[name](2).bfloat16()
     ids = torch.randint(3, 256, (2, 16))
     inputs = {"input_ids": ids, "labels": ids}
     expected, gradients = step(model, model, inputs)

@@ -1,4 +1,4 @@
-"""A real Hugging Face Llama: the counts of its rewritten graph are those that models/llama.py states."""
+"""A real Hugging Face Llama: the counts of its rewritten graph are those of tests/support/tiny_models.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 import fp8graph
-from fp8graph.models.llama import FAMILY, tiny_config
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
 from helpers import dialect_counts, eager_backend, first_slow
+from tiny_models import TINY, llama_config
 
 
 def llama(layers: int = 2) -> Any:
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(tiny_config(layers)).bfloat16()
+    return LlamaForCausalLM(llama_config(layers)).bfloat16()
 
 
 def ids() -> Tensor:
@@ -103,7 +103,7 @@ def test_master_weights_under_autocast_train() -> None:
     assert losses == sorted(losses, reverse=True)
     assert {g.dtypes[2] for g in backend.report.gemms if g.recipe} == {"bf16"}
     counts = dialect_counts(backend.report.graphs[0].after)
-    assert counts["quantize"] == FAMILY.counts(1).quantized_tensors  # the casts of autocast are seen through
+    assert counts["quantize"] == TINY["llama"].counts(1).quantized_tensors  # the casts of autocast are seen through
 
 
 @first_slow("use_reentrant", [False, True])

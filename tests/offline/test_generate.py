@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from benchmarks.coverage import model_and_inputs
 from fp8graph import hardware, offline
-from fp8graph.models import FAMILIES, policy_for
+from fp8graph.models import policy_for
 from fp8graph.numerics import history
 from fp8graph.tools.explain import Generating
 from generated import (
@@ -31,6 +30,7 @@ from generated import (
     write_weights,
 )
 from helpers import NONE, first_fast, first_slow, needs_library
+from tiny_models import TINY, model_and_inputs
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -282,12 +282,12 @@ SERVED_ON_SM_100 = ("llama", "qwen3_moe", "whisper", "clip", "diffusers_flux")
     ("family", "target", "training"),
     [
         pytest.param(name, target, training, marks=needs_library(name))
-        for names, target, training in ((FAMILIES, "sm_90", True), (SERVED_ON_SM_100, "sm_100", False))
+        for names, target, training in ((TINY, "sm_90", True), (SERVED_ON_SM_100, "sm_100", False))
         for name in names
     ],
 )
 def test_every_family_whole(family: str, target: str, training: bool) -> None:
-    model, inputs = model_and_inputs(FAMILIES[family], 1)
+    model, inputs = model_and_inputs(family, 1)
     policy = dataclasses.replace(policy_for(model), min_speedup=0)
     report = fp8graph.explain(model, policy=policy, target=target, training=training, **inputs)
     scaled = [kernel for kernel in report.kernels if "_scaled_mm" in kernel.name or "_scaled_grouped_mm" in kernel.name]

@@ -13,9 +13,9 @@ import fp8graph
 from attentions import FORMS_IN_TRAINING, OPS, Attention, qkv, sdpa, written_out
 from fp8graph import Policy, Rule
 from fp8graph.compat.attention import VARLEN, varlen
-from fp8graph.models import FAMILIES
 from fp8graph.passes.attention.find import LEFT_ALONE, LENGTHS
 from helpers import NONE, view_of
+from tiny_models import TINY
 
 
 @pytest.mark.parametrize("form", FORMS_IN_TRAINING)
@@ -131,7 +131,7 @@ def test_names_are_those_of_modules() -> None:
 )
 def test_models(family: str, written: bool, form: str) -> None:
     with torch.device("meta"):
-        model = FAMILIES[family].tiny(1).bfloat16()
+        model = TINY[family].build(1).bfloat16()
     if written:
         model.set_attn_implementation("eager")
     ids = torch.zeros(2, 16, dtype=torch.long)

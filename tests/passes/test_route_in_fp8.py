@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import expert_parallel
 import fp8graph
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from helpers import eager_backend, first_slow, same_bits, step
 from ranks import run_each, run_ranks
+from tiny_models import causal_lm
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)

@@ -140,10 +140,10 @@ def saved_bytes(layers: int, backend: fp8graph.Backend) -> Counter[torch.dtype]:
     """Bytes that a Llama with the proportions of Llama-3-8B keeps for backward, by dtype; weights aside."""
     from transformers import LlamaForCausalLM
 
-    from fp8graph.models.llama import tiny_config
+    from tiny_models import llama_config
 
     torch._dynamo.reset()
-    config = tiny_config(
+    config = llama_config(
         layers, hidden_size=256, intermediate_size=896, num_attention_heads=8, max_position_embeddings=512
     )
     model: Any = LlamaForCausalLM(config)

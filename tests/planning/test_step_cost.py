@@ -19,13 +19,13 @@ import parallelism
 from fp8graph import hardware
 from fp8graph.cli import main
 from fp8graph.ir.collectives import bytes_sent
-from fp8graph.models.llama import tiny_config
 from fp8graph.planning import step_cost, workload
 from fp8graph.planning.mesh import MOST_GPUS, Mesh, Network
 from fp8graph.planning.workload import Linear, Workload
 from fp8graph.recipes import resolve_recipe
 from helpers import first_slow
 from ranks import run_ranks
+from tiny_models import llama_config
 from workloads import llama, llama_8b, tiny_model
 
 HOPPER = hardware.from_target("sm_90")
@@ -309,7 +309,7 @@ def test_shards_take_a_part_of_the_time() -> None:
 @pytest.mark.slow
 def test_the_compiler_and_the_plan_choose_the_same_gemms() -> None:
     """768 tokens: gate and up are faster in FP8, the others are not."""
-    config = tiny_config(1)
+    config = llama_config(1)
     config.update({"hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 16, "head_dim": 128})
     with torch.device("meta"):
         model = tiny_model(config)
@@ -375,7 +375,7 @@ def test_hardware_and_recipes() -> None:
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny_config(1).save_pretrained(tmp_path)
+    llama_config(1).save_pretrained(tmp_path)
     meshes = ["dp=2,fsdp=2,tp=2,sp", "dp=8"]
     assert main(["plan", str(tmp_path), "--seq", "128", "--mesh", *meshes]) == 0
     out = capsys.readouterr().out
@@ -400,9 +400,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 def test_experts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8graph.models.mixtral import FAMILY
+    from tiny_models import TINY
 
-    FAMILY.tiny(1).config.save_pretrained(tmp_path)
+    TINY["mixtral"].build(1).config.save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path), "--seq", "32", "--mesh", "dp=8"]) == 2
     assert "the cost model does not support experts" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import ConfigError, Float8CurrentScaling, Policy, hardware, tune
-from fp8graph.models.family import causal_lm
+from tiny_models import causal_lm
 
 
 class Wide(nn.Module):

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph.models.llama import tiny_config
 from fp8graph.planning import workload
+from tiny_models import llama_config
 from workloads import llama, tiny_model
 
 
 @pytest.mark.slow
 def test_a_model_becomes_a_workload() -> None:
     """What is read from Hugging Face's model and its report is what the tests make by hand."""
-    config = tiny_config(2)
+    config = llama_config(2)
     with torch.device("meta"):
         model = tiny_model(config)
     ids = torch.zeros(1, 32, dtype=torch.long)

@@ -356,12 +356,12 @@ MINE = Policy([Rule("*.down_proj", None), Rule("lm_head", "rowwise", steps=(0, 2
 
 def test_rules_before_the_defaults() -> None:
     """A policy of one's own keeps what the defaults keep: heads, routers, and what the model's family adds."""
-    policy = extended(MINE, ["mixtral"], "mxfp8")
+    policy = extended(MINE, ["clip"], "mxfp8")
     assert policy.rules[:2] == MINE.rules
-    assert policy.rules[2:] == policy_of(["mixtral"]).rules
+    assert policy.rules[2:] == policy_of(["clip"]).rules
     assert (policy.extends, policy.default) == (None, "mxfp8")
     assert extended(dataclasses.replace(MINE, default="rowwise"), [], "mxfp8").default == "rowwise"
-    assert extended(FULL, ["mixtral"], "mxfp8") is FULL
+    assert extended(FULL, ["clip"], "mxfp8") is FULL
     names = ("model.layers.0.mlp.down_proj", "score", "model.layers.0.mlp.up_proj")
     assert [any(policy.resolve(name, "linear").recipes.values()) for name in names] == [False, False, True]
     with pytest.raises(fp8graph.PolicyError, match="depends on the model"):

@@ -11,12 +11,12 @@ import torch
 
 import fp8graph
 from attentions import qkv, sdpa, written_out
-from fp8graph.models import FAMILIES
 from fp8graph.records import AttentionRecord
 from fp8graph.report import GraphView
 from fp8graph.report.tables import attention_rows, attention_share
 from helpers import MLP
 from samples import AS_PAGES_SHOW
+from tiny_models import TINY
 
 
 def report_of(module: Any, **settings: Any) -> fp8graph.Report:
@@ -82,7 +82,7 @@ def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
 def test_the_line_of_the_page() -> None:
     """docs/attention.md shows that of a Llama."""
     with torch.device("meta"):
-        model = FAMILIES["llama"].tiny(2).bfloat16()
+        model = TINY["llama"].build(2).bfloat16()
     ids = torch.zeros(2, 16, dtype=torch.long)
     printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, training=True)).splitlines()
     page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import fp8graph
 from browser import Page, opened
 from fp8graph import offline
-from fp8graph.models.llama import tiny_config
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page import in_script, page, page_data
 from generated import OF_ONE_INDUCTOR, report_of_mlp
 from helpers import ALL, MLP, eager_backend
+from tiny_models import llama_config
 
 STRANGE = "</script><b>\"&amp;'\u2028é日本.0"
 
@@ -222,7 +222,7 @@ def test_kernels_in_a_real_browser(tmp_path: Path) -> None:
 def test_a_llama_of_many_layers(tmp_path: Path) -> None:
     from transformers import LlamaForCausalLM
 
-    config, path = tiny_config(), tmp_path / "report.html"
+    config, path = llama_config(), tmp_path / "report.html"
     config.num_hidden_layers = 24
     with torch.device("meta"):
         model = LlamaForCausalLM(config).bfloat16()

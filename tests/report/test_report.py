@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph.ir.text import graph_text
-from fp8graph.models.llama import tiny_config
 from helpers import ALL, MLP, dialect_counts, eager_backend, same_bits, step
+from tiny_models import llama_config
 
 
 def test_every_gemm_has_a_row_with_shape_recipe_dtypes_and_reason() -> None:
@@ -119,7 +119,7 @@ def test_explain_needs_neither_weights_nor_the_target() -> None:
     from transformers import LlamaForCausalLM
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(tiny_config()).bfloat16()
+        model = LlamaForCausalLM(llama_config()).bfloat16()
     tokens = torch.zeros(2, 16, dtype=torch.long)
     legal = fp8graph.models.general_policy("tensorwise")
     legal = fp8graph.Policy(legal.rules, default="tensorwise", min_speedup=0)

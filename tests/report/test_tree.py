@@ -12,8 +12,8 @@ from rich.console import Console
 
 import fp8graph
 from fp8graph import cli
-from fp8graph.models import FAMILIES
 from fp8graph.report.tree import Notes, tree
+from tiny_models import TINY
 
 
 def printed(report: fp8graph.Report, *, color: bool = False) -> tuple[list[str], list[str]]:
@@ -27,7 +27,7 @@ def printed(report: fp8graph.Report, *, color: bool = False) -> tuple[list[str],
 
 def of_family(name: str, **settings: Any) -> fp8graph.Report:
     with torch.device("meta"):
-        model = FAMILIES[name].tiny(2).bfloat16()
+        model = TINY[name].build(2).bfloat16()
     ids = torch.zeros(2, 16, dtype=torch.long)
     return fp8graph.explain(model, input_ids=ids, labels=ids, training=True, **settings)
 

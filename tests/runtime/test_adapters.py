@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.models.family import causal_lm
 from fp8graph.runtime.adapters import Adapters
 from helpers import eager_backend, first_slow, same_bits
+from tiny_models import causal_lm
 
 # transformers, of the names that PEFT still types
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")

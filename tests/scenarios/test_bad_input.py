@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes import RECIPE_NAMES
 from helpers import ALL, MLP, compiled_step, eager_backend, first_fast, rounding_to_nearest, same_bits, step
+from tiny_models import causal_lm
 
 
 def compiled(module: nn.Module, **kwargs: Any) -> tuple[Any, fp8graph.Backend]:

@@ -297,10 +297,10 @@ def test_rows_give_other_results_than_bf16(dtype: torch.dtype, device: torch.dev
 def test_a_model_of_transformers(recipe: str, device: torch.device) -> None:
     """A Llama of one layer: loss and gradients of generated code are those of the graph, and close to bf16's."""
     pytest.importorskip("transformers")
-    from fp8graph.models import llama
+    from tiny_models import TINY
 
-    model = llama.FAMILY.tiny(1).to(device, torch.bfloat16)
-    inputs = {name: value.to(device) for name, value in llama.FAMILY.inputs(model).items()}
+    model = TINY["llama"].build(1).to(device, torch.bfloat16)
+    inputs = {name: value.to(device) for name, value in TINY["llama"].inputs().items()}
     results: dict[str, list[Tensor]] = {}
     for compiler in ("bf16", "eager", *(["inductor"] if device.type == "cuda" else [])):
         torch._dynamo.reset()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import fp8graph
-from fp8graph.models.family import causal_lm
 from helpers import ALL, MLP, eager_backend, first_fast, first_slow, same_bits, step
+from tiny_models import causal_lm
 
 # transformers, of the names that PEFT and users still type
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")

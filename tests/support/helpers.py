@@ -24,9 +24,9 @@ from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sources import graph_inputs
-from fp8graph.models import FAMILIES
 from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.report import GraphView
+from tiny_models import TINY
 
 ALL = fp8graph.Policy(default="tensorwise", min_speedup=0)  # FP8 for everything that is legal, heads included
 NONE = fp8graph.Policy(default=None)
@@ -35,7 +35,7 @@ RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "nvfp4")  #
 
 def needs_library(family: str) -> list[pytest.MarkDecorator]:
     """Marks of a test that builds a model of ``family``."""
-    library = FAMILIES[family].library if family in FAMILIES else "transformers"
+    library = TINY[family].library if family in TINY else "transformers"
     absent = importlib.util.find_spec(library) is None
     return [pytest.mark.skipif(absent, reason=f"{library} is not installed: it is no dependency")] if absent else []
 

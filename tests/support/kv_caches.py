@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 import oracle
-from fp8graph.models import FAMILIES
-from fp8graph.models.family import causal_lm
+from tiny_models import TINY, causal_lm
 
 E4M3 = torch.float8_e4m3fn
 IDS = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -19,7 +18,7 @@ IDS = torch.randint(3, 250, (2, 12), generator=torch.Generator().manual_seed(0))
 
 def model_of(name: str, dtype: torch.dtype = torch.bfloat16, layers: int = 2, **settings: Any) -> Any:
     torch.manual_seed(0)
-    tiny = causal_lm(name, **settings) if settings else FAMILIES[name].tiny
+    tiny = causal_lm(name, **settings) if settings else TINY[name].build
     return tiny(layers).to(dtype).eval()
 
 

@@ -1005,8 +1005,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the rules of all families are ignored",
         "models/general.py",
-        "(FAMILIES[name].keep if name in FAMILIES else LIBRARIES.get(name, ()))",
-        "(() if name in FAMILIES else LIBRARIES.get(name, ()))",
+        "for name in families if name in FAMILIES for pattern",
+        "for name in families if name not in FAMILIES for pattern",
         ("tests/backend/test_policies.py",),
     ),
     Fault(
@@ -1025,7 +1025,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a family's rule is dropped",
-        "models/diffusers_pixart.py",
+        "models/general.py",
         'keep={"adaln_single.linear": EMBEDDER, "caption_projection.*": EMBEDDER}',
         'keep={"adaln_single.linear": EMBEDDER}',
         ("tests/backend/test_policies.py",),

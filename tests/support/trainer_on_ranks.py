@@ -12,7 +12,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import fp8graph
-from fp8graph.models.family import causal_lm
+from tiny_models import causal_lm
 
 STEPS = 4
 

@@ -36,9 +36,9 @@ def test_explain_a_family(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8graph.models.llama import tiny_config
+    from tiny_models import llama_config
 
-    tiny_config(1).save_pretrained(tmp_path)
+    llama_config(1).save_pretrained(tmp_path)
     policy = tmp_path / "policy.toml"
     policy.write_text('[[rules]]\npattern = "*.down_proj"\nrecipe = "high_precision"\n')
     arguments = ["explain", str(tmp_path), "--inference", "--policy", str(policy), "--json"]

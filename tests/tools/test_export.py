@@ -16,11 +16,11 @@ import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.backend.multiplied import Multiplied, multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
-from fp8graph.models.family import causal_lm
 from fp8graph.numerics import decoding
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
 from helpers import first_fast, first_slow, mixtral, same_bits
+from tiny_models import causal_lm
 
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 LINEARS = 7  # per layer of a Llama

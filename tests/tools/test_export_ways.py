@@ -14,8 +14,8 @@ import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.checkpoints import Checkpoint
-from fp8graph.models.family import causal_lm
 from helpers import MLP, first_fast, same_bits
+from tiny_models import causal_lm
 
 X = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
 Way = Callable[[Any, str], Any]  # compiles a model with a recipe, calls it, and returns what is exported

@@ -14,9 +14,9 @@ from helpers import first_slow
 
 @pytest.mark.slow
 def test_a_config_is_not_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from fp8graph.models.llama import tiny_config
+    from tiny_models import llama_config
 
-    tiny_config(3).save_pretrained(tmp_path)
+    llama_config(3).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     assert main(["explain", str(file), "--seq", "16", "--inference"]) == 0
     out, err = capsys.readouterr()

@@ -16,9 +16,9 @@ import fp8graph
 from fp8graph import ConfigError, Policy, Rule
 from fp8graph.compat import torch_build
 from fp8graph.compat.torch_build import PACKAGES_FP8_ON_CPU
-from fp8graph.models.family import causal_lm
 from helpers import MLP, first_slow
 from stored_weights import stored
+from tiny_models import causal_lm
 
 ON_CPU = pytest.mark.skipif(not PACKAGES_FP8_ON_CPU, reason="this torch's C++ for a CPU does not compile with FP8")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.records import RESULTS
 from benchmarks.smooth_swiglu import BACKENDS, lines, products, read
-from fp8graph.models.family import causal_lm
+from tiny_models import causal_lm
 
 
 def test_products_are_what_down_proj_reads() -> None:
