@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8graph import hardware
 from fp8graph.compat import autograd
@@ -90,7 +90,7 @@ class Policies:
 
     @property
     def asked(self) -> Policy:
-        """The policy as the user gave it, one with a schedule as it is at the step of now."""
+        """The policy as the user gave it, one with a schedule as it is at the present step."""
         return self.now.asked
 
     @property
@@ -133,7 +133,7 @@ class Schedule:
         self._policies, self._epoch, self._steps = policies, epoch, steps
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps
-        self._parameters: dict[int, weakref.ref[torch.Tensor]] = {}  # of the compiled models, by id
+        self._parameters: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # of the compiled models
         self.counts = False  # someone asks for the step, whether the policy has a schedule or not
         self._asked: int | None = None  # the optimizers' steps when it was last asked for
         self._now = 0
@@ -151,22 +151,18 @@ class Schedule:
 
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn what the models train."""
-        known = self._parameters
-        for parameter in parameters:
-            if (self.runs or self.counts) and parameter.requires_grad and id(parameter) not in known:
-                key = id(parameter)
-                known[key] = weakref.ref(parameter, lambda _, key=key: known.pop(key, None))
+        if self.runs or self.counts:
+            self._parameters.update((parameter, None) for parameter in parameters if parameter.requires_grad)
 
     def advance(self) -> None:
-        """Take the policy as it is at the step of now."""
+        """Take the policy as it is at the present step."""
         self._seen = self._steps.count
         if self.runs and self._policies.advance(self.step()):
             self._epoch.advance()
 
     def step(self) -> int:
         """How many steps of training are over."""
-        alive = [parameter for reference in list(self._parameters.values()) if (parameter := reference()) is not None]
-        return self._start + self._steps.taken(alive)
+        return self._start + self._steps.taken(list(self._parameters))
 
     def step_of_call(self) -> int:
         """The same at a call of compiled code: a recomputation in backward belongs to the step of its forward."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8graph.compat import fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
@@ -27,13 +28,13 @@ class Names:
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
-        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-        self._models: dict[weakref.ref[torch.nn.Module], str] = {}  # and their names
+        self._names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
     def __contains__(self, model: torch.nn.Module) -> bool:
         """Whether ``model`` itself was bound."""
-        return weakref.ref(model) in self._models
+        return model in self._models
 
     def __bool__(self) -> bool:
         return bool(self._names or self._models)
@@ -49,23 +50,13 @@ class Names:
             self._remember(model, "")
 
     def _remember(self, model: torch.nn.Module, name: str) -> None:
-        models = self._models
-        models[weakref.ref(model, lambda reference: models.pop(reference, None))] = name
+        self._models[model] = name
         self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module, name: str) -> None:
         for fqn, parameter in model.named_parameters(prefix=name):
             for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
-                self._keep(tensor, wrappers.name_in_original(fqn))
-
-    def _keep(self, parameter: torch.Tensor, name: str) -> None:
-        names, key = self._names, id(parameter)
-
-        def gone(reference: weakref.ref[torch.Tensor]) -> None:
-            if names.get(key, (None,))[0] is reference:  # else its heir's
-                del names[key]
-
-        names[key] = weakref.ref(parameter, gone), name
+                self._names[tensor] = wrappers.name_in_original(fqn)
 
     def get(self, parameter: torch.Tensor) -> str:
         """The FQN, or "" for a tensor that was not bound.
@@ -74,19 +65,16 @@ class Names:
         DDPOptimizer compiles with fake ones.
         """
         if isinstance(parameter, FakeTensor):
-            known = ((reference(), name) for reference, name in list(self._names.values()) if name)
-            return next((n for real, n in known if real is not None and fakes.is_fake_of(parameter, real)), "")
-        if not self._has(parameter):
-            for model, name in self._bound():
+            known = ((real, name) for real, name in list(self._names.items()) if name)
+            return next((name for real, name in known if fakes.is_fake_of(parameter, real)), "")
+        if parameter not in self._names:
+            for model, name in list(self._models.items()):
                 self._learn(model, name)
-            if not self._has(parameter):
-                self._keep(parameter, "")  # none was found: do not search again
-        return self._names[id(parameter)][1]
+        return self._names.setdefault(parameter, "")  # if none was found: do not search again
 
     def held(self) -> set[int]:
         """The ids of the parameters that bound models have now."""
-        models = (model for model, _ in self._bound())
-        parameters = (parameter for model in models for parameter in model.parameters())
+        parameters = (parameter for model in list(self._models) for parameter in model.parameters())
         return {id(x) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
 
     def note_graph(self, names: Iterable[str], *, bound: bool) -> None:
@@ -101,7 +89,7 @@ class Names:
         layers: dict[str, bool] = {}
         if self._in_graphs is None:
             return {}
-        for model, name in self._bound():
+        for model, name in list(self._models.items()):
             for prefix, module in model.named_modules(prefix=name):
                 if not isinstance(module, _NO_LINEARS):
                     for own, parameter in module.named_parameters(recurse=False):
@@ -114,16 +102,9 @@ class Names:
     def modules(self) -> set[str]:
         """The names of all modules of the bound models, and of the matrices in them that are no module's ``weight``."""
         found: set[str] = set()
-        for model, name in self._bound():
+        for model, name in list(self._models.items()):
             for prefix, module in model.named_modules(prefix=name):
                 own = module.named_parameters(prefix=prefix, recurse=False)
                 names = [fqn for fqn, x in own if x.ndim > 1 and fqn.rpartition(".")[2] != "weight"]
                 found.update(wrappers.name_in_original(f"{fqn}.")[:-1] for fqn in (prefix, *names))
         return found
-
-    def _bound(self) -> list[tuple[nn.Module, str]]:
-        return [(model, name) for reference, name in self._models.items() if (model := reference()) is not None]
-
-    def _has(self, parameter: torch.Tensor) -> bool:
-        reference, _ = self._names.get(id(parameter), (None, ""))
-        return reference is not None and reference() is parameter  # an id may be that of a freed parameter
