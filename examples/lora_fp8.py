@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fp8graph
-from fp8graph.tools.export_folder import export_folder
+from fp8graph.tools.export import export_folder
 
 on_gpu = torch.cuda.is_available()
 device = "cuda" if on_gpu else "cpu"

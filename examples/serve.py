@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import fp8graph
-from fp8graph.tools.export_folder import export_folder
+from fp8graph.tools.export import export_folder
 
 parser = argparse.ArgumentParser(description="Generate tokens with an FP8 checkpoint.")
 parser.add_argument("folder", nargs="?", type=Path, help="an FP8 checkpoint; by default a tiny one is made")

@@ -7,13 +7,12 @@ what it needs, and checks its arguments before that.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -158,7 +157,7 @@ def plan(options: argparse.Namespace) -> int:
 def tune(options: argparse.Namespace) -> int:
     """Measure, print the scores, and write the policy."""
     from fp8graph.planning.tune import tune
-    from fp8graph.tools.text import batches_of, language_model
+    from fp8graph.tools.hugging_face import batches_of, language_model
 
     _check_writable(options.out)
     if options.plot is not None:
@@ -187,7 +186,7 @@ def export(options: argparse.Namespace) -> int:
     if not options.overwrite and options.folder.is_dir() and any(options.folder.iterdir()):
         raise ConfigError(f"{options.folder}: exists. Choose another folder, or pass --overwrite to replace it.")
     from fp8graph.tools import inspect_checkpoint
-    from fp8graph.tools.export_folder import export_folder
+    from fp8graph.tools.export import export_folder
 
     settings = {name: getattr(options, name) for name in ("recipe", "policy", "format", "overwrite")}
     folder = export_folder(options.source, options.folder, **settings)
@@ -288,7 +287,7 @@ def _check_writable(path: Path, *endings: str) -> None:
 
 def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, dict[str, Any]]:
     """The model of ``options``, without weights, and inputs for it. Says what was left out."""
-    from fp8graph.tools.from_config import config_of, inputs_of, model_of
+    from fp8graph.tools.hugging_face import config_of, inputs_of, model_of
 
     config, cut = config_of(options.model, options.layers)
     model = model_of(config, options.name)
@@ -300,11 +299,12 @@ def _meta_model(options: argparse.Namespace, *, training: bool) -> tuple[Any, di
 def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
     """The report of ``model`` on ``inputs`` that were made for it."""
     from fp8graph.errors import ConfigError, Fp8GraphError
+    from fp8graph.report.terminal import working
     from fp8graph.tools.explain import InputsError, explain
-    from fp8graph.tools.from_config import positions_of
+    from fp8graph.tools.hugging_face import positions_of
 
     try:
-        with _working(f"tracing {type(model).__name__}"):
+        with working(f"tracing {type(model).__name__}"):
             return explain(model, **settings, **inputs)
     except Exception as error:  # made-up inputs may not be what the model takes, and its code says anything then
         if isinstance(error, Fp8GraphError) and not isinstance(error, InputsError):
@@ -318,22 +318,6 @@ def _traced(model: Any, inputs: dict[str, Any], **settings: Any) -> Any:
             f"{f'Try --seq {positions}, or call' if too_long else 'Call'} fp8graph.explain(model, ...) with inputs of "
             "your own."
         ) from error
-
-
-@contextlib.contextmanager
-def _working(what: str) -> Generator[None]:
-    """Show on a terminal ``what`` is done, for how long, and a moving line, for work whose length nobody knows."""
-    from fp8graph.report.tables import progress_console
-
-    if (console := progress_console()) is None:
-        yield
-        return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        progress.add_task(what, total=None)
-        yield
 
 
 Arguments = dict[str, dict[str, Any]]  # by name: what argparse's add_argument takes

@@ -24,7 +24,7 @@ from fp8graph.planning.scoring import Loss, Measured, Scoring, measure
 from fp8graph.planning.tuned import CurvePoint, Score, Tuned
 from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, recipe_text
-from fp8graph.report.tables import progress_console
+from fp8graph.report.terminal import progress_console
 
 _DEFAULT_TARGET: Final = "sm_90"
 Decision = tuple[str, str]  # (group, gemm)

@@ -1,20 +1,14 @@
-"""Records as tables of text, and where progress is shown."""
+"""Records as tables of text."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
@@ -224,12 +218,3 @@ def aligned(rows: Sequence[tuple[str, ...]], *, ruled: bool = False) -> list[str
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
     return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]] if ruled else lines
-
-
-def progress_console() -> Console | None:
-    """A console on stderr for progress; None in a pipe, or if rich is not installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        return None
-    from rich.console import Console
-
-    return Console(stderr=True)

@@ -1,9 +1,18 @@
-"""This machine's hardware and software, and the native GEMMs of each architecture, for ``fp8graph doctor``."""
+"""``fp8graph doctor``: this machine's hardware and software, and the native GEMMs of each architecture.
+
+``RUNS`` are the versions of torch, Python and transformers on which the tests ran; ``docs/support.md`` says which
+tests, and when. An installer takes the newest versions that ``pyproject.toml`` allows, which may be newer, so this
+machine's are compared with them. A release of a fix (2.13.1) counts as the version that it fixes.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import platform
 import shutil
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -11,8 +20,64 @@ from fp8graph import hardware
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.support import support_of
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
-from fp8graph.tools import tested
 from fp8graph.version import __version__
+
+SUPPORTED_TORCH: Final = ("2.11", "2.15")  # the oldest and the newest that pyproject.toml allows
+
+
+@dataclass(frozen=True)
+class Run:
+    """One combination of versions."""
+
+    torch: str
+    python: str
+    transformers: str
+    all_fast_tests: bool  # all fast tests, at least; else a sample
+
+    def __str__(self) -> str:
+        return f"torch {self.torch} with Python {self.python} and transformers {self.transformers}"
+
+
+RUNS: Final = (
+    Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True),
+    Run("2.13.0", "3.13", "5.23.0", all_fast_tests=False),
+    Run("2.13.0", "3.12", "5.23.0", all_fast_tests=False),
+    Run("2.11.0", "3.11", "5.23.0", all_fast_tests=True),
+    Run("2.14.1", "3.11", "5.24.0", all_fast_tests=True),
+    Run("2.15.0", "3.12", "5.24.0", all_fast_tests=True),
+)
+
+
+def here() -> tuple[str, str, str | None]:
+    """The versions of torch, Python and transformers (None: it is not installed) of this machine."""
+    try:
+        transformers = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        transformers = None
+    return torch.__version__, platform.python_version(), transformers
+
+
+def remark(torch_version: str, python: str, transformers: str | None) -> str:
+    """Whether tests ran on these versions together; if not, on which they did."""
+    own = (torch_version, python, transformers)
+    found = [run for run in RUNS if all(map(_same, own, (run.torch, run.python, run.transformers)))]
+    if found:
+        which = "all fast tests" if any(run.all_fast_tests for run in found) else "a sample of the tests"
+        return f"{which} ran on them"
+    low, high = SUPPORTED_TORCH
+    allowed = _numbers(low) <= _numbers(torch_version) <= _numbers(high)
+    runs = "; ".join(f"{run}{'' if run.all_fast_tests else ' (a sample)'}" for run in RUNS)
+    only = "" if allowed else f", and only torch {low} to {high} is allowed"
+    return f"no tests ran on them{only}. They ran on {runs}"
+
+
+def _same(own: str | None, tested: str) -> bool:
+    return own is None or _numbers(own) == _numbers(tested)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def support(found: Hardware, recipe: Recipe, *, grouped: bool = False) -> str:
@@ -48,24 +113,24 @@ def trainer() -> list[str]:
 
 def machine() -> list[tuple[str, str]]:
     """This machine's hardware and software. Optional packages: see ``fp8graph/cli.py``."""
-    of_torch, python, transformers = tested.here()
+    of_torch, python, transformers = here()
     rows = [
         ("fp8graph", __version__),
         ("python", python),
         ("torch", of_torch),
         *([("transformers", transformers)] if transformers is not None else []),
-        ("these versions", tested.remark(of_torch, python, transformers)),
+        ("these versions", remark(of_torch, python, transformers)),
     ]
     for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        found = hardware.of_device(device)
+        gpu = torch.device("cuda", index)
+        found = hardware.of_device(gpu)
         fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
-        rows.append((str(device), f"{torch.cuda.get_device_name(device)}, {found.name}{fast}"))
+        rows.append((str(gpu), f"{torch.cuda.get_device_name(gpu)}, {found.name}{fast}"))
     if not torch.cuda.is_available():
         rows.append(("cuda", "no GPU: the CPU gives the right numbers, but not faster than bf16"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     rows += [("Trainer", line) for line in trainer()]
-    here = hardware.of_machine()
-    rows.append(("default recipe", f"{here.default_recipe}, for {here.name}"))
+    device = hardware.of_machine()
+    rows.append(("default recipe", f"{device.default_recipe}, for {device.name}"))
     return rows

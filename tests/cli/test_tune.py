@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 import fp8graph
 from fp8graph.cli import main
-from fp8graph.tools.text import batches_of
+from fp8graph.tools.hugging_face import batches_of
 from tiny_models import TINY
 
 WORDS = "the cat sat on a mat and then it ran".split()

@@ -7,7 +7,7 @@ import re
 import tomllib
 from typing import Any
 
-from fp8graph.tools.tested import RUNS, SUPPORTED_TORCH
+from fp8graph.tools.doctor import RUNS, SUPPORTED_TORCH
 from release_check import user_extras
 from samples import ROOT
 from test_layers import is_private, names_of_torch

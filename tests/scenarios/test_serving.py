@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 import fp8graph
 from fp8_checkpoints import CONFIG, IDS, model
-from fp8graph.tools.export_folder import export_folder
+from fp8graph.tools.export import export_folder
 
 
 @pytest.fixture(scope="module")

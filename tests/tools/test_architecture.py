@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import fp8graph
 from fp8_checkpoints import FORMATS
 from fp8graph.checkpoints import Checkpoint
-from fp8graph.tools.architecture import compared
+from fp8graph.tools.inspect_checkpoint import compared
 from helpers import mixtral
 from tiny_models import causal_lm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import fp8graph
-from fp8graph.tools.calibration import input_amaxes
+from fp8graph.tools.export import input_amaxes
 from helpers import MLP
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import fp8graph
 from fp8graph import cli
 from fp8graph.checkpoints import Checkpoint, Shards
-from fp8graph.tools.export_folder import export_folder
+from fp8graph.tools.export import export_folder
 from helpers import mixtral, same_bits
 from tiny_models import causal_lm
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import fp8_checkpoints
@@ -71,42 +69,6 @@ def test_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setitem(sys.modules, "safetensors", None)
     assert main(["inspect", str(folder)]) == 2
     assert 'safetensors is missing. Run: pip install "fp8graph[checkpoints]"' in capsys.readouterr().err
-
-
-class Terminal:
-    """A bar that notes what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[Any] = []
-
-    def add_task(self, title: str, *, total: int) -> int:
-        self.told.append((title, total))
-        return 0
-
-    def update(self, task: int, *, completed: int) -> None:
-        self.told.append(completed)
-
-    def stop(self) -> None:
-        self.told.append("stop")
-
-
-@pytest.mark.parametrize(("terminal", "patience"), [(True, 0.0), (True, 60.0), (False, 0.0)])
-def test_progress(terminal: bool, patience: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal, after two seconds."""
-    bar = Terminal()
-    monkeypatch.setattr(inspect_checkpoint, "_started_bar", lambda console: bar)
-    monkeypatch.setattr(inspect_checkpoint, "PATIENCE", patience)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with inspect_checkpoint.progress_bar("reading") as progress:
-        progress(1, 2)
-        progress(2, 2)
-    assert bar.told == ([("reading", 2), 1, 2, "stop"] if terminal and not patience else [])
-
-
-def test_the_bar_itself() -> None:
-    bar = inspect_checkpoint._started_bar(Console(stderr=True))
-    bar.update(bar.add_task("reading", total=2), completed=1)
-    bar.stop()
 
 
 def test_many_layers_alike() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from fp8graph.backend.multiplied import Multiplied
 from fp8graph.numerics import api, dequantize
 from fp8graph.recipes import resolve_recipe
-from fp8graph.tools.saved_parts import Part, cut, saved_parts, why_not
+from fp8graph.tools.forms import Part, cut, saved_parts, why_not
 from tiny_models import causal_lm
 
 

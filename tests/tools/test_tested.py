@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fp8graph.cli import main
-from fp8graph.tools import tested
-from fp8graph.tools.tested import RUNS, Run
+from fp8graph.tools import doctor
+from fp8graph.tools.doctor import RUNS, Run
 
 
 @pytest.mark.parametrize(
@@ -29,27 +29,27 @@ def test_versions_count_together(
     versions: tuple[str, str, str | None], expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = Run("2.12.1", "3.12", "5.24.0", all_fast_tests=False)
-    monkeypatch.setattr(tested, "RUNS", (Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True), some))
+    monkeypatch.setattr(doctor, "RUNS", (Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True), some))
     runs = "torch 2.13.0 with Python 3.11 and transformers 5.23.0; "
     runs += "torch 2.12.1 with Python 3.12 and transformers 5.24.0 (a sample)"
-    assert tested.remark(*versions) == expected + (runs if expected.startswith("no") else "")
+    assert doctor.remark(*versions) == expected + (runs if expected.startswith("no") else "")
 
 
 def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for run in RUNS:
-        monkeypatch.setattr(tested, "here", lambda run=run: (run.torch, f"{run.python}.9", run.transformers))
+        monkeypatch.setattr(doctor, "here", lambda run=run: (run.torch, f"{run.python}.9", run.transformers))
         assert main(["doctor"]) == 0
         assert "these versions" in (out := capsys.readouterr().out)
         assert ("all fast tests ran on them" if run.all_fast_tests else "a sample of the tests ran on them") in out
-    monkeypatch.setattr(tested, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
+    monkeypatch.setattr(doctor, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
     assert main(["doctor"]) == 0
     assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
 
 
 def test_what_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
-        raise tested.importlib.metadata.PackageNotFoundError(name)
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
 
-    torch, python, _ = tested.here()
-    monkeypatch.setattr(tested.importlib.metadata, "version", missing)
-    assert tested.here() == (torch, python, None)
+    torch, python, _ = doctor.here()
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    assert doctor.here() == (torch, python, None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fp8graph.errors import ConfigError
-from fp8graph.tools.text import batches_of
+from fp8graph.tools.hugging_face import batches_of
 
 
 def letters(text: str, **_: Any) -> dict[str, torch.Tensor]:
