@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError
-from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, Parts, finished
+from fp8graph.numerics.stats import QUANTIZED_STATISTICS, Parts, finished
 from fp8graph.records import StatisticRecord
 from fp8graph.runtime.observation import Measured, Observation, Request
 

@@ -15,8 +15,8 @@ from fp8graph.backend.statistic_records import JsonLines, json_line, records
 from fp8graph.errors import ConfigError
 from fp8graph.ir.observed import Observed
 from fp8graph.ir.settings import choices
-from fp8graph.numerics.finished_statistics import QUANTIZED_STATISTICS, TENSOR_STATISTICS
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import check_op
 from fp8graph.records import StatisticRecord

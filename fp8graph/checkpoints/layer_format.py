@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fp8graph.checkpoints.shards import TensorInfo
 from fp8graph.errors import CheckpointError
-from fp8graph.numerics.decoding import dequantize_data
 from fp8graph.numerics.formats import exp2_biased
+from fp8graph.numerics.quantization import dequantize_data
 
 WHOLE: Final = 0  # in a block: the whole dim
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)

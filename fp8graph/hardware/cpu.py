@@ -15,7 +15,7 @@ import torch
 
 from fp8graph.compat import torch_build
 from fp8graph.hardware.device import Hardware, Product
-from fp8graph.numerics import bf16_product
+from fp8graph.numerics.matmul import bf16_product
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Quantizer
 
@@ -53,4 +53,4 @@ class CPU(Hardware):
     @classmethod
     def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
         exact = gemm in _GEMMS and out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
-        return bf16_product.product if exact else None
+        return bf16_product if exact else None

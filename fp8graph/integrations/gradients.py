@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph.errors import Fp8GraphError
-from fp8graph.numerics import wire
+from fp8graph.numerics.quantization import dequantize_data, quantize_layouts
 
 _DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BLOCK: Final = 128  # numbers that share a scale
+_SCALE_BYTES: Final = 4
 
 __all__ = ["GradientWire", "send_gradients_in_fp8"]
 
@@ -111,18 +113,40 @@ class GradientWire:
         numbers = -(-buffer.numel() // ranks)
         padded = torch.nn.functional.pad(buffer, (0, ranks * numbers - buffer.numel()))
         mean = self._reduced(padded, group) / ranks
-        message = wire.to_bytes(mean.view(1, -1), self.dtype)
+        message = to_bytes(mean.view(1, -1), self.dtype)
         every = message.new_empty((ranks, message.shape[1]))
         dist.all_gather_into_tensor(every, message, group=group)  # pyright: ignore[reportDeprecated]
         self.bytes_sent += (ranks - 1) * message.shape[1]
-        buffer.copy_(wire.from_bytes(every, numbers, self.dtype).flatten()[: buffer.numel()])
+        buffer.copy_(from_bytes(every, numbers, self.dtype).flatten()[: buffer.numel()])
         return buffer
 
     def _reduced(self, x: Tensor, group: Any) -> Tensor:
         """The sum over ranks, FP32 [numbers], of this rank's part of ``x`` [ranks * numbers]."""
         ranks = dist.get_world_size(group)
-        sent = wire.to_bytes(x.view(ranks, -1), self.dtype)
+        sent = to_bytes(x.view(ranks, -1), self.dtype)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         self.bytes_sent += (ranks - 1) * sent.shape[1]
-        return wire.from_bytes(received, x.numel() // ranks, self.dtype).sum(0)
+        return from_bytes(received, x.numel() // ranks, self.dtype).sum(0)
+
+
+def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` [messages, numbers], bf16, fp16 or FP32, as ``dtype`` (E4M3 or E5M2): uint8 [messages, bytes].
+
+    A block is scaled to the largest number of ``dtype``. Inf and NaN become NaN.
+    """
+    messages, numbers = x.shape
+    blocks = torch.nn.functional.pad(x, (0, -numbers % _BLOCK)).view(-1, _BLOCK)
+    made = quantize_layouts(blocks, dtype, False, 0.0, [1, 1], [], scaling="row")  # [blocks, 128], [blocks, 1]
+    parts = [part.reshape(messages, -1).view(torch.uint8) for part in made]
+    return torch.cat(parts, 1)
+
+
+def from_bytes(message: Tensor, numbers: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of :func:`to_bytes`: FP32 [messages, numbers]."""
+    blocks = -(-numbers // _BLOCK)
+    data, scale_inv = message.split([blocks * _BLOCK, blocks * _SCALE_BYTES], 1)
+    values = data.contiguous().view(dtype).view(-1, _BLOCK)
+    scales = scale_inv.contiguous().view(torch.float32).view(-1, 1)
+    decoded = dequantize_data(values, scales, torch.float32, scaling="row")
+    return decoded.view(len(message), -1)[:, :numbers]

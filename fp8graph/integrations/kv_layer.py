@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin, StaticLayer
 
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_scales import FixedScales
-from fp8graph.numerics.rows import dequantize_rows, quantize_rows
+from fp8graph.numerics.quantization import dequantize_rows, quantize_rows
 
 __all__ = ["Fp8Layer"]
 

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from fp8graph.compat.dynamo import mark_static
 from fp8graph.errors import ConfigError
-from fp8graph.numerics.rows import clipped_by, quantize_by
+from fp8graph.numerics.quantization import clipped_by, quantize_by
 
 __all__ = ["FixedScales", "HeadScales", "calibrate_head_scales"]
 

@@ -17,7 +17,7 @@ from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_
 from fp8graph.ir.observed import Observed
 from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
-from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS
+from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS
 from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8graph.numerics import experts, history, quantization
-from fp8graph.numerics import hadamard as transform
+from fp8graph.numerics import experts, history, quantization, transforms
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.scalings import SCALINGS
 
@@ -75,7 +74,7 @@ def dequantize(
 
 
 def hadamard(like: Tensor, _signs: int) -> Tensor:
-    return like.new_empty((transform.SIZE, transform.SIZE))
+    return like.new_empty((transforms.SIZE, transforms.SIZE))
 
 
 def rotate(x: Tensor, _matrix: Tensor, _dim: int) -> Tensor:

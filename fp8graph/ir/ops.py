@@ -40,15 +40,13 @@ from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.ir import op_shapes
 from fp8graph.numerics import (
     attention,
-    channels,
-    decoding,
     experts,
-    hadamard,
     history,
     quantization,
     random_bits,
-    statistic_parts,
+    stats,
     tiles,
+    transforms,
 )
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
 
@@ -145,7 +143,7 @@ dequantize = _define(
     "dequantize",
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
-    reference=decoding.dequantize_data,
+    reference=quantization.dequantize_data,
     fake=op_shapes.dequantize,
     contiguous=False,
 )
@@ -153,20 +151,20 @@ stored_weight = _define(
     "stored_weight",
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
-    reference=decoding.stored_weight,
+    reference=quantization.stored_weight,
     fake=op_shapes.dequantize,
     contiguous=False,
 )
 hadamard_matrix = _define(
     "hadamard",
     "(Tensor like, int signs) -> Tensor",
-    reference=hadamard.hadamard,
+    reference=transforms.hadamard,
     fake=op_shapes.hadamard,
 )
 rotate = _define(
     "rotate",
     "(Tensor x, Tensor matrix, int dim) -> Tensor",
-    reference=hadamard.rotate,
+    reference=transforms.rotate,
     fake=op_shapes.rotate,
 )
 random_seed = _define(
@@ -187,7 +185,7 @@ amax = _define(
 smoothing = _define(
     "smoothing",
     "(Tensor x) -> Tensor[]",
-    reference=channels.smoothing,
+    reference=transforms.smoothing,
     fake=op_shapes.smoothing,
 )
 scales = _define(
@@ -205,23 +203,23 @@ columnwise = _define(
 tensor_statistics = _define(
     "tensor_statistics",
     "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=statistic_parts.of_tensor,
-    fake=op_shapes.parts(statistic_parts.TENSOR_PARTS),
+    reference=stats.of_tensor,
+    fake=op_shapes.parts(stats.TENSOR_PARTS),
 )
 quantization_statistics = _define(
     "quantization_statistics",
     '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
     " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=statistic_parts.of_copy,
-    fake=op_shapes.parts(statistic_parts.QUANTIZED_PARTS),
+    reference=stats.of_copy,
+    fake=op_shapes.parts(stats.QUANTIZED_PARTS),
 )
 what_if_statistics = _define(
     "what_if_statistics",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
     ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
     " float largest_scale=448.0, bool row_scaled=False, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=statistic_parts.of_other_copy,
-    fake=op_shapes.parts(statistic_parts.QUANTIZED_PARTS),
+    reference=stats.of_other_copy,
+    fake=op_shapes.parts(stats.QUANTIZED_PARTS),
 )
 error_of_gemm = _define(
     "gemm_error",

@@ -10,12 +10,23 @@ import torch
 from torch import Tensor
 
 from fp8graph.errors import ConfigError, expect
-from fp8graph.numerics.decoding import dequantize_data
-from fp8graph.numerics.finished_statistics import finished, named
-from fp8graph.numerics.hadamard import hadamard, transform_rows
-from fp8graph.numerics.quantization import decoding_kwargs, quantize_layouts, quantizer_args, quantizer_kwargs
+from fp8graph.numerics.quantization import (
+    decoding_kwargs,
+    dequantize_data,
+    quantize_layouts,
+    quantizer_args,
+    quantizer_kwargs,
+)
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.numerics.statistic_parts import QUANTIZED_PARTS, TENSOR_PARTS, quantized_parts, tensor_parts
+from fp8graph.numerics.stats import (
+    QUANTIZED_PARTS,
+    TENSOR_PARTS,
+    finished,
+    named,
+    quantized_parts,
+    tensor_parts,
+)
+from fp8graph.numerics.transforms import hadamard, transform_rows
 from fp8graph.recipes import LAYOUTS, OPERANDS, Layout, OperandName, Quantizer, Recipe
 
 

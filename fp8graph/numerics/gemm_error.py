@@ -12,9 +12,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.hadamard import hadamard, transform_rows
 from fp8graph.numerics.quantization import quantized_copy, quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.transforms import hadamard, transform_rows
 from fp8graph.recipes import Quantizer
 
 # sums over the elements of the result: of (a difference * the reference)^2, of difference^2, of reference^2

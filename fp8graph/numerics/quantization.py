@@ -31,9 +31,10 @@ from torch import Tensor
 
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
-from fp8graph.numerics.formats import amax_of, inverse, scale_from_amax
-from fp8graph.numerics.hadamard import hadamard, transform_rows
+from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax
+from fp8graph.numerics.hints import divide, stored
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, Scaling, Shared
+from fp8graph.numerics.transforms import hadamard, transform_rows
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
@@ -183,3 +184,75 @@ def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:
 def _settings(quantizer: Quantizer, names: Sequence[str]) -> dict[str, Any]:
     values = {name: getattr(quantizer, name) for name in names if getattr(quantizer, name) != getattr(Quantizer, name)}
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def dequantize_data(
+    data: Tensor,
+    scale_inv: Tensor,
+    dtype: torch.dtype,
+    *,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    global_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """``data * scale_inv``, rounded once to ``dtype``."""
+    return SCALINGS[scaling].decode(data, scale_inv, block, global_scale_inv).to(dtype)
+
+
+def stored_weight(
+    data: Tensor,
+    scale_inv: Tensor,
+    dtype: torch.dtype,
+    *,
+    scaling: str = "tensor",
+    block: Sequence[int] = (),
+    global_scale_inv: Tensor | None = None,
+    activations: str = "dynamic",
+    input_scale_inv: Tensor | None = None,
+) -> Tensor:
+    """A weight that arrives quantized, in high precision: what a GEMM multiplies that cannot take its bytes.
+
+    Args:
+        data, scale_inv, scaling, block, global_scale_inv: a rowwise copy [N, K], see :class:`QuantizeArguments`.
+        dtype: of the activations.
+        activations: how its checkpoint quantizes what is multiplied by it: "dynamic", "static" or "none".
+        input_scale_inv: for "static": [] or [1], FP32; it multiplies.
+    """
+    del activations, input_scale_inv  # ``assign`` and ``quantize`` read them
+    return dequantize_data(data, scale_inv, dtype, scaling=scaling, block=block, global_scale_inv=global_scale_inv)
+
+
+# For code that Dynamo traces: rowwise scaling, and scales that are given, without the requests of quantize_layouts.
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_2_scale: bool) -> tuple[Tensor, Tensor]:
+    """The bits of ``Float8RowwiseScaling``, epsilon 0: ``(data, scale_inv)``, both contiguous.
+
+    Args:
+        x: [..., rows, columns], bf16, fp16 or FP32, any strides.
+        dtype: of the data [..., rows, columns], E4M3 or E5M2; ``scale_inv`` is FP32 [..., rows, 1].
+        power_2_scale: see :class:`fp8graph.Float8RowwiseScaling`.
+    """
+    amax = amax_of(x, -1, keepdim=True)
+    scale = stored(scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale))
+    data = saturating_cast(overflow_as_nan(x) * scale, dtype)
+    return data.contiguous(), inverse(scale)
+
+
+def quantize_by(x: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x / scale_inv`` in FP8, contiguous; larger numbers saturate, and inf becomes NaN.
+
+    ``scale_inv``: FP32, broadcast with ``x``.
+    """
+    scaled = divide(overflow_as_nan(x), scale_inv.expand(x.shape))
+    return saturating_cast(scaled, dtype).contiguous()
+
+
+def clipped_by(x: Tensor, scale_inv: Tensor) -> Tensor:
+    """[]: how many elements are too large for E4M3: beyond 464, up to which numbers are rounded to 448, its largest."""
+    return (x.to(torch.float32).abs() > 464.0 * scale_inv).sum()
+
+
+def dequantize_rows(data: Tensor, scale_inv: Tensor, dtype: torch.dtype) -> Tensor:
+    """``data * scale_inv``, rounded once to ``dtype``."""
+    return (data.to(torch.float32) * scale_inv).to(dtype)

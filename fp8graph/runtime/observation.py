@@ -1,7 +1,7 @@
 """The statistics that observed graphs return, from their tensors to numbers per step.
 
 An observed call gets tensors of its own, filled with NaN: what no backward has filled is dropped. The parts of several
-micro-batches are merged (``numerics/statistic_parts.py``), but for weights, which are the same in each.
+micro-batches are merged (``numerics/stats.py``), but for weights, which are the same in each.
 
 Several readers may ask, each for steps and layers of its own. One variant of a graph measures for all of them, so that
 it is compiled once; a reader then takes what it asked for (:meth:`Request.takes`).
@@ -21,7 +21,7 @@ from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
 from fp8graph.ir.extra_inputs import StatisticsPage
 from fp8graph.ir.observed import Observed, together
-from fp8graph.numerics.finished_statistics import Parts, merged, named
+from fp8graph.numerics.stats import Parts, merged, named
 from fp8graph.runtime.slots import Caller, Run, Slot
 from fp8graph.runtime.stores import Store
 

@@ -29,7 +29,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import backward_nodes, known_equal, size_hint, static_size, value
 from fp8graph.ir.sites import Decision
 from fp8graph.ir.text import short
-from fp8graph.numerics import hadamard
+from fp8graph.numerics import transforms
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.assign import resolve
 from fp8graph.passes.attention.occurrences import (
@@ -169,8 +169,8 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
     if kind.tiled:
         return "attention takes one scale per tensor or per head, not one per tile"
     if recipe.rotates_qk:
-        if (static_size(size := attention.sizes.head_size) or 1) % hadamard.SIZE:
-            return f"hadamard_qk transforms {hadamard.SIZE} elements of a head at a time, these heads have {size}"
+        if (static_size(size := attention.sizes.head_size) or 1) % transforms.SIZE:
+            return f"hadamard_qk transforms {transforms.SIZE} elements of a head at a time, these heads have {size}"
         if value(attention.reads[0].argument).dtype == torch.float16:
             return "hadamard_qk: fp16 has no room for sums of 16 elements"
     for read in attention.reads:

@@ -16,7 +16,8 @@ from torch import Tensor
 import oracle
 from fp8graph import Float8BlockScaling, MXFP8BlockScaling, NVFP4BlockScaling, Policy, Recipe, hardware, numerics
 from fp8graph.compat import torch_build
-from fp8graph.numerics import bf16_product, dequantize, quantize
+from fp8graph.numerics import dequantize, quantize
+from fp8graph.numerics.matmul import bf16_product
 from fp8graph.recipes import resolve_recipe
 from helpers import MLP, eager_backend, first_fast, step
 
@@ -146,7 +147,7 @@ def test_what_is_multiplied_by_fp8graphs_own_op(monkeypatch: pytest.MonkeyPatch)
     cpu = hardware.of_device(torch.device("cpu"))
 
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: True)
-    assert cpu.own_product("tensor", torch.bfloat16) is bf16_product.product
+    assert cpu.own_product("tensor", torch.bfloat16) is bf16_product
     assert cpu.own_product("mxfp8", torch.bfloat16) is None
     assert cpu.own_product("tensor", torch.float32) is cpu.own_product("tensor", torch.float16) is None
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8graph.numerics import bf16_product
+from fp8graph.numerics.matmul import bf16_product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(64, 96, 48), (1, 32, 16), (17, 48, 33), (128, 1024, 64)]  # m, k, n; of the first, rounding twice is seen
@@ -45,7 +45,7 @@ def test_results_are_rounded_once(
     # FP32: k additions, the scales and the bias; torch's sums of products have fewer roundings than this
     accumulation = (k + 3) * 2.0**-24 * ((a.double().abs() @ b.double().abs().t()) * scale + added.abs())
     low, high = rounded_once(exact, accumulation)
-    got = bf16_product.product(a, b, scale_a, scale_b, bias)
+    got = bf16_product(a, b, scale_a, scale_b, bias)
     assert got.dtype == torch.bfloat16
     assert (low <= got).all()
     assert (got <= high).all()
@@ -63,13 +63,13 @@ def test_every_fp8_number_is_exact_in_bf16() -> None:
 def test_not_finite_scales_and_numbers_reach_the_result() -> None:
     a, b = operands(16, 32, 16, E4M3)
     one = torch.ones(())
-    assert not bf16_product.product(a, b, one * math.inf, one, None).isfinite().any()
-    assert bf16_product.product(a, b, one * math.nan, one, None).isnan().all()
+    assert not bf16_product(a, b, one * math.inf, one, None).isfinite().any()
+    assert bf16_product(a, b, one * math.nan, one, None).isnan().all()
     rows = torch.ones(16, 1)
     rows[3] = math.inf
-    finite = bf16_product.product(a, b, rows, torch.ones(16, 1), None).isfinite()
+    finite = bf16_product(a, b, rows, torch.ones(16, 1), None).isfinite()
     assert not finite[3].any()
     assert finite[[i for i in range(16) if i != 3]].all()
     numbers = a.float()
     numbers[5, 7] = math.nan
-    assert bf16_product.product(numbers.to(E4M3), b, one, one, None)[5].isnan().all()
+    assert bf16_product(numbers.to(E4M3), b, one, one, None)[5].isnan().all()

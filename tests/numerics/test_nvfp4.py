@@ -17,7 +17,7 @@ from torch import Tensor
 import oracle
 import te_nvfp4
 from fp8graph import NVFP4BlockScaling, numerics
-from fp8graph.numerics import formats, hadamard, quantization, random_bits
+from fp8graph.numerics import formats, quantization, random_bits, transforms
 from fp8graph.numerics.gemm_error import gemm_error
 from fp8graph.recipes import Layout, OperandName, Quantizer
 from helpers import same_bits
@@ -112,33 +112,33 @@ def test_each_digest_tells_its_option_apart() -> None:
 
 def test_the_matrix() -> None:
     """Orthogonal, with Transformer Engine's signs: rows 3, 5 to 10, 12, 14 and 15 are negated."""
-    matrix = hadamard.hadamard(torch.ones(1), SIGNS)
+    matrix = transforms.hadamard(torch.ones(1), SIGNS)
     assert torch.equal(matrix @ matrix.t(), torch.eye(16))
     assert torch.nonzero(matrix[:, 0] < 0).flatten().tolist() == [3, 5, 6, 7, 8, 9, 10, 12, 14, 15]
-    assert torch.equal(hadamard.hadamard(torch.ones(1), 0), torch.tensor(sylvester(16) / 4).float())
-    assert torch.equal(hadamard.hadamard(torch.ones(1).bfloat16(), SIGNS).float(), matrix)
+    assert torch.equal(transforms.hadamard(torch.ones(1), 0), torch.tensor(sylvester(16) / 4).float())
+    assert torch.equal(transforms.hadamard(torch.ones(1).bfloat16(), SIGNS).float(), matrix)
 
 
 @pytest.mark.parametrize("shape", [(64, 40), (50, 40), (1, 3), (16, 1)])
 def test_the_transform_of_integers_is_exact(shape: tuple[int, int]) -> None:
     x = torch.randint(-8, 9, shape).float()
-    got = hadamard.transform_rows(x, hadamard.hadamard(x, SIGNS))
+    got = transforms.transform_rows(x, transforms.hadamard(x, SIGNS))
     assert torch.equal(got.double(), transformed(x))
-    back = hadamard.transform_rows(got, hadamard.hadamard(x, SIGNS).t())
+    back = transforms.transform_rows(got, transforms.hadamard(x, SIGNS).t())
     assert torch.equal(back[: shape[0]], x)
     assert not back[shape[0] :].any()
-    batch = hadamard.transform_rows(torch.stack([x, -x]), hadamard.hadamard(x, SIGNS))
+    batch = transforms.transform_rows(torch.stack([x, -x]), transforms.hadamard(x, SIGNS))
     assert torch.equal(batch, torch.stack([got, -got]))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_the_transform_along_any_dim(dim: int) -> None:
     """Exact: whole numbers, whose sums of 16 are multiples of a quarter."""
-    x, matrix = torch.randint(-9, 9, (32, 48, 16)).float(), hadamard.hadamard(torch.ones(1), SIGNS)
-    got = hadamard.rotate(x, matrix, dim)
+    x, matrix = torch.randint(-9, 9, (32, 48, 16)).float(), transforms.hadamard(torch.ones(1), SIGNS)
+    got = transforms.rotate(x, matrix, dim)
     first, of_x = (y.movedim(dim, 0).reshape(x.shape[dim], -1) for y in (got, x))
     assert torch.equal(first.double(), transformed(of_x))
-    assert torch.equal(hadamard.rotate(got, matrix.t(), dim), x)
+    assert torch.equal(transforms.rotate(got, matrix.t(), dim), x)
     assert got.is_contiguous()
 
 
@@ -149,7 +149,7 @@ def test_a_transformed_copy_has_scales_of_its_own(operand: OperandName, source: 
     x = (torch.randn(70, 96) * torch.logspace(-2, 2, 96)).to(source)
     quantizer = NVFP4BlockScaling(disable_stochastic_rounding=True).quantizer(operand)
     plain = NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True).quantizer(operand)
-    rotated = hadamard.transform_rows(x, hadamard.hadamard(x, SIGNS))
+    rotated = transforms.transform_rows(x, transforms.hadamard(x, SIGNS))
     exact = transformed(x)
     half_step = 2.0 ** (-8 if source == torch.bfloat16 else -20)
     assert (rotated.double() - exact).abs().le(half_step * exact.abs() + 1e-6 * exact.abs().amax()).all()
@@ -185,7 +185,7 @@ def decode(made: list[Tensor], layout: Layout) -> Tensor:
 def test_large_numbers_of_fp16_do_not_overflow() -> None:
     """A channel along a column of the matrix becomes four times as large, which fp16 has no room for."""
     x = torch.randn(16, 32).half()
-    x[:, 3] = 30000.0 * hadamard.hadamard(torch.ones(1), SIGNS)[:, 0].sign().half()
+    x[:, 3] = 30000.0 * transforms.hadamard(torch.ones(1), SIGNS)[:, 0].sign().half()
     q = numerics.quantize(x, NVFP4BlockScaling(), "input", "columnwise")
     assert numerics.sqnr_db(x.float(), numerics.dequantize(q).float()) > 18
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling, numerics
-from fp8graph.numerics import statistic_parts as parts
-from fp8graph.numerics.finished_statistics import finished, merged, named
+from fp8graph.numerics import stats as parts
 from fp8graph.numerics.quantization import quantizer_kwargs
+from fp8graph.numerics.stats import finished, merged, named
 from fp8graph.recipes import FP8_MAX, LAYOUTS, Layout, resolve_recipe
 from helpers import RECIPES
 

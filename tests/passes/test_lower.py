@@ -16,7 +16,7 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import NAMES_KEY
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.text import graph_text
-from fp8graph.numerics import bf16_product
+from fp8graph.numerics import matmul
 from fp8graph.passes.lower import lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling
 from helpers import graph_inputs_for, same_bits
@@ -91,7 +91,7 @@ def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
     graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
     before = run(graph, FP8, FP8, ONE, ONE)
     lower(graph)
-    (product,) = nodes(graph, (bf16_product.PRODUCT,))
+    (product,) = nodes(graph, (matmul.BF16_PRODUCT,))
     assert [a.meta["val"].dtype for a in product.all_input_nodes[:2]] == [torch.bfloat16] * 2
     assert same_bits(before, run(graph, FP8, FP8, ONE, ONE))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, Rule, numerics
-from fp8graph.numerics.channels import smoothing
+from fp8graph.numerics.transforms import smoothing
 from helpers import compiled_step, eager_backend, first_fast, mixtral, step
 
 SMOOTH = Float8CurrentScaling(smooth_input=True)

@@ -7,8 +7,7 @@ import torch
 
 from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
 from fp8graph.ir.observed import Observed
-from fp8graph.numerics.finished_statistics import finished
-from fp8graph.numerics.statistic_parts import TENSOR_PARTS, tensor_parts
+from fp8graph.numerics.stats import TENSOR_PARTS, finished, tensor_parts
 from fp8graph.runtime import observation as module
 from fp8graph.runtime.observation import Measured, Observation, Request
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fp8graph.integrations.decode_attention import decode_attention
 from fp8graph.numerics import sqnr_db
-from fp8graph.numerics.rows import dequantize_rows, quantize_rows
+from fp8graph.numerics.quantization import dequantize_rows, quantize_rows
 from generated import generate
 
 E4M3 = torch.float8_e4m3fn

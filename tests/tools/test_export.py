@@ -16,7 +16,7 @@ import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.backend.multiplied import Multiplied, multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
-from fp8graph.numerics import decoding
+from fp8graph.numerics import quantization
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
 from helpers import first_fast, first_slow, mixtral, same_bits
@@ -180,7 +180,7 @@ def test_static_scales_from_calibration(recipe: str, form: str, tmp_path: Path) 
     (own,) = (w for w in multiplied_by(fp8graph.backend_of(model), model) if w.layer == "model.layers.1.mlp.down_proj")
     quantizer = own.quantizer
     if recipe == "nvfp4":
-        decoded = decoding.dequantize_data(own.data, own.scale_inv, torch.float32, scaling=quantizer.scaling,
+        decoded = quantization.dequantize_data(own.data, own.scale_inv, torch.float32, scaling=quantizer.scaling,
                                       block=quantizer.block, global_scale_inv=own.global_scale_inv)  # fmt: skip
         assert torch.allclose(dequantize(stored), decoded, rtol=1e-6)
 

@@ -122,6 +122,9 @@ class _E8M0(Tiled):
     def scale_values(self, scale_inv: Tensor) -> Tensor:
         return exp2_biased(scale_inv.to(torch.int32))
 
+    def fits_bf16(self, power_2_scale: bool) -> bool:
+        return True
+
 
 class BlockE8M0(_E8M0, Block):
     """Tiles of any size, with a power of two each: Float8BlockScaling(scale_format="ue8m0").
@@ -138,9 +141,6 @@ class BlockE8M0(_E8M0, Block):
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
         return self.scale_values(scale_inv)
-
-    def fits_bf16(self, power_2_scale: bool) -> bool:
-        return True
 
 
 class MXFP8(_E8M0):
