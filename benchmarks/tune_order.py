@@ -37,7 +37,7 @@ import fp8graph
 from benchmarks.records import machine
 from benchmarks.train_recipes import BATCH, RESULTS, batches
 from fp8graph import Policy, Rule
-from fp8graph.planning.tuned import Score
+from fp8graph.planning.tune import Score
 from fp8graph.recipes import GEMMS
 from fp8graph.tools import demo
 from fp8graph.tools.demo import SEQUENCE, corpus, quiet

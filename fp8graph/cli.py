@@ -133,14 +133,12 @@ def _has_rich() -> bool:
 def plan(options: argparse.Namespace) -> int:
     """Predict each mesh under each recipe."""
     _check_recipe(options.recipe)
-    from fp8graph import hardware
+    from fp8graph import hardware, planning
     from fp8graph.backend import Backend
     from fp8graph.errors import ConfigError
-    from fp8graph.planning import step_cost, workload
-    from fp8graph.planning.mesh import Mesh, Network
 
-    meshes, target = [Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
-    device, network = hardware.from_target(target), Network.of_target(target)
+    meshes, target = [planning.Mesh.parse(text) for text in options.mesh], options.target or "sm_90"
+    device, network = hardware.from_target(target), planning.Network.of_target(target)
     recipes = None if options.recipe is None else (options.recipe,)
     settings: dict[str, Any] = {"policy": options.policy, "recipe": options.recipe, "target": target}
     Backend(**settings)
@@ -148,8 +146,8 @@ def plan(options: argparse.Namespace) -> int:
     if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
         raise ConfigError(f"plan predicts causal language models, and {type(model).__name__} is none.")
     report = _traced(model, inputs, training=True, **settings)
-    work = workload.of_model(model, report, options.seq)
-    plans = [step_cost.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
+    work = planning.of_model(model, report, options.seq)
+    plans = [planning.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]
     print(json.dumps([plan.to_dict() for plan in plans], indent=1) if options.json else "\n\n".join(map(str, plans)))
     return 0
 

@@ -18,8 +18,7 @@ from fp8graph.hardware.support import supports
 from fp8graph.libraries import adopt
 from fp8graph.numerics import QuantizedTensor
 from fp8graph.offline import KernelRecord
-from fp8graph.planning.tune import tune
-from fp8graph.planning.tuned import Tuned
+from fp8graph.planning.tune import Tuned, tune
 from fp8graph.recipes import (
     DelayedScaling,
     Float8BlockScaling,

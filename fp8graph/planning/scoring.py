@@ -1,4 +1,4 @@
-"""Run a few batches through a graph that measures what each recipe would change in each GEMM: for ``tune``."""
+"""The error and the time of each GEMM under each recipe, for ``tune``: measured on a few batches, and predicted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,10 +19,12 @@ from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
+from fp8graph.hardware import Hardware
+from fp8graph.hardware.roofline import Operand, gemm_seconds
 from fp8graph.ir.observed import Observed
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS
-from fp8graph.recipes import Recipe
+from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, GemmName, Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
 from fp8graph.runtime.observation import Observation
@@ -35,7 +37,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What one candidate would change in one GEMM, summed over all batches."""
+    """The change that one candidate would make in one GEMM, summed over all batches."""
 
     site: str  # FQN
     op: str
@@ -67,6 +69,34 @@ class Measured:
         return self.square_error / self.square_reference if self.square_reference > 0 else 0.0
 
 
+def seconds(found: Measured, recipe: Recipe | None, device: Hardware, sharing: int) -> float | None:
+    """The time of a GEMM on ``device``, with its part of the quantization; None if the device cannot multiply so.
+
+    Weights are quantized once per update and cost nothing. ``sharing``: how many linears read the input.
+    """
+    assert device.speed is not None
+    sizes, dtype, gemm = (found.m, found.n, found.k), found.dtype, cast(GemmName, found.gemm)
+    if recipe is None:
+        return gemm_seconds(device.speed, *sizes, dtype)
+    if not recipe.covers(gemm):
+        return None
+    operands = GEMM_OPERANDS[gemm]
+    a, b = (device.quantizer(recipe, operand) for operand in operands)
+    if device.obstacle(a, b, dtype) is not None:
+        return None
+    elements = (found.m * found.k, found.k * found.n)
+    read = tuple(
+        Operand(
+            elements=size,
+            layouts=frozenset({layout}),
+            users=sharing if operand == "input" else 1,
+            kept=operand == "weight",
+        )
+        for operand, layout, size in zip(operands, GEMM_LAYOUTS[gemm], elements, strict=True)
+    )
+    return gemm_seconds(device.speed, *sizes, dtype, a.scaling, read)
+
+
 class Scoring(Backend):
     """A backend whose graphs run in high precision, and measure what ``candidates`` would change."""
 
@@ -83,11 +113,11 @@ class Scoring(Backend):
         return self.program(DynamoGraph(module, example_inputs), None)
 
     def next_batch(self) -> None:
-        """What is measured from now on belongs to another batch."""
+        """Begin another batch: the current one is complete."""
         self._shared.schedule.count()
 
     def batch(self, number: int) -> list[dict[str, Any]]:
-        """What was measured in one batch, as plain values."""
+        """The measurements of one batch, as plain values."""
         found = self._shared.services.store(Observation).found()
         return [
             {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
@@ -108,7 +138,7 @@ def measure(
     resume: Path | None,
     progress: Callable[[Iterable[Any]], Iterable[Any]],
 ) -> tuple[list[Measured], Scoring]:
-    """What each candidate would change in each GEMM, and the backend with the report on the graphs.
+    """Measure the change that each candidate makes in each GEMM. The backend has the report on the graphs.
 
     Gradients of the model are as they were afterwards; so is torch's random state.
     """
@@ -179,7 +209,7 @@ class _Done:
 
 
 def _lists(value: Any) -> list[Any]:
-    """``value``; if it is no list, one that holds no row."""
+    """``value``; if it is not a list, one that holds no row."""
     return value if isinstance(value, list) else [None]
 
 

@@ -4,19 +4,24 @@
 
 GEMMs, including the quantization of their operands, take ``roofline.gemm_seconds`` on the sizes that a rank has, in FP8
 if the policy allows it and it pays (``passes/assign/profit.py``), as in the compiler. Collectives
-(``workload.py``) take the time that ``mesh.Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares
+(``workload.py``) take the time that ``Network`` gives. ``Plan.assumptions`` has the rest; docs/scale.md compares
 results with published ones.
 
 Sources: FlashAttention-3 (arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak, half of what GEMMs
-reach); tests/codegen/test_kernels.py for the bytes that a Llama-3-8B layer moves beside GEMMs and attention.
+reach); tests/codegen/test_kernels.py for the bytes that a Llama-3-8B layer moves beside GEMMs and attention; NVIDIA's
+H100 data sheet and DGX B200 user guide (NVLink 4 and 5: 450 and 900 GB/s per direction; one port of 400 Gb/s per GPU
+between nodes); NCCL's src/graph/tuning.cc (rings and trees; 3.4 us per hop over NVLink, 14 us over the network). That
+collectives reach 80 % of NVLink and 90 % of the network is an assumption: nccl-tests measures it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from fp8graph.errors import ConfigError
@@ -25,8 +30,7 @@ from fp8graph.hardware.roofline import gemm_seconds
 from fp8graph.hardware.speed import Speed
 from fp8graph.ir.collectives import bytes_sent
 from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
-from fp8graph.planning.mesh import Mesh, Network
-from fp8graph.planning.workload import Collective, Linear, Workload, collectives, fsdp_units
+from fp8graph.planning.workload import Collective, Linear, Mesh, Workload, collectives, fsdp_units
 from fp8graph.recipes import GEMMS, GemmName, Layout, Recipe, RecipeLike, resolve_recipe
 from fp8graph.report.tables import aligned
 
@@ -35,6 +39,70 @@ ATTENTION_SHARE: Final = 0.5  # of the rate of bf16 GEMMs
 # By numbers that go into and come out of linears: 3394 MiB in bf16, of 8192 tokens with 81,920 such numbers each.
 MOVED: Final = 3394 * 2**20 / (8192 * 81_920 * 2)
 _HEADER: Final = ("recipe", "step ms", "speedup", "tokens/s/GPU", "GEMMs ms", "others ms", "exposed ms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The network between GPUs. Bandwidths are those that collectives reach, in bytes per second and direction.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for a value that is negative, not finite, or an ``overlap`` above 1.
+    """
+
+    name: str  #: for the assumptions of a plan
+    gpus_per_node: int = 8  #: neighbours, which the faster links connect
+    node_bandwidth: float  #: of a GPU within its node, in bytes per second
+    network_bandwidth: float  #: of a GPU between nodes, in bytes per second
+    node_latency: float = 3.4e-6  #: seconds of one hop
+    network_latency: float = 14e-6  #: seconds of one hop between nodes
+    overlap: float = 0.9  #: the share of compute behind which data-parallel communication can hide
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self)[1:]:
+            value = getattr(self, f.name)
+            number = type(value) is int or (type(value) is float and f.name != "gpus_per_node")
+            least = 0 if f.name in ("overlap", "node_latency", "network_latency") else 1
+            if not number or not least <= value < math.inf or (f.name == "overlap" and value > 1):
+                raise ConfigError(f"Network({f.name}={value!r}): must be a number >= {least}, overlap at most 1.")
+
+    @staticmethod
+    def of_target(target: str) -> Network:
+        """The network of an "sm_XX", or the one under "network" in a calibration file (``Speed.load``)."""
+        name, values = target, None
+        if target.endswith(".json"):
+            name, _ = Speed.load(target)
+            values = json.loads(Path(target).read_text(encoding="utf-8")).get("network")
+        try:
+            return Network(**values) if values is not None else _NETWORKS[name.removesuffix("a")]
+        except TypeError as error:
+            raise ConfigError(f"{target}: network: {error}") from None
+        except KeyError:
+            known = f"no network is known for {name} (known: {', '.join(_NETWORKS)})"
+            raise ConfigError(f'{known}. Use a calibration file with a "network" as target.') from None
+
+    def seconds(self, kind: str, payload: int, ranks: int, stride: int) -> float:
+        """The time of one collective: in a ring, or for an all_reduce in a tree if that has less latency."""
+        if ranks == 1:
+            return 0.0
+        together = min(ranks, max(1, self.gpus_per_node // stride))  # how many GPUs of the group are in one node
+        nodes = -(-ranks // together)
+        bandwidth = self.node_bandwidth if nodes == 1 else min(self.node_bandwidth, together * self.network_bandwidth)
+        latency = (ranks - nodes) * self.node_latency + (nodes - 1) * self.network_latency
+        if kind == "all_reduce":
+            tree = (together - 1) * self.node_latency + math.ceil(math.log2(nodes)) * self.network_latency
+            latency = 2 * min(latency, tree)
+        return bytes_sent(kind, payload, ranks) / bandwidth + latency
+
+
+def _network(name: str, nvlink: float) -> Network:
+    """Eight GPUs per node, 400 Gb/s per GPU: collectives reach 80 % of NVLink and 90 % of the network."""
+    return Network(name=name, node_bandwidth=0.8e9 * nvlink, network_bandwidth=0.9 * 50e9)
+
+
+_NETWORKS: Final = {
+    "sm_90": _network("8 x NVLink 4, 400 Gb/s", 450),  # H100, H200
+    "sm_100": _network("8 x NVLink 5, 400 Gb/s", 900),  # B200
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +126,9 @@ class Step:
 class Plan:
     """The predicted training step on ``mesh``: in high precision first, then under each recipe."""
 
-    mesh: Mesh  #: as asked for
+    mesh: Mesh  #: the GPUs, as given
     speed: Speed  #: the rates of one GPU
-    network: Network  #: as asked for
+    network: Network  #: between the GPUs, as given
     tokens: int  #: of one replica
     steps: tuple[Step, ...]  #: high precision first, then one per recipe
     state_bytes: int  #: parameters, gradients and moments of AdamW on one GPU

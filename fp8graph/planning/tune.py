@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,17 +20,113 @@ from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect, expect_batches
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
-from fp8graph.planning import walk
-from fp8graph.planning.costs import seconds
-from fp8graph.planning.rules_of import Decided, policy_of
-from fp8graph.planning.scoring import Loss, Measured, Scoring, measure
-from fp8graph.planning.tuned import CurvePoint, Score, Tuned
+from fp8graph.planning import choose
+from fp8graph.planning.scoring import Loss, Measured, Scoring, measure, seconds
 from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
+from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT, recipe_text
+from fp8graph.recipes.toml_text import policy_toml
 from fp8graph.report.terminal import progress_console
 
 _DEFAULT_TARGET: Final = "sm_90"
 Decision = tuple[str, str]  # (group, gemm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """The change that one recipe would make in one GEMM of one layer, and the GEMM's time."""
+
+    site: str  #: the full name of the layer
+    op: str  #: "linear"
+    group: str  #: the first of the layers that are decided together
+    gemm: str  #: fprop, dgrad or wgrad
+    candidate: int  #: index among the recipes
+    recipe: str  #: its name
+    measured: float  #: fprop: sum((dL/dY * change of Y)^2); dgrad: sum(change^2); wgrad: relative square error
+    error: float  #: as a share of what FP8 everywhere makes
+    seconds: float | None  #: predicted; None: the target has no such GEMM
+    high_precision_seconds: float  #: predicted, in bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """One policy: its error as a share of that of FP8 everywhere, and the predicted speedup of the GEMMs over bf16."""
+
+    error: float  #: 1: that of FP8 everywhere
+    speedup: float  #: of the GEMMs, predicted, over bf16
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Tuned:
+    """The result of :func:`fp8graph.tune`. ``print`` it to see the rules with their scores."""
+
+    policy: Policy  #: what was chosen, ready for ``fp8graph.compile``
+    scores: tuple[Score, ...]  #: of each layer, GEMM and recipe
+    curve: tuple[CurvePoint, ...]  #: from high precision to the fastest policy
+    chosen: CurvePoint  #: of the policy
+    uniform: Mapping[str, CurvePoint]  #: each recipe everywhere
+    target: str  #: the GPU whose speed is predicted
+    left_out: tuple[str, ...] = ()  #: layers that were not measured, and why
+
+    def __repr__(self) -> str:
+        return f"<Tuned: error {self.chosen.error:.3f}, {self.chosen.speedup:.3f} x bf16 on {self.target}>"
+
+    def __str__(self) -> str:
+        lines = [
+            self.summary(),
+            *(f"  {name} everywhere: {p.speedup:.3f} times, {p.error:.1%}" for name, p in self.uniform.items()),
+            str(self.policy),
+        ]
+        for (group, gemm), best in self._by_decision().items():
+            tried = ", ".join(f"{s.recipe} {s.error:.2%}" for s in best)
+            lines.append(f"  {group} {gemm}: {tried}")
+        lines += [f"not measured: {text}" for text in self.left_out]
+        return "\n".join(lines)
+
+    def _by_decision(self) -> dict[tuple[str, str], list[Score]]:
+        """The scores of each group and GEMM, one per recipe (of its first layer: the others add theirs)."""
+        found: dict[tuple[str, str], dict[str, Score]] = {}
+        for score in self.scores:
+            own = found.setdefault((score.group, score.gemm), {})
+            before = own.get(score.recipe)
+            error = score.error + (0.0 if before is None else before.error)
+            own[score.recipe] = dataclasses.replace(score, error=error)
+        ordered = sorted(found.items(), key=lambda item: -max(score.error for score in item[1].values()))
+        return {key: list(own.values()) for key, own in ordered}
+
+    def save(self, path: str | Path) -> None:
+        """Write the policy as TOML, for ``Policy.load``, ``Backend(path)`` and ``options={"policy": path}``."""
+        Path(path).write_text(f"# fp8graph.tune: {self.summary()}\n{policy_toml(self.policy)}", encoding="utf-8")
+
+    def summary(self) -> str:
+        """One line: the predicted speedup and error of the policy."""
+        return (
+            f"On {self.target}, predicted: GEMMs {self.chosen.speedup:.3f} times as fast as in bf16, with "
+            f"{self.chosen.error:.1%} of the error of FP8 everywhere."
+        )
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the curve, each recipe everywhere, and the chosen point. Needs matplotlib."""
+        try:
+            matplotlib = importlib.import_module("matplotlib")
+        except ImportError:
+            raise ConfigError("Tuned.plot() needs matplotlib: pip install matplotlib.") from None
+        matplotlib.use("Agg")
+        pyplot = importlib.import_module("matplotlib.pyplot")
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        axes.plot([p.speedup for p in self.curve], [p.error for p in self.curve], ".-", label="best choices", zorder=1)
+        for name, point in self.uniform.items():
+            axes.scatter(point.speedup, point.error, marker="s", label=f"{name} everywhere", zorder=2)
+        axes.scatter(self.chosen.speedup, self.chosen.error, s=120, marker="*", color="black", label="chosen", zorder=3)
+        axes.set(
+            xlabel=f"predicted speedup of the GEMMs over bf16 on {self.target}",
+            ylabel="error (FP8 everywhere = 1)",
+            title="Error against time",
+        )
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
 
 
 def tune(
@@ -112,42 +211,42 @@ def _choose(
     if not found:
         raise ConfigError("tune() found nothing to decide: no linear of the model has a backward in a compiled graph.")
     scores = _scores(found, candidates, labels, device)
-    decisions: dict[Decision, list[walk.Option]] = {}
+    decisions: dict[Decision, list[choose.Option]] = {}
     for key in dict.fromkeys((score.group, score.gemm) for score in scores):
         own = [score for score in scores if (score.group, score.gemm) == key]
         alone = sum(s.high_precision_seconds for s in own if s.candidate == own[0].candidate)
-        decisions[key] = [walk.Option(choice=None, error=0.0, seconds=alone)]
+        decisions[key] = [choose.Option(choice=None, error=0.0, seconds=alone)]
         for candidate in dict.fromkeys(score.candidate for score in own):
             these = [score for score in own if score.candidate == candidate]
             if all(score.seconds is not None for score in these):
                 time = sum(score.seconds or 0.0 for score in these)
                 error = sum(score.error for score in these)
-                decisions[key].append(walk.Option(choice=candidate, error=error, seconds=time))
+                decisions[key].append(choose.Option(choice=candidate, error=error, seconds=time))
     plain = sum(options[0].seconds for options in decisions.values())
     if min_speedup is None:
-        chosen = walk.within_error(decisions, budget)
+        chosen = choose.within_error(decisions, budget)
     else:
-        quick = walk.within_seconds(decisions, plain / min_speedup)
+        quick = choose.within_seconds(decisions, plain / min_speedup)
         if quick is None:
-            best = plain / walk.curve(decisions)[-1].seconds
+            best = plain / choose.curve(decisions)[-1].seconds
             raise ConfigError(
                 f"tune(min_speedup={min_speedup:g}): the fastest policy is predicted to be {best:.3f} times as fast "
                 f"as bf16 on {device.name}. Ask for less, or for a target or batches for which FP8 pays."
             )
         chosen = quick
     sites = dict.fromkeys((score.site, score.op, score.group) for score in scores)
-    decided: dict[tuple[str, str], Decided] = {}
+    decided: dict[tuple[str, str], choose.Decided] = {}
     for site, op, group in sites:
         options = [chosen.get((group, gemm)) for gemm in GEMMS]
         decided[site, op] = tuple(
             INHERIT if option is None else None if option.choice is None else _named(candidates, labels, option.choice)
             for option in options
         )
-    come_to = walk.total(chosen)
+    come_to = choose.total(chosen)
     return Tuned(
-        policy=policy_of(decided),
+        policy=choose.policy_of(decided),
         scores=tuple(scores),
-        curve=tuple(CurvePoint(error=p.error, speedup=plain / p.seconds) for p in walk.curve(decisions)),
+        curve=tuple(CurvePoint(error=p.error, speedup=plain / p.seconds) for p in choose.curve(decisions)),
         chosen=CurvePoint(error=come_to.error, speedup=plain / come_to.seconds),
         uniform={
             label: CurvePoint(error=point.error, speedup=plain / point.seconds)
@@ -200,13 +299,13 @@ def _scores(
     ]
 
 
-def _uniform(decisions: Mapping[Decision, Sequence[walk.Option]], candidate: int) -> walk.Point | None:
+def _uniform(decisions: Mapping[Decision, Sequence[choose.Option]], candidate: int) -> choose.Point | None:
     """One recipe for every GEMM that it can multiply."""
     chosen = {
         key: next((option for option in options if option.choice == candidate), options[0])
         for key, options in decisions.items()
     }
-    return walk.total(chosen) if any(option.choice is not None for option in chosen.values()) else None
+    return choose.total(chosen) if any(option.choice is not None for option in chosen.values()) else None
 
 
 def _named(candidates: Sequence[Recipe], labels: Sequence[str], index: int) -> RecipeLike:

@@ -1,4 +1,6 @@
-"""The linears, parameters and collectives of a training step. It counts them; times are in ``step_cost.py``.
+"""A training step on many GPUs: how they share it, its linears and parameters, and its collectives.
+
+Times are in ``step_cost.py``.
 
 tests/planning/test_step_cost.py compares the collectives with those of real ranks under DDP, FSDP2, tensor and
 sequence parallelism.
@@ -20,13 +22,66 @@ import torch
 
 from fp8graph.errors import ConfigError
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.planning.mesh import Mesh
 from fp8graph.recipes import GEMM_OPERANDS, GEMMS, DelayedScaling, GemmName, Recipe
 from fp8graph.recipes.policy import MIN_SPEEDUP
 from fp8graph.report import Report
 
+MOST_GPUS: Final = 16_384
 BUCKET: Final = 25 * 2**20  # bytes of gradients that DDP reduces at once (its bucket_cap_mb)
 _STYLES: Final = ("embedding", "colwise", "rowwise", "replicated_with_grad_allreduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """How many GPUs along each axis; those of ``tp`` are neighbours, then those of ``fsdp``, then those of ``dp``.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for sizes that are not whole numbers > 0, ``sp`` without ``tp``, or more than
+            16,384 GPUs.
+    """
+
+    dp: int = 1  #: DDP: each has all parameters. With fsdp: replicas of the sharded model
+    fsdp: int = 1  #: FSDP2 (ZeRO-3): parameters, gradients and optimizer states are sharded
+    tp: int = 1  #: tensor parallel: linears are sharded
+    sp: bool = False  #: sequence parallel, over the GPUs of tp: rows between the sharded linears are sharded too
+
+    def __post_init__(self) -> None:
+        for axis, value in (("dp", self.dp), ("fsdp", self.fsdp), ("tp", self.tp)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"mesh: {axis}={value!r} must be a whole number > 0.")
+        if type(self.sp) is not bool or (self.sp and self.tp == 1):
+            raise ConfigError("mesh: sp must be True or False, and needs tp > 1: it shards rows over the GPUs of tp.")
+        if self.gpus > MOST_GPUS:
+            raise ConfigError(f"mesh: {self} has {self.gpus:,} GPUs; the cost model supports up to {MOST_GPUS:,}.")
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """The mesh that ``dp=4,fsdp=8,tp=8,sp`` describes: axes in any order; ``sp`` alone is ``sp=1``."""
+        values: dict[str, Any] = {}
+        for item in text.split(","):
+            axis, _, number = item.strip().partition("=")
+            if axis not in ("dp", "fsdp", "tp", "sp"):
+                raise ConfigError(f"--mesh {text}: unknown axis {axis!r}. Axes: dp, fsdp, tp, and the switch sp.")
+            if axis in values:
+                raise ConfigError(f"--mesh {text}: {axis} is given twice.")
+            number = "1" if item.strip() == "sp" else number
+            if not number.isdecimal() or (axis == "sp" and number not in "01"):
+                wanted = "0 or 1" if axis == "sp" else "a whole number > 0"
+                raise ConfigError(f"--mesh {text}: {axis}={number!r} must be {wanted}.")
+            values[axis] = number == "1" if axis == "sp" else int(number)
+        return Mesh(**values)
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.fsdp * self.tp
+
+    def group(self, axis: str) -> tuple[int, int]:
+        """The groups along ``axis`` (one of the axes, or "all"): their ranks, and the distance between neighbours."""
+        strides = {"tp": 1, "fsdp": self.tp, "dp": self.tp * self.fsdp}
+        return (self.gpus, 1) if axis == "all" else (getattr(self, axis), strides[axis])
+
+    def __str__(self) -> str:
+        return f"dp={self.dp},fsdp={self.fsdp},tp={self.tp}" + ",sp" * self.sp
 
 
 @dataclass(frozen=True, kw_only=True)

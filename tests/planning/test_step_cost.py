@@ -19,9 +19,8 @@ import parallelism
 from fp8graph import hardware
 from fp8graph.cli import main
 from fp8graph.ir.collectives import bytes_sent
-from fp8graph.planning import step_cost, workload
-from fp8graph.planning.mesh import MOST_GPUS, Mesh, Network
-from fp8graph.planning.workload import Linear, Workload
+from fp8graph.planning import Mesh, Network, step_cost, workload
+from fp8graph.planning.workload import MOST_GPUS, Linear, Workload
 from fp8graph.recipes import resolve_recipe
 from helpers import first_slow
 from ranks import run_ranks

@@ -688,28 +688,28 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # planning
     Fault(
         "replicas are taken for neighbours",
-        f"{_PLANNING}/mesh.py",
+        f"{_PLANNING}/workload.py",
         '"dp": self.tp * self.fsdp}',
         '"dp": self.fsdp}',
         ("tests/planning/test_mesh.py", "tests/planning/test_step_cost.py"),
     ),
     Fault(
         "the slower of ring and tree is taken",
-        f"{_PLANNING}/mesh.py",
+        f"{_PLANNING}/step_cost.py",
         "2 * min(latency, tree)",
         "2 * max(latency, tree)",
         ("tests/planning/test_mesh.py", "tests/planning/test_step_cost.py"),
     ),
     Fault(
         "an axis of a mesh may be given twice",
-        f"{_PLANNING}/mesh.py",
+        f"{_PLANNING}/workload.py",
         "if axis in values:",
         "if axis in ():",
         ("tests/planning/test_mesh.py",),
     ),
     Fault(
         "the error of a group is that of its last layer",
-        f"{_PLANNING}/tuned.py",
+        f"{_PLANNING}/tune.py",
         "error = score.error + (0.0 if before is None else before.error)",
         "error = score.error",
         ("tests/planning/test_tuned.py", "tests/planning/test_tune.py"),
