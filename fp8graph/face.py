@@ -14,7 +14,7 @@ from fp8graph.errors import (
     StateError,
     UnsupportedRecipeError,
 )
-from fp8graph.hardware.support import supports
+from fp8graph.hardware import supports
 from fp8graph.libraries import adopt
 from fp8graph.numerics import QuantizedTensor
 from fp8graph.offline import KernelRecord

@@ -1,25 +1,140 @@
-"""Devices: the low-precision GEMMs that they have, how torch calls them, and how fast they are."""
+"""Devices: the low-precision GEMMs that they have, how torch calls them, and how fast they are.
 
+A vendor is a file with a subclass of ``Hardware``, and a line in ``VENDORS``. Here a device is found by its name or by
+torch's device, and a recipe is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8graph.errors import ConfigError
+from fp8graph.hardware.amd import AMD
+from fp8graph.hardware.cpu import CPU
 from fp8graph.hardware.device import Hardware
-from fp8graph.hardware.devices import (
-    EXAMPLES,
-    from_target,
-    multiplies_groups,
-    of_device,
-    of_machine,
-    scaled_attention,
-    scaled_grouped_mm,
-    scaled_mm,
-)
+from fp8graph.hardware.nvidia import NVIDIA
+from fp8graph.hardware.speed import Speed
+from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolve_recipe
 
-__all__ = [
-    "EXAMPLES",
-    "Hardware",
-    "from_target",
-    "multiplies_groups",
-    "of_device",
-    "of_machine",
-    "scaled_attention",
-    "scaled_grouped_mm",
-    "scaled_mm",
-]
+VENDORS: Final[tuple[type[Hardware], ...]] = (CPU, NVIDIA, AMD)
+EXAMPLES: Final = tuple(name for vendor in VENDORS for name in vendor.examples)
+
+
+def from_target(target: str, device_name: str = "") -> Hardware:
+    """The hardware named by ``target``: "cpu", a GPU like "sm_90" or "gfx942", or a calibration (``Speed.load``).
+
+    Raises:
+        ConfigError: (a ``ValueError``) for anything else.
+    """
+    if isinstance(target, str):
+        if target.endswith(".json"):
+            target, speed = Speed.load(target)
+            if (measured := _named(target)) is not None:  # on a machine that has it: of any architecture
+                return replace(measured, speed=speed)
+        elif (found := _named(target, device_name)) is not None:
+            if target.removesuffix("a") in found.architectures or target in found.architectures:
+                return found
+            raise ConfigError(f"target: there is no {target!r}. Known: {', '.join(found.architectures)}.")
+    raise ConfigError(
+        f"target must be 'cpu', a GPU like 'sm_90' or 'gfx942', or a calibration FILE.json, not {target!r}. "
+        "An H100 is 'sm_90', a B200 'sm_100', an MI300 'gfx942'."
+    )
+
+
+def _named(target: str, device_name: str = "") -> Hardware | None:
+    return next(filter(None, (vendor.from_target(target, device_name) for vendor in VENDORS)), None)
+
+
+def of_machine() -> Hardware:
+    """The hardware that a model will most likely run on: the current GPU, or the CPU."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    return of_device(gpu if gpu is not None and vendor_of(gpu) is not None else torch.device("cpu"))
+
+
+def of_device(device: torch.device) -> Hardware:
+    """The hardware behind ``device``; there is none behind meta tensors."""
+    vendor = vendor_of(device) if device.type != "meta" else None
+    return vendor.of_device(device) if vendor is not None else Hardware(name=f"device {device.type!r}")
+
+
+def vendor_of(device: torch.device) -> type[Hardware] | None:
+    """The vendor whose kernels run on ``device``. Meta tensors stand for those of a GPU."""
+    return next((vendor for vendor in VENDORS if vendor.runs(device)), None)
+
+
+def scaled_mm(a: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """``Hardware.scaled_mm`` on the device of ``a``."""
+    return (vendor_of(a.device) or Hardware).scaled_mm(a, *args, **settings)
+
+
+def scaled_grouped_mm(a: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """``Hardware.scaled_grouped_mm`` on the device of ``a``."""
+    return (vendor_of(a.device) or Hardware).scaled_grouped_mm(a, *args, **settings)
+
+
+def scaled_attention(q: Tensor, *args: Any, **settings: Any) -> Tensor:
+    """``Hardware.scaled_attention`` on the device of ``q``."""
+    return (vendor_of(q.device) or Hardware).scaled_attention(q, *args, **settings)
+
+
+def multiplies_groups(device: torch.device) -> bool:
+    """Whether ``scaled_grouped_mm`` is one kernel on ``device``; else it is a loop over groups."""
+    return (vendor_of(device) or Hardware).multiplies_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """Which GEMMs of a bf16 linear run natively. True if all that the recipe quantizes do; ``str()`` gives reasons."""
+
+    recipe: str  #: its name
+    device: str  #: its name
+    native: tuple[GemmName, ...]  #: those that run natively
+    obstacles: Mapping[GemmName, str]  #: why the others are emulated
+
+    def __bool__(self) -> bool:
+        return not self.obstacles
+
+    def __str__(self) -> str:
+        if not self.obstacles:
+            return f"{self.device} multiplies {self.recipe} natively"
+        return "; ".join(f"{gemm} is emulated: {reason}" for gemm, reason in self.obstacles.items())
+
+
+def supports(recipe: RecipeLike, target: str | None = None) -> Support:
+    """Whether ``target`` has GEMMs for ``recipe``, asked before any model is compiled.
+
+    Args:
+        recipe: a recipe, or its name.
+        target: "cpu", a GPU such as "sm_90" or "gfx942", or a calibration file; None: this machine's GPU or else CPU.
+
+    Returns:
+        A truthy or falsy :class:`~fp8graph.hardware.Support`; ``str()`` of it gives the reason.
+
+    Raises:
+        UnsupportedRecipeError, ConfigError: (``ValueError``) for a recipe or a target that does not exist.
+    """
+    found = of_machine() if target is None else from_target(target)
+    resolved = resolve_recipe(recipe)
+    if resolved is None:
+        return Support(recipe="high precision", device=found.name, native=(), obstacles={})
+    return support_of(found, resolved)
+
+
+def support_of(device: Hardware, recipe: Recipe, *, grouped: bool = False) -> Support:
+    """:func:`supports` for a device; for the GEMMs of experts if ``grouped``."""
+    native: list[GemmName] = []
+    obstacles: dict[GemmName, str] = {}
+    for gemm, operands in GEMM_OPERANDS.items():
+        if recipe.covers(gemm):
+            a, b = (device.quantizer(recipe, operand) for operand in operands)
+            reason = device.obstacle(a, b, torch.bfloat16, grouped=grouped)
+            if reason is None:
+                native.append(gemm)
+            else:
+                obstacles[gemm] = reason
+    return Support(recipe=recipe.name, device=device.name, native=tuple(native), obstacles=obstacles)

@@ -1,6 +1,6 @@
 """The base of all devices: which low-precision GEMMs they have, and how torch's kernels are called.
 
-One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) describes its devices; ``devices.py`` lists the vendors.
+One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) describes its devices; ``__init__.py`` lists the vendors.
 A kind of scaling is identified by the name of its GEMM (``Scaling.gemm``).
 """
 

@@ -12,7 +12,7 @@ from fp8graph import hardware
 from fp8graph.compat import inductor
 from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.hardware import Hardware
-from fp8graph.hardware.roofline import launches_are_replayed
+from fp8graph.hardware.speed import launches_are_replayed
 
 _DECIDES: Final = {"decides": True}  # metadata of a field: ranks agree on it, and compiled code depends on it
 

@@ -20,7 +20,7 @@ from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
 from fp8graph.hardware import Hardware
-from fp8graph.hardware.roofline import Operand, gemm_seconds
+from fp8graph.hardware.speed import Operand, gemm_seconds
 from fp8graph.ir.observed import Observed
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS

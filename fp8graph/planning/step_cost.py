@@ -26,8 +26,7 @@ from typing import Any, Final
 
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
-from fp8graph.hardware.roofline import gemm_seconds
-from fp8graph.hardware.speed import Speed
+from fp8graph.hardware.speed import Speed, gemm_seconds
 from fp8graph.ir.collectives import bytes_sent
 from fp8graph.passes.assign.profit import Choice, Product, Quantized, Uses, judge
 from fp8graph.planning.workload import Collective, Linear, Mesh, Workload, collectives, fsdp_units

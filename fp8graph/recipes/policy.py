@@ -40,7 +40,7 @@ from fp8graph.recipes.rules import (
 
 WATCH: Final = ("observe", "guard")  # tables of a policy file that are no part of the policy
 _log = logging.getLogger("fp8graph")
-# Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (roofline.py).
+# Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (hardware/speed.py).
 MIN_SPEEDUP: Final = 1.05
 
 

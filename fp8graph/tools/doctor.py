@@ -17,8 +17,7 @@ from typing import Final
 import torch
 
 from fp8graph import hardware
-from fp8graph.hardware import Hardware
-from fp8graph.hardware.support import support_of
+from fp8graph.hardware import Hardware, support_of
 from fp8graph.recipes import RECIPE_NAMES, Recipe, resolve_recipe
 from fp8graph.version import __version__
 

@@ -26,7 +26,7 @@ from torch import fx
 
 from fp8graph.analysis.stored import as_stored, stored_weight, why_not_as_stored
 from fp8graph.errors import Fp8GraphError
-from fp8graph.hardware.roofline import gemm_seconds
+from fp8graph.hardware.speed import gemm_seconds
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, Site

@@ -21,8 +21,7 @@ import torch
 
 from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group
-from fp8graph.hardware.roofline import Operand, gemm_seconds
-from fp8graph.hardware.speed import Speed
+from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import matmul_arguments, size_hint, value
 from fp8graph.ir.sites import Gemm, OperandView, Site

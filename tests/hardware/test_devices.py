@@ -11,9 +11,9 @@ import torch
 
 from fp8graph import hardware
 from fp8graph.errors import ConfigError
+from fp8graph.hardware import VENDORS, vendor_of
 from fp8graph.hardware.amd import AMD
 from fp8graph.hardware.cpu import CPU
-from fp8graph.hardware.devices import VENDORS, vendor_of
 from fp8graph.hardware.nvidia import NVIDIA
 
 

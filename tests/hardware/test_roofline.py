@@ -12,8 +12,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph.hardware.nvidia import BOARDS
-from fp8graph.hardware.roofline import Operand, gemm_seconds, launches_are_replayed
-from fp8graph.hardware.speed import Speed
+from fp8graph.hardware.speed import Operand, Speed, gemm_seconds, launches_are_replayed
 from fp8graph.passes.assign.profit import Uses, judge
 from fp8graph.recipes import Layout
 from fp8graph.recipes.policy import Policy

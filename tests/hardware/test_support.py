@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from fp8graph import ConfigError, Float8RowwiseScaling, supports
-from fp8graph.hardware import from_target
-from fp8graph.hardware.support import Support, support_of
+from fp8graph.hardware import Support, from_target, support_of
 from fp8graph.recipes import resolve_recipe
 
 

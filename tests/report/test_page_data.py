@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.hardware.devices import from_target
-from fp8graph.hardware.roofline import gemm_seconds
+from fp8graph.hardware import from_target
+from fp8graph.hardware.speed import gemm_seconds
 from fp8graph.report import Report
 from fp8graph.report.page import page_data
 from helpers import ALL, MLP, eager_backend

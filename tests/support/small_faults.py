@@ -409,7 +409,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a kept weight costs a quantization",
-        f"{_HARDWARE}/roofline.py",
+        f"{_HARDWARE}/speed.py",
         "if not operand.kept:",
         "if operand.kept is not None:",
         ("tests/hardware/test_roofline.py", "tests/passes/test_profit.py", "tests/passes/test_choices.py"),

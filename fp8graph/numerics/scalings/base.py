@@ -80,7 +80,7 @@ class Scaling(ABC):
     not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized
     columns_not_sent: ClassVar[str | None] = None  # why none sends them if the columnwise layout is needed
 
-    # What it costs (``hardware.roofline``): for a tensor that is needed rowwise, and for one that is needed columnwise
+    # What it costs (``hardware.speed``): for a tensor that is needed rowwise, and for one that is needed columnwise
     # (too), how often it is read once more before it can be cast. Scales of the whole tensor, or of all of a column,
     # need that; tiles that lie along columns are cast in a pass of their own. Counted in generated code.
     reads: ClassVar[tuple[int, int]]
