@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
-from torch._dynamo.exc import ShortenTraceback  # noqa: TID251  # compat stands above errors
+from torch._dynamo.exc import ShortenTraceback  # compat stands above errors
 
 __all__ = [
     "CheckpointError",

@@ -20,7 +20,6 @@ aten = torch.ops.aten
 MATMULS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default)
 GROUPED: Final = (aten._grouped_mm.default, ops.grouped_mm)
 SITES: Final = (*MATMULS, *GROUPED)
-FORWARD: Final = "is_forward"
 BACKWARD: Final = "is_backward"
 SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _OF_ANY_STRIDES: Final = ("aten", "prims", "fp8graph")

@@ -80,11 +80,6 @@ class GraphText:
         return line
 
 
-def graph_text(graph: fx.Graph) -> str:
-    """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
-    return GraphText()(graph)
-
-
 def _line(node: fx.Node) -> str:
     left = f"{node.name}: {_type_text(node.meta.get('val'))}"
     if node.op == "placeholder":

@@ -16,8 +16,7 @@ from fp8graph import Policy
 from fp8graph.backend.stored import Stored
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
-from fp8graph.ir.text import graph_text
-from helpers import MLP, eager_backend
+from helpers import MLP, eager_backend, graph_text
 
 
 def found(recipe: str = "delayed") -> Stored:

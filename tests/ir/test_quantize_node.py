@@ -13,8 +13,7 @@ from torch import fx
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.quantize_node import QuantizeNode, call
-from fp8graph.ir.text import graph_text
-from helpers import graph_inputs_for
+from helpers import graph_inputs_for, graph_text
 
 FP8 = torch.float8_e4m3fn
 

@@ -8,8 +8,8 @@ from torch import fx
 
 from fp8graph import Policy
 from fp8graph.backend import inductor_passes
-from fp8graph.ir.text import GraphText, graph_text
-from helpers import MLP, RECIPES, first_fast, view_of
+from fp8graph.ir.text import GraphText
+from helpers import MLP, RECIPES, first_fast, graph_text, view_of
 
 
 @first_fast("recipe", RECIPES)

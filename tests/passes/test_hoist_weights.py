@@ -23,10 +23,9 @@ from fp8graph.ir.keys import OPERAND_KEY
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.text import graph_text
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.hoist_weights import hoist_weights
-from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, view_of
+from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, graph_text, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))

@@ -15,11 +15,10 @@ from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
 from fp8graph.ir.keys import NAMES_KEY
 from fp8graph.ir.nodes import aten, nodes
-from fp8graph.ir.text import graph_text
 from fp8graph.numerics import matmul
 from fp8graph.passes.lower import lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling
-from helpers import graph_inputs_for, same_bits
+from helpers import graph_inputs_for, graph_text, same_bits
 
 
 def graph_with(target: Any, *args: Any) -> fx.Graph:

@@ -13,8 +13,7 @@ from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.extra_inputs import QuantizedInGraph, QuantizedWeight
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.text import graph_text
-from helpers import passed
+from helpers import graph_text, passed
 
 IN_GRAPH = Settings(cache_weights=False)
 DELAYED = Policy(default="delayed", min_speedup=0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
-from fp8graph.ir.text import graph_text
-from helpers import ALL, MLP, dialect_counts, eager_backend, same_bits, step
+from fp8graph.passes import JOINT_PIPELINE
+from helpers import ALL, MLP, dialect_counts, eager_backend, graph_text, same_bits, step
 from tiny_models import llama_config
 
 
@@ -64,30 +64,7 @@ def test_a_report_can_be_pickled() -> None:
 
 def test_stages_are_the_text_after_each_pass() -> None:
     view = fp8graph.explain(MLP(), torch.randn(8, 32), policy=ALL, cache_weights="update").graphs[0]
-    assert list(view.stages) == [
-        "unpack",
-        "recognize",
-        "match",
-        "assign",
-        "find_attention",
-        "score",
-        "smooth",
-        "quantize",
-        "fold",
-        "share",
-        "route_in_fp8",
-        "share_tokens",
-        "gather_in_fp8",
-        "fuse_linears",
-        "prepare_fp4",
-        "observe",
-        "hoist_weights",
-        "note_weights",
-        "connect_scales",
-        "accumulate_wgrad",
-        "save_for_backward",
-        "quantize_attention",
-    ]
+    assert list(view.stages) == [run.__name__ for run in JOINT_PIPELINE]
     assert view.before == view.stages["assign"]
     assert view.after == view.stages["connect_scales"]
     assert view.before.count("aten.mm(") == 7

@@ -24,6 +24,7 @@ from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.places import Parameter
 from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.text import GraphText
 from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.report import GraphView
 from tiny_models import TINY
@@ -163,6 +164,11 @@ def view_of(module: Any, *args: Any, policy: Any = ALL, **kwargs: Any) -> GraphV
     torch.compile(module, backend=backend, fullgraph=True)(*args)
     (view,) = backend.report.graphs
     return view
+
+
+def graph_text(graph: fx.Graph) -> str:
+    """See ``GraphText``."""
+    return GraphText()(graph)
 
 
 def brief(text: str) -> str:
