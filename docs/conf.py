@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|nn|transformers|lightning|collections|contextlib|pathlib|re|typing|os|enum)\..*"),
     (
         "py:class",
-        r"fp8graph\.(backend|hardware|libraries|recipes\.quantizer|recipes\.rules|runtime)\..*",
+        r"fp8graph\.(backend|hardware|libraries|recipes\.base|recipes\.rules|runtime)\..*",
     ),
     ("py:class", r"(.*\.)?(_Model|_T|PolicyLike|RecipeLike|AmaxAlgorithm|ScaleAlgorithm|ScaleFormat|Scope|ErrorMode)"),
 ]

@@ -18,7 +18,7 @@ from torch import Tensor
 import fp8graph
 from fp8graph.numerics.formats import exp2_biased, saturating_cast, unpack_e2m1
 from fp8graph.numerics.history import HEADER, new_page, updated_page
-from fp8graph.recipes.quantizer import FP8_MAX, GEMM_LAYOUTS, GEMM_OPERANDS, GemmName
+from fp8graph.recipes import FP8_MAX, GEMM_LAYOUTS, GEMM_OPERANDS, GemmName
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -26,8 +26,8 @@ from fp8graph.recipes import (
     RecipeLike,
     resolve_recipe,
 )
+from fp8graph.recipes.policy import rule_toml
 from fp8graph.recipes.rules import INHERIT, Rule
-from fp8graph.recipes.toml_text import rule_toml
 from fp8graph.records import StatisticRecord
 
 NEEDED: Final = ("cur_amax", "l1_norm", "underflows%", "saturated%", "sqnr")  # the statistics that are judged

@@ -23,9 +23,8 @@ from fp8graph.ir.settings import Settings
 from fp8graph.planning import choose
 from fp8graph.planning.scoring import Loss, Measured, Scoring, measure, seconds
 from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
-from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.policy import Policy, policy_toml
 from fp8graph.recipes.rules import INHERIT, recipe_text
-from fp8graph.recipes.toml_text import policy_toml
 from fp8graph.report.terminal import progress_console
 
 _DEFAULT_TARGET: Final = "sm_90"

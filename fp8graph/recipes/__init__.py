@@ -1,8 +1,6 @@
 """The choices of users: recipes, policies, regions of code."""
 
-from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.nvfp4 import NVFP4BlockScaling
-from fp8graph.recipes.quantizer import (
+from fp8graph.recipes.base import (
     E2M1X2,
     FLT_MAX,
     FNUZ,
@@ -18,6 +16,7 @@ from fp8graph.recipes.quantizer import (
     Layout,
     OperandName,
     Quantizer,
+    Recipe,
     Scaling,
 )
 from fp8graph.recipes.recipe import (
@@ -27,6 +26,7 @@ from fp8graph.recipes.recipe import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
     ScaleAlgorithm,
 )
 from fp8graph.recipes.registry import (

@@ -1,4 +1,4 @@
-"""Policy: ordered rules that give each site a recipe per GEMM. First full match wins.
+"""Policy: ordered rules that give each site a recipe per GEMM, and its files. First full match wins.
 
 The idea of ordered, fully matched rules and of reporting the unused ones is qwix's
 (``google/qwix``, ``_src/qconfig.py``).
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, expect, expect_path
-from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.quantizer import GEMMS
+from fp8graph.recipes.base import GEMMS, Recipe
 from fp8graph.recipes.registry import known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
@@ -38,7 +37,7 @@ from fp8graph.recipes.rules import (
     rule_from_dict,
 )
 
-WATCH: Final = ("observe", "guard")  # tables of a policy file that are no part of the policy
+WATCH: Final = ("observe", "guard")  # tables of a policy file that are not part of the policy
 _log = logging.getLogger("fp8graph")
 # Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (hardware/speed.py).
 MIN_SPEEDUP: Final = 1.05
@@ -176,7 +175,7 @@ class Policy:
         return repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads))
 
     def _default_recipe(self) -> Recipe | None:
-        """What ``default`` stands for; None too where another policy's is meant."""
+        """The recipe that ``default`` stands for; None too where another policy's is meant."""
         return None if self.default is INHERIT else resolve_recipe(self.default)
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,3 +256,31 @@ def in_file(path: str | os.PathLike[str]) -> Generator[None]:
     except Fp8GraphError as error:
         text = str(error)
         raise error if text.startswith("policy file ") else type(error)(f"policy file {Path(path)}: {text}") from None
+
+
+def policy_toml(policy: Policy) -> str:
+    """The text of a policy file, which ``Policy.load`` reads: the standard library only reads TOML.
+
+    Raises:
+        UnsupportedRecipeError: a recipe holds a function.
+        PolicyError: a string has no form in UTF-8.
+    """
+    values = policy.to_dict()
+    head = [f"{name} = {_toml(value)}" for name, value in values.items() if name != "rules"]
+    return "\n\n".join(["\n".join(head), *map(rule_toml, policy.rules)]) + "\n"
+
+
+def rule_toml(rule: Rule) -> str:
+    """One rule of a policy file."""
+    return "\n".join(["[[rules]]", *(f"{name} = {_toml(value)}" for name, value in rule.to_dict().items())])
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        given = {name: each for name, each in cast(Any, value).items() if each is not None}  # TOML has no null
+        return "{ " + ", ".join(f"{name} = {_toml(each)}" for name, each in given.items()) + " }"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, cast(list[Any], value)))}]"
+    if isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
+        raise PolicyError(f"{value!r} cannot be written to a file: half of a surrogate pair is no character.")
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # strings, numbers, booleans

@@ -7,13 +7,13 @@ from typing import Any, Final
 
 from fp8graph.errors import UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.nvfp4 import NVFP4BlockScaling
 from fp8graph.recipes.recipe import (
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8RowwiseScaling,
     MXFP8BlockScaling,
+    NVFP4BlockScaling,
 )
 
 

@@ -11,8 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, did_you_mean
-from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.quantizer import GEMMS, GemmName
+from fp8graph.recipes.base import GEMMS, GemmName, Recipe
 from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
 
 Op = Literal["linear", "matmul", "grouped_mm", "attention"]
@@ -106,7 +105,7 @@ class Rule:
             )
 
     def __str__(self) -> str:
-        """What the rule says: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
+        """The rule as a line: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
         own = [f"{gemm}: {recipe_text(getattr(self, gemm))}" for gemm in GEMMS if getattr(self, gemm) is not INHERIT]
         return f"{self.where} -> {', '.join([recipe_text(self.recipe), *own])}"
 

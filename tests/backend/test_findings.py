@@ -12,7 +12,7 @@ from fp8graph import Policy, Rule
 from fp8graph.backend.findings import Bounds, Site, crossings, proposed, python
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
-from fp8graph.recipes.toml_text import rule_toml
+from fp8graph.recipes.policy import rule_toml
 from fp8graph.records import StatisticRecord
 
 FQN = "model.layers.3.mlp.down_proj"

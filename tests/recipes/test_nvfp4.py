@@ -1,4 +1,4 @@
-"""recipes/nvfp4: which operand gets which ingredient. ``test_recipe.py`` has the defaults and the refusals."""
+"""NVFP4: which operand gets which ingredient. ``test_recipe.py`` has the defaults and the refusals."""
 
 from __future__ import annotations
 

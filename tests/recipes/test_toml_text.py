@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8graph import DelayedScaling, Float8BlockScaling, Policy, PolicyError, Rule, UnsupportedRecipeError
-from fp8graph.recipes.toml_text import policy_toml, rule_toml
+from fp8graph.recipes.policy import policy_toml, rule_toml
 
 RULES = [
     Rule('a "quoted"\\ name\n', "rowwise", wgrad=None),
