@@ -1,40 +1,43 @@
-"""The passes, one per file. This list is the pipeline, and the only statement of its order.
+"""The passes, one per file or folder. This list is the pipeline, and the only statement of its order.
 
 A pass is a function ``(graph, compilation) -> None`` that takes a valid graph and leaves a valid one
-(``fp8graph.ir.verify``). To add one: write ``passes/<name>.py`` with its docstring ``before -> after``, put it in
-the list, and give it a text test in ``tests/passes/``.
+(``fp8graph.ir.verify``). Beside one that few graphs need stands a function with the same arguments, which says whether
+a graph does: it asks what users set, what `assign` decided, or what is in the graph. To add a pass: write
+``passes/<name>.py`` with its docstring ``before -> after``, put it in the list, and give it a text test in
+``tests/passes/``.
 """
 
 if __name__ != "fp8graph.passes":
     raise ImportError(f"import fp8graph.passes, not {__name__}")
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad
+from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates
 from fp8graph.passes.assign import assign
-from fp8graph.passes.attention.find import find_attention
-from fp8graph.passes.attention.quantize import quantize_attention
-from fp8graph.passes.connect_scales import connect_scales
-from fp8graph.passes.fold import fold
-from fp8graph.passes.fuse_linears import fuse_linears
-from fp8graph.passes.gather_in_fp8 import gather_in_fp8
-from fp8graph.passes.hoist_weights import hoist_weights
+from fp8graph.passes.attention.find import find_attention, may_have_attention
+from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
+from fp8graph.passes.connect_scales import connect_scales, has_state
+from fp8graph.passes.fold import fold, has_stored_weights
+from fp8graph.passes.fuse_linears import are_fused, fuse_linears
+from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
+from fp8graph.passes.hoist_weights import hoist_weights, may_keep_weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
-from fp8graph.passes.note_weights import note_weights
-from fp8graph.passes.observe import observe
-from fp8graph.passes.prepare_fp4 import prepare_fp4
+from fp8graph.passes.note_weights import may_be_exported, note_weights
+from fp8graph.passes.observe import is_observed, observe
+from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
 from fp8graph.passes.quantize import quantize
-from fp8graph.passes.recognize import recognize
-from fp8graph.passes.route_in_fp8 import route_in_fp8
-from fp8graph.passes.save_for_backward import save_for_backward
-from fp8graph.passes.score import score
-from fp8graph.passes.share import share, share_tokens
-from fp8graph.passes.smooth import smooth
-from fp8graph.passes.unpack import unpack
+from fp8graph.passes.recognize import has_fp8_inputs, recognize
+from fp8graph.passes.route_in_fp8 import moves_rows, route_in_fp8
+from fp8graph.passes.save_for_backward import has_backward, save_for_backward
+from fp8graph.passes.score import is_scored, score
+from fp8graph.passes.share import share
+from fp8graph.passes.smooth import smooth, smooths
+from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.write import write
 from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.scaling_state import State
@@ -42,32 +45,44 @@ from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.stores import Store
 from fp8graph.runtime.weight_cache import Weights
 
-Pass = Callable[[fx.Graph, Compilation], None]
+
+class Pass(NamedTuple):
+    """An entry of the pipeline: a function that runs on the graphs which need it."""
+
+    run: Callable[[fx.Graph, Compilation], None]
+    needed: Callable[[fx.Graph, Compilation], bool] = lambda graph, compilation: True
+    again: str = ""  # the name of a second run
+
+    @property
+    def name(self) -> str:
+        """The name of its stage in the report."""
+        return self.again or self.run.__name__
+
 
 # Runs on the joint forward + backward graph (or the forward graph of inference), before the partitioner.
 JOINT_PIPELINE: tuple[Pass, ...] = (
-    unpack,
-    recognize,
-    match,
-    assign,
-    find_attention,
-    score,
-    smooth,
-    quantize,
-    fold,
-    share,
-    route_in_fp8,
-    share_tokens,
-    gather_in_fp8,
-    fuse_linears,
-    prepare_fp4,
-    observe,
-    hoist_weights,
-    note_weights,
-    connect_scales,
-    accumulate_wgrad,
-    save_for_backward,
-    quantize_attention,
+    Pass(unpack, has_hidden_matmuls),
+    Pass(recognize, has_fp8_inputs),
+    Pass(match),
+    Pass(assign),
+    Pass(find_attention, may_have_attention),
+    Pass(score, is_scored),
+    Pass(smooth, smooths),
+    Pass(quantize),
+    Pass(fold, has_stored_weights),
+    Pass(share),
+    Pass(route_in_fp8, moves_rows),
+    Pass(share, moves_rows, again="share_tokens"),  # those that a shared expert reads may be those that are routed
+    Pass(gather_in_fp8, gathers),
+    Pass(fuse_linears, are_fused),
+    Pass(prepare_fp4, rotates_or_draws),
+    Pass(observe, is_observed),
+    Pass(hoist_weights, may_keep_weights),
+    Pass(note_weights, may_be_exported),
+    Pass(connect_scales, has_state),
+    Pass(accumulate_wgrad, accumulates),
+    Pass(save_for_backward, has_backward),
+    Pass(quantize_attention, is_attention_quantized),
 )
 
 # Runs on the forward graph and on the backward graph, after the partitioner: the dialect stays opaque to the

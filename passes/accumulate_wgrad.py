@@ -72,9 +72,12 @@ class Gradient(ExtraInput):
         return [f"{name(self.parameter)} gradient"]
 
 
+def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the settings ask for it; a body of a higher-order op has no parameters."""
+    return compilation.known.settings.accumulate_wgrad and not compilation.known.subgraph
+
+
 def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
-    if not compilation.known.settings.accumulate_wgrad or compilation.known.subgraph:
-        return
     (output,) = graph.find_nodes(op="output")
     results = list(cast("Sequence[fx.Node | None]", output.args[0]))
     primals = [(node, index) for node, index in graph_inputs(graph) if not str(node.target).startswith("tangents")]

@@ -52,9 +52,12 @@ class _Entry:
     users: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
+def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether delayed scaling quantizes some tensor in this graph; a body of a higher-order op has no state."""
+    return not compilation.known.subgraph and any(ROWS_KEY in node.meta for node in nodes(graph, (ops.quantize,)))
+
+
 def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
-    if compilation.known.subgraph:
-        return
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))

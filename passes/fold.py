@@ -38,6 +38,11 @@ _NAME = "fold"
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
+def has_stored_weights(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether some weight arrives quantized."""
+    return any(nodes(graph, (ops.stored_weight,)))
+
+
 def fold(graph: fx.Graph, compilation: Compilation) -> None:
     operands: dict[tuple[int, str], dict[str, fx.Node]] = {}  # the quantize nodes of each GEMM
     for node in nodes(graph, (ops.quantize,)):

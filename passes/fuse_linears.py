@@ -51,9 +51,12 @@ _PART: Final = "a tensor subclass holds its weight, and may compare the strides 
 _GATHERED: Final = "its weight or gradient is gathered in FP8"
 
 
+def are_fused(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the settings ask for it."""
+    return compilation.known.settings.fuse_linears
+
+
 def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
-    if not compilation.known.settings.fuse_linears:
-        return
     found: dict[Any, list[Linear]] = {}
     siblings: dict[Any, list[Linear]] = {}
     for linear in linears_of(graph, compilation):

@@ -43,6 +43,11 @@ _NAME = "gather_in_fp8"
 Emit = Callable[..., fx.Node]
 
 
+def gathers(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether something is gathered from other ranks."""
+    return any(nodes(graph, (collectives.ALL_GATHER,)))
+
+
 def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
     in_backward = backward_nodes(graph)
     for node in list(nodes(graph, (ops.quantize,))):

@@ -44,10 +44,15 @@ _NAME = "hoist_weights"
 _TRANSPOSED = "columnwise"
 
 
+def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether copies of weights are kept beside this graph, or gathered in FP8 for it."""
+    known = compilation.known
+    kept = known.keeps_weights or known.gathered or known.sent
+    return bool(kept) and bool(known.settings.cache_weights) and not known.subgraph
+
+
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    if known.subgraph or not known.settings.cache_weights:
-        return
     inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
     parameters = {
         node: index

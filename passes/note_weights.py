@@ -20,10 +20,14 @@ from fp8graph.ir.sources import graph_inputs
 from fp8graph.passes.hoist_weights import extract
 
 
+def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether this is the last trace of a whole graph: with too few spare inputs it is traced again."""
+    known = compilation.known
+    return not known.subgraph and known.spares.wanted <= len(known.spares.indices)
+
+
 def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    if known.subgraph or known.spares.wanted > len(known.spares.indices):  # it is traced again
-        return
     whole = known.parameters.keys() - known.gathered.keys()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
     found = ((node, computed_from(node, parameters)) for node in nodes(graph, (ops.quantize,)))

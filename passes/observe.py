@@ -36,10 +36,15 @@ _NAME = "observe"
 _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 
+def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether this variant of the graph is for observed steps."""
+    asked = compilation.known.observed
+    return asked is not None and not asked.candidates and not compilation.known.subgraph
+
+
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
     asked = compilation.known.observed
-    if asked is None or asked.candidates or compilation.known.subgraph:
-        return
+    assert asked is not None
     measuring = Measuring(graph, asked, _NAME)
     results = _results(graph, compilation)
     for node in list(nodes(graph, (ops.quantize,))):

@@ -29,6 +29,11 @@ from fp8graph.ir.quantize_node import QuantizeNode
 _NAME: Final = "prepare_fp4"
 
 
+def rotates_or_draws(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether some tensor is transformed or rounded stochastically before it is quantized."""
+    return any({"rotation", "stochastic"} & node.kwargs.keys() for node in nodes(graph, (ops.quantize,)))
+
+
 def prepare_fp4(graph: fx.Graph, compilation: Compilation) -> None:
     made: dict[Any, fx.Node] = {}
     draws: dict[fx.Node, int] = {}

@@ -54,9 +54,12 @@ _VIEWS: Final = (
 _SAME: Final = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 
+def has_fp8_inputs(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the graph takes FP8 tensors: the weights of a checkpoint."""
+    return any(map(_is_fp8, graph.find_nodes(op="placeholder")))
+
+
 def recognize(graph: fx.Graph, compilation: Compilation) -> None:
-    if not any(_is_fp8(node) for node in graph.find_nodes(op="placeholder")):
-        return
     found: dict[Any, fx.Node] = {}  # one weight for forward and backward
     for matmul in list(nodes(graph, MATMULS)):
         for argument in matmul_arguments(matmul):

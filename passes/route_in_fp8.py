@@ -45,6 +45,12 @@ from fp8graph.ir.quantize_node import QuantizeNode, call
 _NAME: Final = "route_in_fp8"
 _SETTINGS: Final = frozenset({"scaling", "block", "offs"})
 _CAST = torch.ops.prims.convert_element_type.default
+_MOVES: Final = (collectives.ALL_TO_ALL, aten.index.Tensor, aten.index_select.default)
+
+
+def moves_rows(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether rows are moved in this graph at all."""
+    return any(nodes(graph, _MOVES))
 
 
 def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:

@@ -50,6 +50,11 @@ _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
 
 
+def has_backward(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether backward is in this graph."""
+    return any(map(is_backward, graph.nodes))
+
+
 def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
     found = activation_functions(gemms)

@@ -32,10 +32,14 @@ _NAME: Final = "score"
 _WHAT: Final = "score"
 
 
+def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether recipes are tried out in this variant of the graph."""
+    return compilation.known.observed is not None and bool(compilation.known.observed.candidates)
+
+
 def score(graph: fx.Graph, compilation: Compilation) -> None:
     asked = compilation.known.observed
-    if asked is None or not asked.candidates:
-        return
+    assert asked is not None
     measuring = Measuring(graph, asked, _NAME)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
     for site in compilation.sites:

@@ -64,11 +64,6 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
     graph.eliminate_dead_code()
 
 
-def share_tokens(graph: fx.Graph, compilation: Compilation) -> None:
-    """Once more: tokens that are quantized before they are routed may be those that a shared expert reads."""
-    share(graph, compilation)
-
-
 def _key(node: fx.Node) -> Any:
     """Equal for nodes that may become one: tensor, quantizer and, with a state, the recipe that updates it."""
     asked = QuantizeNode(node).asked

@@ -37,6 +37,12 @@ _WHAT: Final = "smooth input"
 Scales = tuple[fx.Node, fx.Node]  # x * s, r
 
 
+def smooths(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the recipe of some GEMM asks for it."""
+    recipes = (decision.recipe for decision in compilation.decisions.values())
+    return any(recipe is not None and recipe.smooths for recipe in recipes)
+
+
 def smooth(graph: fx.Graph, compilation: Compilation) -> None:
     made: dict[Any, Scales] = {}  # linears that read one tensor share its scales
     for site in compilation.sites:

@@ -26,6 +26,11 @@ _FORWARD = "transformers.grouped_mm_fallback.default"  # by name: transformers m
 _BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
 
+def has_hidden_matmuls(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether some op of the graph is one of that library."""
+    return any(str(node.target) in (_FORWARD, _BACKWARD) for node in graph.nodes)
+
+
 def unpack(graph: fx.Graph, compilation: Compilation) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and str(node.target) in (_FORWARD, _BACKWARD):

@@ -92,10 +92,6 @@ def _run(graph: fx.Graph, name: str, run: Callable[[], None], **settings: Any) -
         ) from error
 
 
-def _append(text: str, more: str) -> str:
-    return f"{text}\n\n{more}" if text else more
-
-
 class _Pass(CustomGraphPass):
     """A custom pass of Inductor that runs another one (the user's) first."""
 
@@ -145,9 +141,8 @@ class JointPass(_Pass):
         self._known = known
         self._check = check  # strict mode: raises before anything is generated
         self._keep_module = keep_module
-        self.before = ""
         self.inputs: tuple[str, ...] = ()
-        self.stages: dict[str, str] = {}  # pass name -> graph text after it
+        self._texts: list[dict[str, str]] = []  # of each graph: before all passes (""), and after each by its name
         self.origins: dict[str, Origin] = {}  # of the nodes of all stages, by name
         self.saved: tuple[str, ...] = ()  # the nodes that forward returns for backward; set after the partitioner
         self.attention: tuple[AttentionRecord, ...] = ()
@@ -168,20 +163,23 @@ class JointPass(_Pass):
 
     def _rewrite(self, graph: fx.Graph) -> None:
         text = GraphText()
-        self.before = _append(self.before, text(graph))
+        texts = {"": text(graph)}
+        self._texts.append(texts)
         add_origins(self.origins, graph)
         inputs = list(graph_inputs(graph))
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
         training = any(str(node.target).startswith("tangents") for node, _ in inputs)
         compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph, training=training))
         self.training |= training
-        for run in JOINT_PIPELINE:
+        for each in JOINT_PIPELINE:
+            if not each.needed(graph, compilation):
+                continue
             rows = len(compilation.rows)
-            checking = functools.partial(run, graph, compilation)
-            _run(graph, run.__name__, checking, hardware_of=compilation.hardware_of)
+            run = functools.partial(each.run, graph, compilation)
+            _run(graph, each.name, run, hardware_of=compilation.hardware_of)
             if self._check is not None and len(compilation.rows) > rows:
                 self._check(compilation.rows[rows:])
-            self.stages[run.__name__] = _append(self.stages.get(run.__name__, ""), text(graph))
+            texts[each.name] = text(graph)
             add_origins(self.origins, graph)
         self.records = (*(self.records or ()), *(row for row in compilation.rows if isinstance(row, GemmRecord)))
         self.attention += tuple(row for row in compilation.rows if isinstance(row, AttentionRecord))
@@ -199,6 +197,22 @@ class JointPass(_Pass):
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))
             self.module = fx.GraphModule(graph.owning_module or torch.nn.Module(), copy)
+
+    @property
+    def before(self) -> str:
+        """The text of all graphs before the passes."""
+        return "\n\n".join(texts[""] for texts in self._texts)
+
+    @property
+    def stages(self) -> dict[str, str]:
+        """The text of all graphs after each pass that one of them needed, by its name."""
+        found: dict[str, str] = {}
+        current = [texts[""] for texts in self._texts]
+        for each in JOINT_PIPELINE:
+            if any(each.name in texts for texts in self._texts):
+                current = [texts.get(each.name, text) for texts, text in zip(self._texts, current, strict=True)]
+                found[each.name] = "\n\n".join(current)
+        return found
 
     def noting_saved(
         self, inner_compile: Callable[..., Any], *, tell: bool, then: Callable[[], None] | None = None

@@ -24,9 +24,9 @@ from fp8graph.analysis.refusals import why_not_of_size
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
-from fp8graph.ir.attention import Attention
+from fp8graph.ir.attention import FORMS, Attention
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import backward_nodes, known_equal, size_hint, static_size, value
+from fp8graph.ir.nodes import backward_nodes, known_equal, nodes, size_hint, static_size, value
 from fp8graph.ir.sites import Decision
 from fp8graph.ir.text import short
 from fp8graph.numerics import transforms
@@ -49,6 +49,11 @@ LENGTHS: Final = "; its FLOPs are an upper bound: as if each sequence had as man
 # Backward computes dQ, dK, dV and dP, and the scores once more unless they are kept: five or four products, not two.
 _BACKWARD: Final = {False: 2.5, True: 2}  # written out or not
 _HIGH_PRECISION_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def may_have_attention(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether the graph has an op for attention, or products of activations."""
+    return any(nodes(graph, FORMS)) or any(site.op == "matmul" for site in compilation.sites)
 
 
 def find_attention(graph: fx.Graph, compilation: Compilation) -> None:

@@ -56,6 +56,12 @@ _ROTATED: Final = ("query", "key")
 Emit = Callable[..., fx.Node]
 
 
+def is_attention_quantized(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether some attention has a recipe."""
+    decisions = (attention.decision for attention in compilation.attention)
+    return any(decision is not None and decision.recipe is not None for decision in decisions)
+
+
 def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
     for attention in compilation.attention:

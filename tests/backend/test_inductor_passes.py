@@ -15,6 +15,7 @@ from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import JointPass, LowerPass, Stopwatch, hash_of, source_hash
 from fp8graph.compat.inductor import CustomGraphPass
 from fp8graph.ir.compilation import Known
+from fp8graph.passes import Pass
 from fp8graph.recipes.policy import Policy
 from helpers import ALL, MLP, eager_backend
 
@@ -84,7 +85,7 @@ def test_a_failing_pass_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_graph: Any, _compilation: Any) -> None:
         raise DataDependentOutputException(torch.ops.aten.item.default)
 
-    monkeypatch.setattr(inductor_passes, "JOINT_PIPELINE", (*inductor_passes.JOINT_PIPELINE, broken))
+    monkeypatch.setattr(inductor_passes, "JOINT_PIPELINE", (*inductor_passes.JOINT_PIPELINE, Pass(broken)))
     with pytest.raises(fp8graph.Fp8GraphError, match="internal error in pass 'broken'.*Please report this"):
         torch.compile(MLP(), backend=eager_backend(ALL))(torch.randn(2, 32))
 
@@ -112,3 +113,11 @@ def test_every_folder_of_the_product_is_in_the_key_of_compiled_code(tmp_path: Pa
         hashes.add(hash_of(package))
     (package / "ir" / "nodes.py").rename(package / "ir" / "renamed.py")
     assert len({*hashes, hash_of(package)}) == len(files) + 2
+
+
+def test_a_stage_has_the_text_of_graphs_that_did_not_need_it() -> None:
+    """Of a higher-order op: its body is a graph of its own, which other passes change."""
+    joint = JointPass(Known(policy=Policy()), None)
+    joint._texts = [{"": "a", "match": "b", "share": "c"}, {"": "d", "match": "e", "fold": "f"}]
+    assert joint.before == "a\n\nd"
+    assert joint.stages == {"match": "b\n\ne", "fold": "b\n\nf", "share": "c\n\nf"}

@@ -13,7 +13,7 @@ import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import history
 from gathers import two_ranks
-from helpers import MLP, Weight, brief, eager_backend, first_fast, inputs_of, view_of
+from helpers import MLP, Weight, around, brief, eager_backend, first_fast, inputs_of, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 
@@ -24,7 +24,7 @@ def lines(text: str, *ops: str) -> list[str]:
 
 def state_lines(module: nn.Module, x: Tensor, policy: Policy | None = None) -> list[str]:
     view = view_of(module, x, policy=policy or Policy(default=RECIPE))
-    return lines(view.stages["connect_scales"], "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
+    return lines(around(view, "connect_scales")[1], "fp8graph.read_scales", "fp8graph.update_page", "aten.copy_")
 
 
 def test_one_read_and_one_update_a_direction() -> None:

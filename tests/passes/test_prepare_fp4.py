@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import NVFP4BlockScaling, Policy, Rule
-from helpers import compiled_step, eager_backend, same_bits
+from helpers import around, compiled_step, eager_backend, same_bits
 
 
 def prepared(policy: Policy, module: nn.Module | None = None) -> list[str]:
@@ -16,9 +16,8 @@ def prepared(policy: Policy, module: nn.Module | None = None) -> list[str]:
     module = nn.Linear(64, 32, bias=False) if module is None else module
     backend = eager_backend(policy)
     compiled_step(module, torch.randn(16, 64, requires_grad=True), backend)
-    stages = backend.report.graphs[0].stages
-    before = set(stages["fuse_linears"].splitlines())
-    return [line for line in stages["prepare_fp4"].splitlines() if line not in before]
+    before, after = around(backend.report.graphs[0], "prepare_fp4")
+    return [line for line in after.splitlines() if line not in before.splitlines()]
 
 
 def test_one_matrix_for_each_direction_and_one_seed() -> None:

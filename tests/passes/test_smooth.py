@@ -11,7 +11,7 @@ from torch import nn
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.numerics.transforms import smoothing
-from helpers import compiled_step, eager_backend, first_fast, mixtral, step
+from helpers import around, compiled_step, eager_backend, first_fast, mixtral, step
 
 SMOOTH = Float8CurrentScaling(smooth_input=True)
 
@@ -49,9 +49,8 @@ def rewritten(recipe: Any, module: nn.Module | None = None, shape: tuple[int, ..
     """The nodes that the pass inserted in a training graph, as text, and the report."""
     backend = eager_backend(Policy([Rule("down", recipe)], default=None))
     compiled_step(module or SwiGLU(), torch.randn(shape, requires_grad=True), backend)
-    stages = backend.report.graphs[0].stages
-    before = set(stages["score"].splitlines())
-    return [line for line in stages["smooth"].splitlines() if line not in before], backend.report
+    before, after = around(backend.report.graphs[0], "smooth")
+    return [line for line in after.splitlines() if line not in before.splitlines()], backend.report
 
 
 def test_input_and_weight_are_scaled_and_the_gradient_is_scaled_back() -> None:

@@ -132,7 +132,7 @@ def without_the_pass() -> Generator[None]:
     from fp8graph.backend import inductor_passes
 
     pipeline = inductor_passes.JOINT_PIPELINE
-    inductor_passes.JOINT_PIPELINE = tuple(run for run in pipeline if run.__name__ != "route_in_fp8")
+    inductor_passes.JOINT_PIPELINE = tuple(each for each in pipeline if each.name != "route_in_fp8")
     try:
         yield
     finally:

@@ -146,7 +146,7 @@ def _both(rank: int, kind: str, dtype: torch.dtype, recipe: Any, shape: tuple[in
     results: dict[str, Any] = {}
     dynamic, kind = kind.startswith("dynamic "), kind.removeprefix("dynamic ")
     for name in ("with", "without"):
-        without = tuple(run for run in passes.JOINT_PIPELINE if run.__name__ != "gather_in_fp8")
+        without = tuple(each for each in passes.JOINT_PIPELINE if each.name != "gather_in_fp8")
         before, inductor_passes.JOINT_PIPELINE = (
             inductor_passes.JOINT_PIPELINE,
             passes.JOINT_PIPELINE if name == "with" else without,

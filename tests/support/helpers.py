@@ -178,7 +178,14 @@ def brief(text: str) -> str:
 
 def stage(module: Any, *args: Any, after: str, **kwargs: Any) -> str:
     """The text of the graph after one pass."""
-    return view_of(module, *args, **kwargs).stages[after]
+    return around(view_of(module, *args, **kwargs), after)[1]
+
+
+def around(view: GraphView, name: str) -> tuple[str, str]:
+    """The text of a graph before one pass and after it: the same, if the graph does not need it."""
+    names = [each.name for each in inductor_passes.JOINT_PIPELINE]
+    (*_, before) = view.before, *(view.stages[other] for other in names[: names.index(name)] if other in view.stages)
+    return before, view.stages.get(name, before)
 
 
 def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) -> tuple[fx.Graph, Compilation]:
@@ -188,7 +195,7 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     """
     pipeline = inductor_passes.JOINT_PIPELINE
     with pytest.MonkeyPatch.context() as patch:
-        decided = [run.__name__ for run in pipeline].index("assign")  # which only decides
+        decided = [each.name for each in pipeline].index("assign")  # which only decides
         patch.setattr(inductor_passes, "JOINT_PIPELINE", pipeline[: decided + 1])
         view = view_of(module, *args, policy=NONE)
         graph = view.module.graph
@@ -197,9 +204,10 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     parameters = {i: Parameter(source=s, index=i) for i, s in sources.items() if "_parameters[" in s}
     facts: dict[str, Any] = {"sources": tuple(sources[i] for i in sorted(sources)), "parameters": parameters, **known}
     compilation = Compilation(known=Known(policy=policy, **facts))
-    for run in pipeline:
-        run(graph, compilation)
-        if run.__name__ == last:
+    for each in pipeline:
+        if each.needed(graph, compilation):
+            each.run(graph, compilation)
+        if each.name == last:
             return graph, compilation
     raise ValueError(f"no pass is called {last!r}")
 
