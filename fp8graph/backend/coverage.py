@@ -14,7 +14,8 @@ from torch import nn
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.libraries import adopt, compressed_tensors, converted_for_training, not_adopted
+from fp8graph.libraries import adopt, converted_for_training, not_adopted
+from fp8graph.libraries.readers import of_compressed_tensors
 from fp8graph.records import AttentionRecord, GemmRecord
 from fp8graph.report import Report
 
@@ -91,7 +92,7 @@ def adopt_in_time(backend: Reports, model: nn.Module) -> None:
     layers = not_adopted(model)
     if not layers:
         return
-    if not any(compressed_tensors.reader(layer) for layer in layers):
+    if not any(of_compressed_tensors(layer) for layer in layers):
         adopt(model)
         dynamo.trace_again(f"fp8graph adopts the FP8 layers of {type(model).__name__}")
     if backend not in _too_late:

@@ -5,7 +5,7 @@ dequantize. ``adopt`` gives each such layer a ``forward`` of its own, an attribu
 it, it is ``F.linear`` with the dialect's ``stored_weight``; in eager it is the library's. No module is swapped and no
 parameter is replaced: names, ``state_dict`` and files stay.
 
-There is one file per library. None imports its library: layers are known by the names of their classes.
+``readers.py`` has a function per library.
 """
 
 from __future__ import annotations
@@ -17,16 +17,23 @@ from typing import Any, Final, TypeVar
 from torch import nn
 
 from fp8graph.errors import expect
-from fp8graph.libraries import compressed_tensors, torchao, transformers
-from fp8graph.libraries.linear import StoredWeight, forward_of
+from fp8graph.libraries.readers import (
+    forward_of_experts,
+    keep_compressed,
+    of_compressed_tensors,
+    of_torchao,
+    of_transformers,
+    trains_in_fp8,
+)
+from fp8graph.libraries.stored_linear import StoredWeight, forward_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
-# How the weight of a layer is read (None if the layer is of another library), and whether it is read in eager, too.
+# The function that reads a layer's weight (None if the layer is of another library), and whether it runs in eager, too.
 _READERS: Final[tuple[tuple[Callable[[Any], Callable[[Any], StoredWeight] | None], bool], ...]] = (
-    (transformers.reader, False),
-    (torchao.reader, False),
-    (compressed_tensors.reader, True),
+    (of_transformers, False),
+    (of_torchao, False),
+    (of_compressed_tensors, True),
 )
 
 
@@ -42,13 +49,13 @@ def adopt(model: _Model) -> _Model:
     for module in model.modules():
         if (forward := _forward(module)) is not None:
             module.__dict__["forward"] = MethodType(forward, module)
-    compressed_tensors.keep_compressed(model)
+    keep_compressed(model)
     return model
 
 
 def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
     """The first of ``layers`` (name, full name of its class) that another library trains in FP8; "" if none is."""
-    found = (f"{name or 'the model'} ({kind})" for name, kind in layers if torchao.trains_in_fp8(kind))
+    found = (f"{name or 'the model'} ({kind})" for name, kind in layers if trains_in_fp8(kind))
     return next(found, "")
 
 
@@ -60,8 +67,8 @@ def not_adopted(model: nn.Module) -> list[nn.Module]:
 
 
 def _forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The ``forward`` that :func:`adopt` gives to ``module``; None if it is no FP8 layer of a library."""
+    """The ``forward`` that :func:`adopt` gives to ``module``; None for any layer but those in FP8 of a library."""
     for reader, in_eager in _READERS:
         if (read := reader(module)) is not None:
             return forward_of(read, in_eager)
-    return transformers.forward_of_experts(module)
+    return forward_of_experts(module)

@@ -26,7 +26,7 @@ from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import CheckpointError, ConfigError, expect_batch, expect_batches, expect_path
-from fp8graph.libraries.transformers import as_saved
+from fp8graph.libraries.readers import as_saved
 from fp8graph.models import extended
 from fp8graph.models.general import families_of
 from fp8graph.numerics import api

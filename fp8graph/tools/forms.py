@@ -21,7 +21,7 @@ from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import Quantization
 from fp8graph.checkpoints.modelopt import ALGORITHMS, ModelOpt
 from fp8graph.errors import CheckpointError, ConfigError
-from fp8graph.libraries import transformers
+from fp8graph.libraries.readers import as_saved
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FP8_MAX
 
@@ -51,7 +51,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
     names = list(shapes)
     found: dict[str, list[Part]] = {name: [] for name in names}
     unknown: set[str] = set()
-    for name, tensor in transformers.as_saved(model, numbered).items():
+    for name, tensor in as_saved(model, numbered).items():
         sources, rows = (tensor.flatten() >> _SHIFT).unique().tolist(), tensor.flatten() % (1 << _SHIFT)
         source = names[sources[0]]
         matrices = rows // shapes[source][-2]

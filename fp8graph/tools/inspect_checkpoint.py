@@ -19,7 +19,7 @@ import torch
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.checkpoints.inspect import Inspection, LayerSummary, inspect
 from fp8graph.errors import ConfigError, printable
-from fp8graph.libraries.transformers import as_saved
+from fp8graph.libraries.readers import as_saved
 from fp8graph.report.tables import aligned, any_layer, size_text
 from fp8graph.report.terminal import progress_bar
 

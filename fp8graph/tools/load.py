@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
 from fp8graph.compat.wrappers import name_in_original, original_module, submodule
 from fp8graph.errors import CheckpointError, expect, expect_path, printable
-from fp8graph.libraries.linear import StoredWeight, one_scale
-from fp8graph.libraries.stored_linear import StoredLinear
+from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight, one_scale
 
 _log = logging.getLogger("fp8graph")
 _Model = TypeVar("_Model", bound=nn.Module)

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.libraries.linear import StoredWeight
-from fp8graph.libraries.stored_linear import StoredLinear
+from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
 from fp8graph.numerics import sqnr_db
 from helpers import same_bits
 

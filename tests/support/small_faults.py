@@ -797,14 +797,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # libraries
     Fault(
         "torchao's swizzled scales are read in another order",
-        f"{_LIBRARIES}/torchao.py",
+        f"{_LIBRARIES}/readers.py",
         ".permute(0, 3, 2, 1, 4)",
         ".permute(0, 2, 3, 1, 4)",
         ("tests/libraries/test_torchao.py", "tests/libraries/test_transformers.py"),
     ),
     Fault(
         "a weight that was quantized alone has its activations quantized",
-        f"{_LIBRARIES}/torchao.py",
+        f"{_LIBRARIES}/readers.py",
         'return "none" if weight.act_quant_kwargs is None else "dynamic"',
         'return "dynamic"',
         ("tests/libraries/test_torchao.py", "tests/libraries/test_transformers.py"),
