@@ -33,7 +33,7 @@ _STYLES: Final = ("embedding", "colwise", "rowwise", "replicated_with_grad_allre
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """How many GPUs along each axis; those of ``tp`` are neighbours, then those of ``fsdp``, then those of ``dp``.
+    """The number of GPUs along each axis; those of ``tp`` are neighbours, then those of ``fsdp``, then those of ``dp``.
 
     Raises:
         ConfigError: (a ``ValueError``) for sizes that are not whole numbers > 0, ``sp`` without ``tp``, or more than
@@ -113,7 +113,7 @@ class Workload:
         return max(linear.m for linear in self.linears)
 
     def style(self, fqn: str) -> str:
-        """How tp shards a layer: one of ``_STYLES``, or "" if every rank has all of it."""
+        """The way in which tp shards a layer: one of ``_STYLES``, or "" if every rank has all of it."""
         value = self.plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", fqn), "")
         return next((style for style in _STYLES if value.startswith(style)), "")
 

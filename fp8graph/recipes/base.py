@@ -68,7 +68,7 @@ class Format(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Quantizer:
-    """How one ``fp8graph::quantize`` node quantizes: the part of a recipe that concerns one operand.
+    """The arithmetic of one ``fp8graph::quantize`` node: the part of a recipe that concerns one operand.
 
     ``scaling`` says what shares one scale:
 
@@ -200,7 +200,7 @@ class Recipe:
         return ""
 
     def quantizer(self, operand: OperandName) -> Quantizer:
-        """How ``operand`` is quantized under this recipe."""
+        """The quantizer of ``operand`` under this recipe."""
         raise NotImplementedError
 
     def covers(self, gemm: GemmName) -> bool:
