@@ -35,9 +35,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
 from fp8graph.ir.extra_inputs import ExtraInput
-from fp8graph.ir.keys import GEMM_KEY
-from fp8graph.ir.nodes import aten, nodes, value
-from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.naming import graph_inputs
+from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, value
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.runtime.slots import Caller, Run, Slot

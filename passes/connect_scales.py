@@ -32,12 +32,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.edit import insert, set_direction
+from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import PageLayout, StateRow
-from fp8graph.ir.keys import CACHED_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.nodes import CACHED_KEY, ROWS_KEY, aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.ir.trace import inline, trace
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 

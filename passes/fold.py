@@ -30,8 +30,7 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
-from fp8graph.ir.nodes import aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, aten, known_equal, matmul_arguments, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 
 _NAME = "fold"

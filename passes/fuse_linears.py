@@ -36,8 +36,7 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, update_value, update_views
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, nodes, value
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName

@@ -34,8 +34,19 @@ from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, PURPOSE_KEY, ROWS_KEY
-from fp8graph.ir.nodes import BACKWARD, aten, backward_nodes, known_contiguous, nodes, value
+from fp8graph.ir.nodes import (
+    BACKWARD,
+    GATHERED_KEY,
+    GEMM_KEY,
+    OPERAND_KEY,
+    PURPOSE_KEY,
+    ROWS_KEY,
+    aten,
+    backward_nodes,
+    known_contiguous,
+    nodes,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 

@@ -33,10 +33,18 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import GatheredWeight, PageLayout, QuantizedWeight, ReadWhole, SpareInputs, ToGather
-from fp8graph.ir.keys import CACHED_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import fake_mode_of, module_path, nodes, runs_without_gradients, value
+from fp8graph.ir.naming import graph_inputs
+from fp8graph.ir.nodes import (
+    CACHED_KEY,
+    OPERAND_KEY,
+    ROWS_KEY,
+    fake_mode_of,
+    module_path,
+    nodes,
+    runs_without_gradients,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.ir.sources import graph_inputs
 from fp8graph.numerics import history
 from fp8graph.passes.connect_scales import connect_scales
 

@@ -23,9 +23,8 @@ from torch import fx
 
 from fp8graph import hardware
 from fp8graph.ir import ops
-from fp8graph.ir.keys import NAMES_KEY
-from fp8graph.ir.nodes import nodes, value
-from fp8graph.ir.trace import inline, trace
+from fp8graph.ir.edit import inline, trace
+from fp8graph.ir.nodes import NAMES_KEY, nodes, value
 
 
 def lower(graph: fx.Graph) -> None:

@@ -33,11 +33,11 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.ir import ops
 from fp8graph.ir.attention import FORMS
 from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.naming import Parameter, graph_inputs, names_of, place_of
 from fp8graph.ir.nodes import (
     GROUPED,
     SITES,
@@ -52,9 +52,7 @@ from fp8graph.ir.nodes import (
     value,
     written_as_linear,
 )
-from fp8graph.ir.places import Parameter
 from fp8graph.ir.sites import Gemm, OperandView, Site
-from fp8graph.ir.sources import graph_inputs
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.recipes.autocast import REGION_KEY
 

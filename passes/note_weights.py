@@ -15,8 +15,8 @@ from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.extra_inputs import QuantizedInGraph
+from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import nodes
-from fp8graph.ir.sources import graph_inputs
 from fp8graph.passes.hoist_weights import extract
 
 

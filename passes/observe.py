@@ -26,9 +26,8 @@ from torch import fx
 from fp8graph.analysis.readers import before_smoothing, gemms_behind, is_smoothed, sites_of_gemm
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
 from fp8graph.ir.measuring import Measuring, Names
-from fp8graph.ir.nodes import GROUPED, matmul_arguments, nodes
+from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.recipes import GemmName
 

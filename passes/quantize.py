@@ -31,8 +31,19 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place
 from fp8graph.ir.extra_inputs import StateRow
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import GROUPED, SITES, aten, is_view, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.nodes import (
+    GEMM_KEY,
+    GROUPED,
+    OPERAND_KEY,
+    ROWS_KEY,
+    SITES,
+    aten,
+    is_view,
+    known_equal,
+    matmul_arguments,
+    nodes,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.numerics import quantization

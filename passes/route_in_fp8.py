@@ -38,8 +38,17 @@ from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import GATHERED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, known_contiguous, nodes, size_hint, value
+from fp8graph.ir.nodes import (
+    GATHERED_KEY,
+    GEMM_KEY,
+    OPERAND_KEY,
+    ROWS_KEY,
+    aten,
+    known_contiguous,
+    nodes,
+    size_hint,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
 _NAME: Final = "route_in_fp8"

@@ -40,8 +40,7 @@ from fp8graph.analysis.refusals import site_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import CACHED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, is_backward, nodes, readers, value
+from fp8graph.ir.nodes import CACHED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _NAME = "save_for_backward"

@@ -25,8 +25,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.extra_inputs import StateRow
-from fp8graph.ir.keys import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import nodes, runs_without_gradients
+from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY, nodes, runs_without_gradients
 from fp8graph.ir.quantize_node import QuantizeNode
 
 _NAME = "share"

@@ -10,8 +10,7 @@ from torch import fx
 from fp8graph.analysis.gather_path import Path
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import ROWS_KEY
-from fp8graph.ir.nodes import aten, size_hint, static_size, value
+from fp8graph.ir.nodes import ROWS_KEY, aten, size_hint, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.recipes import DelayedScaling
 

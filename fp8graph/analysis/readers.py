@@ -7,8 +7,7 @@ from typing import cast
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
-from fp8graph.ir.nodes import aten
+from fp8graph.ir.nodes import GEMM_KEY, PASS_KEY, aten
 from fp8graph.recipes import GemmName
 
 

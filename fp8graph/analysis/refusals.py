@@ -9,11 +9,10 @@ from torch import fx
 
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import GEMM_KEY
-from fp8graph.ir.nodes import SITES, known_at_run_time_only, static_size, value
+from fp8graph.ir.naming import graph_inputs, split_source
+from fp8graph.ir.nodes import GEMM_KEY, SITES, known_at_run_time_only, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
-from fp8graph.ir.sources import graph_inputs, split_source
 
 _GEMMS = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
 _SHARDED = "a copy of all of it would take the memory that sharding saves"

@@ -18,7 +18,6 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.naming import names_of
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Situation
 from fp8graph.backend.foresee import spare_inputs
@@ -42,6 +41,7 @@ from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs, TakesPart
+from fp8graph.ir.naming import names_of
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve

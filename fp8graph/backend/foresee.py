@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from fp8graph import hardware
-from fp8graph.analysis.naming import names_of, place_of
 from fp8graph.analysis.siblings import fits_in_group
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import Known
-from fp8graph.ir.places import Parameter
+from fp8graph.ir.naming import Parameter, names_of, place_of
 from fp8graph.ir.sites import Site
 from fp8graph.numerics import quantization
 from fp8graph.passes.assign import resolve

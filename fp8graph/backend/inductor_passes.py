@@ -26,9 +26,9 @@ from fp8graph.compat.inductor import CustomGraphPass, compile_fx
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import ops, verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.keys import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY
+from fp8graph.ir.naming import graph_inputs, named_placeholders
+from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.sources import graph_inputs, named_placeholders
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord

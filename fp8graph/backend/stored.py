@@ -24,7 +24,7 @@ from torch import fx
 from fp8graph.compat.fakes import FakeTensorMode
 from fp8graph.compat.ops import OpOverload
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.keys import PASS_KEY
+from fp8graph.ir.nodes import PASS_KEY
 from fp8graph.report import GraphView
 
 _log = logging.getLogger("fp8graph")

@@ -14,9 +14,8 @@ from typing import ClassVar, Self, cast
 import torch
 from torch import fx
 
-from fp8graph.ir.keys import TAKEN_KEY
-from fp8graph.ir.nodes import value
-from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.naming import graph_inputs
+from fp8graph.ir.nodes import TAKEN_KEY, value
 from fp8graph.numerics import history
 from fp8graph.recipes import DelayedScaling, OperandName, Recipe
 

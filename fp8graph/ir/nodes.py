@@ -1,4 +1,8 @@
-"""Questions about one node: its value, its direction, its readers, and whether it is a matmul or a view."""
+"""Questions about one node: its value, its direction, its readers, whether it is a matmul or a view.
+
+Passes leave each other notes in a node's metadata: all their keys are here, but the one of ``recipes/autocast.py`` for
+the regions of the user's code.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,6 @@ from torch.nn import functional
 
 from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir import ops
-from fp8graph.ir.keys import NO_GRAD_KEY
 
 aten = torch.ops.aten
 
@@ -23,6 +26,20 @@ SITES: Final = (*MATMULS, *GROUPED)
 BACKWARD: Final = "is_backward"
 SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _OF_ANY_STRIDES: Final = ("aten", "prims", "fp8graph")
+
+# All keys of metadata.
+GATHERED_KEY: Final = "fp8graph_gathered"  # node.meta of an all-gather of a quantized tensor: Gathered
+PURPOSE_KEY: Final = "fp8graph_purpose"  # node.meta of a collective that a pass added: its purpose
+OPERAND_KEY: Final = "fp8graph_operand"  # node.meta of a quantize node: the operand's name
+ROWS_KEY: Final = "fp8graph_rows"  # node.meta of a delayed quantize node: its StateRows
+TAKEN_KEY: Final = "fp8graph_taken"  # node.meta of a spare input that a pass took
+CACHED_KEY: Final = "fp8graph_cached"  # node.meta of a quantize node that runs outside the graph
+NO_GRAD_KEY: Final = "fp8graph_no_grad"  # in node.meta["custom"]: the node runs without gradients
+GEMM_KEY: Final = "fp8graph_gemm"  # node.meta: the GEMM that the node belongs to, (index of its site, its name)
+PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node
+DECIDED_KEY: Final = "fp8graph_decided"  # node.meta: the joint pipeline has seen the node
+NAMES_KEY: Final = "fp8graph_names"  # node.meta after lowering: names of the nodes before it that the node computes
+TEXT_KEY: Final = "fp8graph_text"  # module.meta of a partitioned graph: the joint graph's text after all passes
 
 
 def value(node: fx.Node) -> torch.Tensor:

@@ -27,7 +27,9 @@ millisecond per node; tests/ir/test_ops.py compares them with the references.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -37,7 +39,6 @@ from torch import Tensor, fx
 from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
-from fp8graph.ir import op_shapes
 from fp8graph.numerics import (
     attention,
     experts,
@@ -48,7 +49,9 @@ from fp8graph.numerics import (
     tiles,
     transforms,
 )
+from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
+from fp8graph.numerics.scalings import SCALINGS
 
 _library = torch.library.Library("fp8graph", "DEF")
 
@@ -59,6 +62,113 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
 SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # fakes whose results are contiguous
+
+
+# Fakes. They read only ``shape``, ``dtype``, ``ndim`` and ``new_empty`` of their arguments (``fake_results``).
+
+
+def _shape_of_quantize(*args: Any, **kwargs: Any) -> list[Tensor]:
+    asked = QuantizeArguments[Any](*args, **kwargs)
+    return [asked.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(asked)]
+
+
+def _shape_of_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    _scale_inv_a: Tensor,
+    _scale_inv_b: Tensor,
+    _bias: Tensor | None,
+    out_dtype: torch.dtype,
+    _use_fast_accum: bool,
+    **_kwargs: Any,
+) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+def _shape_of_scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    _scale_inv_a: Tensor,
+    _scale_inv_b: Tensor,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    _use_fast_accum: bool,
+    _native: bool,
+    **_kwargs: Any,
+) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=out_dtype)
+
+
+def _shape_of_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1]))
+
+
+def _shape_of_scaled_attention(q: Tensor, *_arguments: Any) -> Tensor:
+    return torch.empty_like(q, dtype=torch.bfloat16)
+
+
+def _shape_of_rounded_attention(q: Tensor, _k: Tensor, v: Tensor, *_arguments: Any) -> Tensor:
+    return q.new_empty([*q.shape[:3], v.shape[3]])
+
+
+def _shape_of_rounded_attention_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any
+) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
+
+
+def _shape_of_dequantize(
+    data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
+) -> Tensor:
+    if (packed := SCALINGS[scaling].packed) > 1:
+        return data.new_empty([*data.shape[:-1], data.shape[-1] * packed], dtype=dtype)
+    return torch.empty_like(data, dtype=dtype)
+
+
+def _shape_of_hadamard(like: Tensor, _signs: int) -> Tensor:
+    return like.new_empty((transforms.SIZE, transforms.SIZE))
+
+
+def _shape_of_rotate(x: Tensor, _matrix: Tensor, _dim: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _shape_of_random_seed(device: torch.device) -> Tensor:
+    return torch.empty((1,), dtype=torch.int64, device=device)
+
+
+def _shape_of_amax(x: Tensor) -> Tensor:
+    return x.new_empty((1,), dtype=torch.float32)
+
+
+def _shape_of_smoothing(x: Tensor) -> list[Tensor]:
+    return [x.new_empty((x.shape[1],)) for _ in range(2)]
+
+
+def _shape_of_scales(amax: Tensor, *_settings: Any) -> Tensor:
+    return amax.new_empty((1, 2))
+
+
+def _shape_of_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor | None = None) -> Tensor:
+    rows, columns = data.shape
+    rows = rows if offs is None else experts.padded_rows(rows, offs.shape[0], multiples[1])
+    return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
+
+
+def _shape_of_read_scales(page: Tensor, _copy: bool) -> Tensor:
+    return page.new_empty((page.shape[0], history.HEADER))
+
+
+def _shape_of_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
+    return page.new_empty(page.shape)
+
+
+def _shape_of_parts(names: Sequence[str]) -> Callable[..., Any]:
+    def fake(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return x.new_empty((len(names),), dtype=torch.float32)
+
+    return fake
 
 
 def _define(
@@ -84,15 +194,35 @@ def _define(
     return op
 
 
+# The types of a dataclass of arguments, as they are written there, in a schema. T is a tensor.
+_TYPES: Final = {
+    "T": "Tensor",
+    "T | None": "Tensor?",
+    "Sequence[T] | None": "Tensor[]?",
+    "Sequence[int]": "int[]",
+    "int | None": "int?",
+    "torch.dtype": "ScalarType",
+}
+
+
+def _schema_of(arguments: Any, returns: str) -> str:
+    """The schema of an op whose arguments are the fields of a dataclass."""
+    written: list[str] = []
+    for field in dataclasses.fields(arguments):
+        if field.kw_only and "*" not in written:
+            written.append("*")
+        text = f"{_TYPES.get(str(field.type), field.type)} {field.name}"
+        if (default := field.default) is not dataclasses.MISSING:
+            text += f"={json.dumps(default)}" if isinstance(default, str) else f"={[] if default == () else default}"
+        written.append(text)
+    return f"({', '.join(written)}) -> {returns}"
+
+
 quantize = _define(
     "quantize",
-    "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, int[] rowwise, int[] columnwise, *,"
-    ' str scaling="tensor", int[] block=[], Tensor? scales=None, int row=0,'
-    " bool keep_scales=False, Tensor[]? more=None, int dim=-1, Tensor? offs=None, bool per_matrix=False,"
-    ' int? rotation=None, bool stochastic=False, str four_over_six="", float largest_scale=448.0,'
-    " bool row_scaled=False, Tensor? matrix=None, Tensor? seed=None, int draw=0) -> Tensor[]",
+    _schema_of(QuantizeArguments, returns="Tensor[]"),
     reference=quantization.quantize_layouts,
-    fake=op_shapes.quantize,
+    fake=_shape_of_quantize,
 )
 scaled_mm = _define(
     "scaled_mm",
@@ -100,7 +230,7 @@ scaled_mm = _define(
     ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, Tensor? addend=None) -> Tensor",
     reference=hardware.scaled_mm,
-    fake=op_shapes.scaled_mm,
+    fake=_shape_of_scaled_mm,
 )
 scaled_grouped_mm = _define(
     "scaled_grouped_mm",
@@ -108,13 +238,13 @@ scaled_grouped_mm = _define(
     ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
     " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
     reference=hardware.scaled_grouped_mm,
-    fake=op_shapes.scaled_grouped_mm,
+    fake=_shape_of_scaled_grouped_mm,
 )
 grouped_mm = _define(
     "grouped_mm",
     "(Tensor a, Tensor b, Tensor offs) -> Tensor",
     reference=experts.grouped_mm,
-    fake=op_shapes.grouped_mm,
+    fake=_shape_of_grouped_mm,
     lowered=False,
 )
 scaled_attention = _define(
@@ -122,7 +252,7 @@ scaled_attention = _define(
     "(Tensor q, Tensor k, Tensor v, Tensor scale_inv_q, Tensor scale_inv_k, Tensor scale_inv_v, bool is_causal,"
     " float? scale) -> Tensor",
     reference=hardware.scaled_attention,
-    fake=op_shapes.scaled_attention,
+    fake=_shape_of_scaled_attention,
     contiguous=False,
 )
 rounded_attention = _define(
@@ -130,21 +260,21 @@ rounded_attention = _define(
     "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
     " bool power_2_scale, float amax_epsilon, str scaling) -> Tensor",
     reference=attention.rounded_attention,
-    fake=op_shapes.rounded_attention,
+    fake=_shape_of_rounded_attention,
 )
 rounded_attention_backward = _define(
     "rounded_attention_backward",
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
     " ScalarType grad_dtype, bool power_2_scale, float amax_epsilon, str scaling) -> Tensor[]",
     reference=attention.rounded_attention_backward,
-    fake=op_shapes.rounded_attention_backward,
+    fake=_shape_of_rounded_attention_backward,
 )
 dequantize = _define(
     "dequantize",
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
     reference=quantization.dequantize_data,
-    fake=op_shapes.dequantize,
+    fake=_shape_of_dequantize,
     contiguous=False,
 )
 stored_weight = _define(
@@ -152,26 +282,26 @@ stored_weight = _define(
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
     reference=quantization.stored_weight,
-    fake=op_shapes.dequantize,
+    fake=_shape_of_dequantize,
     contiguous=False,
 )
 hadamard_matrix = _define(
     "hadamard",
     "(Tensor like, int signs) -> Tensor",
     reference=transforms.hadamard,
-    fake=op_shapes.hadamard,
+    fake=_shape_of_hadamard,
 )
 rotate = _define(
     "rotate",
     "(Tensor x, Tensor matrix, int dim) -> Tensor",
     reference=transforms.rotate,
-    fake=op_shapes.rotate,
+    fake=_shape_of_rotate,
 )
 random_seed = _define(
     "random_seed",
     "(Device device) -> Tensor",
     reference=random_bits.random_seed,
-    fake=op_shapes.random_seed,
+    fake=_shape_of_random_seed,
     lowered=False,
     contiguous=False,
     tags=(torch.Tag.nondeterministic_seeded,),
@@ -180,38 +310,38 @@ amax = _define(
     "amax",
     "(Tensor x) -> Tensor",
     reference=quantization.reducible_amax,
-    fake=op_shapes.amax,
+    fake=_shape_of_amax,
 )
 smoothing = _define(
     "smoothing",
     "(Tensor x) -> Tensor[]",
     reference=transforms.smoothing,
-    fake=op_shapes.smoothing,
+    fake=_shape_of_smoothing,
 )
 scales = _define(
     "scales",
     "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon) -> Tensor",
     reference=quantization.scales_of_amax,
-    fake=op_shapes.scales,
+    fake=_shape_of_scales,
 )
 columnwise = _define(
     "columnwise",
     "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
     reference=tiles.columnwise_copy,
-    fake=op_shapes.columnwise,
+    fake=_shape_of_columnwise,
 )
 tensor_statistics = _define(
     "tensor_statistics",
     "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_tensor,
-    fake=op_shapes.parts(stats.TENSOR_PARTS),
+    fake=_shape_of_parts(stats.TENSOR_PARTS),
 )
 quantization_statistics = _define(
     "quantization_statistics",
     '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
     " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_copy,
-    fake=op_shapes.parts(stats.QUANTIZED_PARTS),
+    fake=_shape_of_parts(stats.QUANTIZED_PARTS),
 )
 what_if_statistics = _define(
     "what_if_statistics",
@@ -219,7 +349,7 @@ what_if_statistics = _define(
     ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
     " float largest_scale=448.0, bool row_scaled=False, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_other_copy,
-    fake=op_shapes.parts(stats.QUANTIZED_PARTS),
+    fake=_shape_of_parts(stats.QUANTIZED_PARTS),
 )
 error_of_gemm = _define(
     "gemm_error",
@@ -227,27 +357,27 @@ error_of_gemm = _define(
     " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
     " str[] four_over_six, float[] largest_scales, bool[] row_scaled) -> Tensor",
     reference=gemm_error,
-    fake=op_shapes.parts(ERROR_PARTS),
+    fake=_shape_of_parts(ERROR_PARTS),
     lowered=False,
 )
 read_scales = _define(
     "read_scales",
     "(Tensor page, bool copy) -> Tensor",
     reference=history.read_scales,
-    fake=op_shapes.read_scales,
+    fake=_shape_of_read_scales,
     run=_read_scales,
 )
 stage_amaxes = _define(
     "stage_amaxes",
     "(Tensor page, Tensor[] amaxes) -> Tensor",
     reference=history.staged_page,
-    fake=op_shapes.update_page,
+    fake=_shape_of_update_page,
 )
 update_page = _define(
     "update_page",
     "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
     reference=history.updated_page,
-    fake=op_shapes.update_page,
+    fake=_shape_of_update_page,
 )
 
 DIALECT: Final = frozenset(REFERENCE)

@@ -7,8 +7,8 @@ from typing import Literal, cast
 
 from torch import fx
 
+from fp8graph.ir.naming import Place
 from fp8graph.ir.nodes import aten
-from fp8graph.ir.places import Place
 from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
 from fp8graph.recipes.rules import Op, Resolution
 

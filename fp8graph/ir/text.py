@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from fp8graph.compat.ops import schema
+from fp8graph.ir.naming import split_source
 from fp8graph.ir.nodes import is_backward, module_path
-from fp8graph.ir.sources import split_source
 
 _SHORT: Final = {
     torch.float32: "f32",

@@ -16,8 +16,7 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.errors import Fp8GraphError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
-from fp8graph.ir.keys import PASS_KEY
-from fp8graph.ir.nodes import aten, is_backward, known_contiguous, known_equal, static_size, value
+from fp8graph.ir.nodes import PASS_KEY, aten, is_backward, known_contiguous, known_equal, static_size, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer

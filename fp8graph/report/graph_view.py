@@ -22,9 +22,8 @@ from torch import fx
 from fp8graph.compat.logs import trace_artifact
 from fp8graph.ir import collectives
 from fp8graph.ir.collectives import Gathered
-from fp8graph.ir.keys import GATHERED_KEY, PURPOSE_KEY
-from fp8graph.ir.nodes import backward_nodes, module_path, nodes, size_hint, value
-from fp8graph.ir.sources import split_source
+from fp8graph.ir.naming import split_source
+from fp8graph.ir.nodes import GATHERED_KEY, PURPOSE_KEY, backward_nodes, module_path, nodes, size_hint, value
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
 from fp8graph.report.tables import left_alone, summary
 

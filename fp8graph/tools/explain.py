@@ -19,7 +19,7 @@ from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError, expect
-from fp8graph.ir.keys import NAMES_KEY, TEXT_KEY
+from fp8graph.ir.nodes import NAMES_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import RecipeLike

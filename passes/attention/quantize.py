@@ -45,8 +45,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.attention import Attention, Operand, Read, Sizes
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
-from fp8graph.ir.keys import OPERAND_KEY
-from fp8graph.ir.nodes import aten, known_equal, size_hint, static_size, value
+from fp8graph.ir.nodes import OPERAND_KEY, aten, known_equal, size_hint, static_size, value
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.analysis import gather_legality
-from fp8graph.ir.keys import ROWS_KEY
+from fp8graph.ir.nodes import ROWS_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of, two_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")

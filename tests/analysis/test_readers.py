@@ -8,8 +8,7 @@ import torch
 from fp8graph import Policy
 from fp8graph.analysis.readers import gemms_behind, sites_of_gemm
 from fp8graph.ir import ops
-from fp8graph.ir.keys import OPERAND_KEY
-from fp8graph.ir.nodes import nodes
+from fp8graph.ir.nodes import OPERAND_KEY, nodes
 from helpers import ALL, MLP, passed
 
 

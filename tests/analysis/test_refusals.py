@@ -13,8 +13,7 @@ from fp8graph import Backend, Policy, Rule
 from fp8graph.analysis.refusals import site_of, why_not_cached
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.keys import GEMM_KEY, OPERAND_KEY
-from fp8graph.ir.nodes import nodes
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, nodes
 from gathers import Sharded, report_of, two_ranks
 from helpers import Weight, passed, view_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8graph import Policy
 from fp8graph.analysis.sent_weights import why_not_sent
 from fp8graph.compat.fsdp import Shard
-from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.naming import graph_inputs
 from helpers import passed
 
 

@@ -14,7 +14,7 @@ from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.compiling import Decided
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
-from fp8graph.ir.places import Parameter
+from fp8graph.ir.naming import Parameter
 from helpers import Two, eager_backend, first_fast
 
 

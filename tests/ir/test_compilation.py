@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.ir.compilation import Compilation, Findings, Known
 from fp8graph.ir.extra_inputs import PageLayout, ReadWhole, StateRow, TakesPart
-from fp8graph.ir.places import Place
+from fp8graph.ir.naming import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
 from fp8graph.passes.accumulate_wgrad import Gradient

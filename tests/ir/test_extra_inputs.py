@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph.compat import aot
 from fp8graph.ir.extra_inputs import SpareInputs
-from fp8graph.ir.keys import TAKEN_KEY
+from fp8graph.ir.nodes import TAKEN_KEY
 from fp8graph.passes.accumulate_wgrad import Gradient
 
 MODE = FakeTensorMode()

@@ -1,4 +1,4 @@
-"""ir/op_shapes: what the fakes promise for NVFP4's ops. ``test_ops.py`` holds those of the other ops."""
+"""What the fakes promise for NVFP4's ops. ``test_ops.py`` holds those of the other ops."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.ir.sources import split_source
+from fp8graph.ir.naming import split_source
 
 
 def test_module_paths_of_all_kinds() -> None:

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import GEMM_KEY, PASS_KEY
-from fp8graph.ir.nodes import aten, value
-from fp8graph.ir.trace import inline, trace
+from fp8graph.ir.edit import inline, insert, trace
+from fp8graph.ir.nodes import GEMM_KEY, PASS_KEY, aten, value
 from helpers import graph_inputs_for
 
 

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8graph
 from fp8graph import hardware
 from fp8graph.ir import ops, verify
-from fp8graph.ir.keys import PASS_KEY
-from fp8graph.ir.nodes import BACKWARD, aten
+from fp8graph.ir.nodes import BACKWARD, PASS_KEY, aten
 from helpers import graph_inputs_for
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -19,9 +19,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole, SpareInputs, ToGather
-from fp8graph.ir.keys import OPERAND_KEY
-from fp8graph.ir.nodes import nodes
-from fp8graph.ir.places import Parameter
+from fp8graph.ir.naming import Parameter
+from fp8graph.ir.nodes import OPERAND_KEY, nodes
 from fp8graph.ir.settings import Settings
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.hoist_weights import hoist_weights, may_keep_weights

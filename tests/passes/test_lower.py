@@ -13,8 +13,7 @@ from torch import Tensor, fx, nn
 from fp8graph.compat import torch_build
 from fp8graph.ir import ops
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import NAMES_KEY
-from fp8graph.ir.nodes import aten, nodes
+from fp8graph.ir.nodes import NAMES_KEY, aten, nodes
 from fp8graph.numerics import matmul
 from fp8graph.passes.lower import lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling

@@ -10,8 +10,7 @@ from torch import fx, nn
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4BlockScaling, Recipe
 from fp8graph.ir.edit import insert
-from fp8graph.ir.keys import OPERAND_KEY, ROWS_KEY
-from fp8graph.ir.nodes import aten, value
+from fp8graph.ir.nodes import OPERAND_KEY, ROWS_KEY, aten, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.quantize import QuantizedOperand, quantize_operand

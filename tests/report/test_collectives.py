@@ -10,7 +10,7 @@ from torch import fx
 
 from fp8graph.ir import collectives
 from fp8graph.ir.collectives import Gathered
-from fp8graph.ir.keys import GATHERED_KEY, PURPOSE_KEY
+from fp8graph.ir.nodes import GATHERED_KEY, PURPOSE_KEY
 from fp8graph.report.graph_view import collective_records
 from helpers import graph_inputs_for
 

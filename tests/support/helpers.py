@@ -22,8 +22,7 @@ from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
-from fp8graph.ir.places import Parameter
-from fp8graph.ir.sources import graph_inputs
+from fp8graph.ir.naming import Parameter, graph_inputs
 from fp8graph.ir.text import GraphText
 from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.report import GraphView

@@ -509,10 +509,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "two matmuls of a module have one index",
-        f"{_ANALYSIS}/naming.py",
+        f"{_IR}/naming.py",
         "names.append((fqn, seen[fqn]))",
         "names.append((fqn, 0))",
-        ("tests/analysis/test_naming.py",),
+        ("tests/ir/test_naming.py",),
     ),
     Fault(
         "a kernel without a mask gets masked attention",

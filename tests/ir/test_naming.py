@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8graph.analysis.naming import names_of
-from fp8graph.ir.places import Parameter, Place
+from fp8graph.ir.naming import Parameter, Place, names_of
 
 
 def names(places: list[Place], *parameters: Parameter) -> list[str]:
