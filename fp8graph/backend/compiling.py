@@ -36,7 +36,7 @@ from fp8graph.backend.inductor_passes import (
 )
 from fp8graph.backend.policies import Policies, Schedule
 from fp8graph.backend.stored import Stored
-from fp8graph.compat import cache_entry, inductor
+from fp8graph.compat import aot, inductor
 from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
@@ -190,7 +190,7 @@ class Compiler:
         """The findings of the passes. On a compile cache hit no pass ran, and torch's entry carries them."""
         found = None
         if joint.records is None:
-            content = cache_entry.carried(compiled)
+            content = aot.carried(compiled)
             found = None if content is None else Stored.loaded(content)
             joint = joint if found is not None else self._trace(situation, names, spares)
         found = found or self._found(situation, joint)
@@ -207,7 +207,7 @@ class Compiler:
         """Put the findings into torch's entry, if torch keeps one of this graph."""
         keeps = self._shared.settings.compiler == "inductor" and joint.uuid() is not None
         if keeps and (content := self._found(situation, joint).dumped()) is not None:
-            cache_entry.carry(content)
+            aot.carry(content)
 
     def _found(self, situation: Situation, joint: JointPass) -> Stored:
         """The findings of passes that ran."""
@@ -234,7 +234,7 @@ class Compiler:
         decides = settings.strict, settings.decisions(), settings.hardware, settings.cuda_graphs
         parts = (
             code_identity(),
-            repr((situation, names, decides, cache_entry.state_that_decides())),
+            repr((situation, names, decides, aot.state_that_decides())),
             self._graph.identity(),
         )
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 With a warm compile cache no pass runs, yet the report must be right, and the inputs of the code must be known.
 
-They are bytes inside torch's own entry of the graph (``compat/cache_entry.py``), behind their checksum. So whoever gets
+They are bytes inside torch's own entry of the graph (``compat/aot.py``), behind their checksum. So whoever gets
 the code gets the findings of the very passes that it was generated from, and no key is made here that could read less
 than torch's does. They are pickled, like all that torch keeps there: whoever can write to its folder can run code.
 """

@@ -1,15 +1,24 @@
-"""AOTAutograd: its descriptions of graph inputs, and the time at which it compiles backward."""
+"""AOTAutograd: its descriptions of graph inputs, the time at which it compiles backward, and the entries of its cache.
+
+An entry carries bytes along, and its key leaves out some state.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import Any, Final, cast
 
+import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch._guards import TracingContext
 
 from fp8graph.compat.distributed import SHARD
+
+# A name in AOTAutograd's metadata of the graph: torch pickles that into its entry, with whatever else it holds.
+_NAME: Final = "fp8graph"
 
 
 def input_position(placeholder: fx.Node) -> int | None:
@@ -37,3 +46,35 @@ def set_input_position(placeholder: fx.Node, position: int) -> None:
 def backward_at_once() -> AbstractContextManager[None]:
     """Compile the backward together with its forward, though it may never run."""
     return cast(AbstractContextManager[None], functorch_config.patch({"force_non_lazy_backward_lowering": True}))
+
+
+def carry(content: bytes) -> None:
+    """Let torch's entry of the graph that is being compiled carry ``content``.
+
+    An inner_compile calls it for forward's graph, before torch makes the entry. If this torch has no metadata by then,
+    nothing is carried.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        setattr(context.fw_metadata, _NAME, content)
+
+
+def carried(compiled: Callable[..., Any]) -> bytes | None:
+    """The bytes in the very entry that compile_fx made ``compiled`` of; None if it came from none, or has none."""
+    entry = getattr(compiled, "serialize", lambda: None)  # None as well, if no entry was made or found
+    found: Any = entry() if entry is not None else None
+    subclasses = getattr(found, "maybe_subclass_meta", None)  # then the graph that was compiled has metadata of its own
+    metadata = found if subclasses is None else subclasses
+    name = "runtime_metadata" if subclasses is None else "fw_metadata"
+    content = getattr(getattr(metadata, name, None), _NAME, None)
+    return content if isinstance(content, bytes) else None
+
+
+def state_that_decides() -> tuple[Any, ...]:
+    """The state outside a graph that changes its dtypes: autocast's dtype on each device, and the default dtype.
+
+    torch 2.11's key reads whether autocast is on, and no dtype; later ones read both.
+    """
+    devices: list[str] = torch._C._autocast_supported_devices()
+    casts = {device: torch.get_autocast_dtype(device) for device in devices if torch.is_autocast_enabled(device)}
+    return sorted(casts.items()), torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""Dynamo: sources of inputs, frames and how they fail, its settings, devices and backends by name."""
+"""Dynamo: sources of inputs, frames and how they fail, its settings, devices and backends by name; torch's trace."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import CompileContext
+from torch._logging import trace_structured
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fp8graph.compat.wrappers import innermost_backend, original_module
@@ -271,3 +272,8 @@ def cuda_answered_by(interface: Any) -> Generator[None]:
                 device_interface.device_interfaces.pop(name, None)
             else:
                 device_interface.register_interface_for_device(name, original)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Add a text to the structured trace of the current compile, which tlparse renders, if ``TORCH_TRACE`` is set."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: text)

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8graph.compat import lowerings
+from fp8graph.compat import inductor
 from fp8graph.recipes import FLT_MAX
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
@@ -76,7 +76,7 @@ def visible(x: Tensor) -> Tensor:
     return torch.ops.fp8graph_hints.visible(x)
 
 
-lowerings.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
-lowerings.lower_to_stored(torch.ops.fp8graph_hints.stored.default)
-lowerings.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
-lowerings.lower_to_visible(torch.ops.fp8graph_hints.visible.default)
+inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
+inductor.lower_to_stored(torch.ops.fp8graph_hints.stored.default)
+inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
+inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

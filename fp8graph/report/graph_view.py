@@ -19,7 +19,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.compat.logs import trace_artifact
+from fp8graph.compat.dynamo import trace_artifact
 from fp8graph.ir import collectives
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.naming import split_source

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8graph.compat import distributed, fsdp, pipelining
+from fp8graph.compat import distributed, fsdp
 from fp8graph.errors import PolicyError
 from fp8graph.ir import collectives
 from fp8graph.recipes import autocast
@@ -47,11 +47,11 @@ class RankGroups:
 
     def rehearses(self) -> bool:
         """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
-        return self.in_stage is not None and pipelining.rehearses()
+        return self.in_stage is not None and distributed.rehearses()
 
     def look(self) -> bool:
         """Find a stage of a pipeline that is calling, the first time. Its other ranks do the same, at the same call."""
-        if self.in_stage is None and (stage := pipelining.running_stage()) is not None:
+        if self.in_stage is None and (stage := distributed.running_stage()) is not None:
             self.in_stage = StageGroup(stage)
             return True
         return False

@@ -29,7 +29,7 @@ from torch._dynamo.utils import counters
 import fp8graph
 from helpers import MLP, step
 from fp8graph.backend import inductor_passes, stored
-from fp8graph.compat import cache_entry
+from fp8graph.compat import aot
 
 passes = []
 original = inductor_passes.JointPass.__call__
@@ -51,11 +51,11 @@ CHANGES = {
     "without FP8": without_fp8,
 }
 inductor_passes.JointPass.__call__ = counted
-carried = cache_entry.carried
+carried = aot.carried
 torch.set_num_threads(1)
 for settings in json.load(sys.stdin):
     change = CHANGES[settings.pop("carried", "")]
-    cache_entry.carried = lambda compiled: change(carried(compiled))
+    aot.carried = lambda compiled: change(carried(compiled))
     torch._dynamo.reset()
     counters.clear()
     passes.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
-from fp8graph.compat import cache_entry
+from fp8graph.compat import aot
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -29,11 +29,11 @@ class Carrying:
                 self.compiled += 1
                 (x,) = [x for x in inputs if isinstance(x, Tensor)]
                 even = bool(x.shape[0] % 2 == 0)  # a guard of the entry, if the size is symbolic
-                cache_entry.carry(f"{self.compiled} {even}".encode())
+                aot.carry(f"{self.compiled} {even}".encode())
             return compile_fx_inner(module, inputs, **kwargs)
 
         compiled: Any = compile_fx(module, inputs, inner_compile=inner_compile)
-        self.carried = cache_entry.carried(compiled)
+        self.carried = aot.carried(compiled)
         return compiled
 
     def run(self, x: Tensor, **options: Any) -> tuple[bytes | None, int]:
@@ -74,11 +74,11 @@ def test_the_entry_of_a_graph_with_tensor_subclasses_carries_them() -> None:
     class Twice(Carrying):
         def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
             def inner_compile(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-                cache_entry.carry(b"of the inner graph")
+                aot.carry(b"of the inner graph")
                 return compile_fx_inner(module, inputs, **kwargs)
 
             compiled: Any = compile_fx(module, inputs, inner_compile=inner_compile)
-            self.carried = cache_entry.carried(compiled)
+            self.carried = aot.carried(compiled)
             return compiled
 
     backend, x = Twice(), TwoTensor(torch.ones(4), torch.zeros(4))
@@ -87,35 +87,35 @@ def test_the_entry_of_a_graph_with_tensor_subclasses_carries_them() -> None:
 
 
 def test_other_functions_carry_nothing() -> None:
-    cache_entry.carry(b"outside of any compilation")
-    assert cache_entry.carried(torch.sin) is None
+    aot.carry(b"outside of any compilation")
+    assert aot.carried(torch.sin) is None
 
 
 @pytest.mark.parametrize("device", torch._C._autocast_supported_devices())
 def test_the_dtype_of_autocast_decides_on_each_device(device: str) -> None:
     enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    states = [cache_entry.state_that_decides()]
+    states = [aot.state_that_decides()]
     try:
         torch.set_autocast_enabled(device, True)
         for choice in (torch.bfloat16, torch.float16):
             torch.set_autocast_dtype(device, choice)
-            states.append(cache_entry.state_that_decides())
+            states.append(aot.state_that_decides())
     finally:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     assert len(set(map(repr, states))) == 3
-    assert cache_entry.state_that_decides() == states[0]
+    assert aot.state_that_decides() == states[0]
 
 
 def test_the_dtypes_that_a_graph_is_traced_with_are_state() -> None:
-    found = [cache_entry.state_that_decides()]
+    found = [aot.state_that_decides()]
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype):
-            found.append(cache_entry.state_that_decides())
+            found.append(aot.state_that_decides())
     torch.set_default_dtype(torch.float64)
     try:
-        found.append(cache_entry.state_that_decides())
+        found.append(aot.state_that_decides())
     finally:
         torch.set_default_dtype(torch.float32)
     assert len({*map(repr, found)}) == 4
-    assert cache_entry.state_that_decides() == found[0]
+    assert aot.state_that_decides() == found[0]

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from fp8graph.compat.logs import trace_artifact
+from fp8graph.compat.dynamo import trace_artifact
 
 
 def test_an_artifact_is_a_record_with_a_payload(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from fp8graph.compat import pipelining
+from fp8graph.compat import distributed
 from ranks import run_ranks
 
 
@@ -24,8 +24,8 @@ class Looks(nn.Module):
         self.seen: list[tuple[int | None, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        stage = pipelining.running_stage()
-        self.seen.append((None if stage is None else stage.stage_index, pipelining.rehearses()))
+        stage = distributed.running_stage()
+        self.seen.append((None if stage is None else stage.stage_index, distributed.rehearses()))
         return self.linear(x)
 
 

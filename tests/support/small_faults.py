@@ -746,7 +746,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a cache key without the default dtype",
-        f"{_COMPAT}/cache_entry.py",
+        f"{_COMPAT}/aot.py",
         "return sorted(casts.items()), torch.get_default_dtype()",
         "return (sorted(casts.items()),)",
         ("tests/compat/test_cache_entry.py", "tests/backend/test_compiling.py"),
