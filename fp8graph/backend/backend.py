@@ -6,7 +6,7 @@ import inspect
 import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import fx
@@ -33,8 +33,10 @@ from fp8graph.runtime.rank_groups import RankGroups, agree
 from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import ScalingState, saved_guard, saved_step, step_entry
-from fp8graph.runtime.stores import Services
+from fp8graph.runtime.stores import Services, Store
 from fp8graph.runtime.weight_cache import Weights
+
+_Store = TypeVar("_Store", bound=Store)
 
 
 class Backend(Watched):
@@ -116,6 +118,10 @@ class Backend(Watched):
     def names(self) -> Names:
         """The names of the parameters of bound models."""
         return self._shared.names
+
+    def store(self, kind: type[_Store]) -> _Store:
+        """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
+        return self._shared.services.store(kind)
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
