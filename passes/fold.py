@@ -24,13 +24,21 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.same_value import look_through_transposes
 from fp8graph.analysis.stored import stored_weight, transposes
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
-from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, aten, known_equal, matmul_arguments, nodes, value
+from fp8graph.ir.nodes import (
+    GEMM_KEY,
+    OPERAND_KEY,
+    aten,
+    known_equal,
+    look_through_transposes,
+    matmul_arguments,
+    nodes,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode
 
 _NAME = "fold"

@@ -28,7 +28,6 @@ from typing import Any, Final, cast
 
 from torch import fx
 
-from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group, take_out_of_sum
 from fp8graph.compat import aot
 from fp8graph.compat.inductor import stable_topological_sort
@@ -36,7 +35,7 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, update_value, update_views
-from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, nodes, value
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, nodes, value, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName

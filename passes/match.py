@@ -33,7 +33,6 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.ir import ops
 from fp8graph.ir.attention import FORMS
 from fp8graph.ir.compilation import Compilation
@@ -45,11 +44,13 @@ from fp8graph.ir.nodes import (
     backward_nodes,
     gradient_of_func,
     is_view,
+    look_through_transposes,
     matmul_arguments,
     nodes,
     runs_without_gradients,
     static_size,
     value,
+    value_key,
     written_as_linear,
 )
 from fp8graph.ir.sites import Gemm, OperandView, Site

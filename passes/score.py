@@ -22,10 +22,9 @@ from typing import Any, Final
 
 from torch import fx
 
-from fp8graph.analysis.same_value import value_key
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.measuring import Measuring
-from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments
+from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
 
 _NAME: Final = "score"

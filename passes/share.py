@@ -4,7 +4,7 @@
     q2 = quantize(view(h, [M, K]), rowwise)     # k_proj, forward        ->   q = quantize(h, rowwise, columnwise)
     q3 = quantize(view(h, [M, K]), columnwise)  # wgrad, backward
 
-Nodes are merged if they have the same tensor (seen through views and repeated casts, ``same_value.value_key``), the
+Nodes are merged if they have the same tensor (seen through views and repeated casts, ``value_key``), the
 same quantizer and, for a layout that both ask for, the same padding. The merged node takes the place of the first one,
 so the layout of a forward tensor that backward needs is made in forward, in the same pass over the data, and saved as
 FP8. Refuses (keeps apart) quantize nodes of different recipes, and with different paddings of one layout.
@@ -20,12 +20,11 @@ from typing import Any, cast
 
 from torch import fx
 
-from fp8graph.analysis.same_value import value_key
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
 from fp8graph.ir.extra_inputs import StateRow
-from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY, nodes, runs_without_gradients
+from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY, nodes, runs_without_gradients, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 
 _NAME = "share"

@@ -24,12 +24,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.stored import stored_weight
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import GROUPED, aten, value
+from fp8graph.ir.nodes import GROUPED, aten, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
 
 _NAME: Final = "smooth"

@@ -13,13 +13,12 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx, nn
 
-from fp8graph.analysis.same_value import look_through_transposes
 from fp8graph.backend.backend import Backend
 from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
 from fp8graph.ir.extra_inputs import PageLayout, QuantizedInGraph, QuantizedWeight
-from fp8graph.ir.nodes import nodes, value
+from fp8graph.ir.nodes import look_through_transposes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.scalings import SCALINGS

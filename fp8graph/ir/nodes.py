@@ -1,4 +1,4 @@
-"""Questions about one node: its value, its direction, its readers, whether it is a matmul or a view.
+"""Questions about nodes: value, direction, readers, whether one is a matmul or a view, whether two hold one tensor.
 
 Passes leave each other notes in a node's metadata: all their keys are here, but the one of ``recipes/autocast.py`` for
 the regions of the user's code.
@@ -6,7 +6,8 @@ the regions of the user's code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from torch.nn import functional
 
 from fp8graph.compat.ops import OpOverload, schema
-from fp8graph.ir import ops
+from fp8graph.ir import collectives, ops
 
 aten = torch.ops.aten
 
@@ -26,6 +27,17 @@ SITES: Final = (*MATMULS, *GROUPED)
 BACKWARD: Final = "is_backward"
 SAME_VALUES: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _OF_ANY_STRIDES: Final = ("aten", "prims", "fp8graph")
+_TRANSPOSES: Final = (aten.permute.default, aten.transpose.int, aten.t.default)
+# The ops with which DTensor gathers shards. If the dim is not the first, it moves the parts there afterwards.
+_GATHERS: Final = (collectives.ALL_GATHER, collectives.WAIT, aten.split.Tensor, operator.getitem, aten.cat.default)
+_PURE_VIEWS: Final = (  # the same elements in the same order
+    *SAME_VALUES,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.alias.default,
+    aten.detach.default,
+)
 
 # All keys of metadata.
 GATHERED_KEY: Final = "fp8graph_gathered"  # node.meta of an all-gather of a quantized tensor: Gathered
@@ -174,3 +186,58 @@ def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in wanted:
             yield node
+
+
+def swaps_last_dims(node: fx.Node) -> bool:
+    """Whether ``node`` is a transpose of the last two dims: t, transpose or permute."""
+    if node.target not in _TRANSPOSES:
+        return False
+    ndim = value(cast(fx.Node, node.args[0])).ndim
+    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
+    if node.target is aten.permute.default:
+        return [d % ndim for d in cast(Sequence[int], node.args[1])] == swapped
+    if node.target is aten.transpose.int:
+        return {cast(int, d) % ndim for d in node.args[1:3]} == {ndim - 1, ndim - 2}
+    return node.target is aten.t.default and ndim == 2
+
+
+def look_through_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The tensor under any number of transposes of the last two dims, and whether it arrives transposed.
+
+    The weight of a linear is ``permute(w)`` in forward and ``permute(permute(w))`` in dgrad.
+    """
+    transposed = False
+    while True:
+        if node.op == "call_function" and node.target in (aten.alias.default, aten.detach.default):
+            node = cast(fx.Node, node.args[0])
+        elif swaps_last_dims(node):
+            node, transposed = cast(fx.Node, node.args[0]), not transposed
+        else:
+            return node, transposed
+
+
+def value_key(node: fx.Node) -> Any:
+    """A key equal for nodes that certainly hold the same tensor, seen through views and repeated casts.
+
+    ``view(h, [M, K])``, made once each for q, k and v, is one tensor; so is ``h.to(bf16)``, which torch.autocast makes
+    for each of them.
+    """
+    shape = tuple(str(size) for size in value(node).shape)
+    return shape, _origin(node)
+
+
+def _key(node: fx.Node) -> Any:
+    return value_key(node) if isinstance(node.meta["val"], torch.Tensor) else _origin(node)  # split: several outputs
+
+
+def _origin(node: fx.Node) -> Any:
+    while node.op == "call_function" and node.target in _PURE_VIEWS:
+        node = cast(fx.Node, node.args[0])
+    if node.op == "call_function" and node.target is torch.ops.prims.convert_element_type.default:
+        return "cast", node.args[1], _origin(cast(fx.Node, node.args[0]))
+    if node.op == "call_function" and node.target is aten.permute.default:
+        source = cast(fx.Node, node.args[0])
+        return "permute", str(node.args[1]), value_key(source)
+    if node.op == "call_function" and node.target in _GATHERS:  # q, k and v each gather the same shards
+        return str((node.target, fx.map_arg(node.args, lambda n: repr(_key(n)))))
+    return node

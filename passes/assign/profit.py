@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from fp8graph.analysis.same_value import value_key
 from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group
 from fp8graph.hardware.speed import Operand, Speed, gemm_seconds
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import matmul_arguments, size_hint, value
+from fp8graph.ir.nodes import matmul_arguments, size_hint, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
 from fp8graph.recipes import GemmName, Layout, Recipe, Scaling
 

@@ -20,13 +20,21 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.refusals import why_not_of_size
-from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
 from fp8graph.ir.attention import FORMS, Attention
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import names_of
-from fp8graph.ir.nodes import backward_nodes, known_equal, nodes, size_hint, static_size, value
+from fp8graph.ir.nodes import (
+    backward_nodes,
+    known_equal,
+    look_through_transposes,
+    nodes,
+    size_hint,
+    static_size,
+    value,
+    value_key,
+)
 from fp8graph.ir.sites import Decision
 from fp8graph.ir.text import short
 from fp8graph.numerics import transforms

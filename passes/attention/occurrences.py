@@ -17,12 +17,20 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.attention import VARLEN
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir.attention import FORMS, Attention, Operand, Read, Size, Sizes
 from fp8graph.ir.naming import place_of
-from fp8graph.ir.nodes import SAME_VALUES, aten, is_view, matmul_arguments, nodes, value
+from fp8graph.ir.nodes import (
+    SAME_VALUES,
+    aten,
+    is_view,
+    look_through_transposes,
+    matmul_arguments,
+    nodes,
+    value,
+    value_key,
+)
 from fp8graph.ir.sites import Site
 from fp8graph.recipes.autocast import REGION_KEY
 

@@ -39,13 +39,21 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.same_value import look_through_transposes, value_key
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.attention import Attention, Operand, Read, Sizes
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
-from fp8graph.ir.nodes import OPERAND_KEY, aten, known_equal, size_hint, static_size, value
+from fp8graph.ir.nodes import (
+    OPERAND_KEY,
+    aten,
+    known_equal,
+    look_through_transposes,
+    size_hint,
+    static_size,
+    value,
+    value_key,
+)
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer

@@ -1,4 +1,4 @@
-"""same_value: which nodes surely hold one tensor, and which only look alike."""
+"""nodes.value_key: which nodes surely hold one tensor, and which only look alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from fp8graph.analysis.same_value import look_through_transposes, swaps_last_dims, value_key
+from fp8graph.ir.nodes import look_through_transposes, swaps_last_dims, value_key
 from helpers import traced
 
 
