@@ -1,4 +1,4 @@
-"""What ``import fp8graph`` gives: every public name, once."""
+"""Every public name, as ``import fp8graph`` gives them."""
 
 import fp8graph.models as models
 import fp8graph.numerics as numerics

@@ -86,7 +86,7 @@ class AttentionRecord:
     keys: int | str  #: tokens
     head_size: int | str  #: of queries and keys
     value_size: int | str
-    causal: bool  #: the op is told so; a mask that is a tensor may be causal, too
+    causal: bool  #: by an argument of the op; a mask that is a tensor may be causal, too
     masked: bool  #: a tensor is added to the scores, or a function changes them
     dropout: bool  #: probabilities are dropped
     flops: int  #: multiplications and additions; half if causal
@@ -114,7 +114,7 @@ class AttentionRecord:
 
 
 class Origin(NamedTuple):
-    """Where a node of a graph comes from."""
+    """The place that a node of a graph comes from."""
 
     module: str  #: the FQN of the module that it was traced in, relative to the frame; of an input: its name
     source: str  #: the line of the model, as "file:line code"; "" if it is not known

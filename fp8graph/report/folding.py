@@ -120,7 +120,7 @@ def _without(lines: Iterable[str], layers: Mapping[str, str], left_out: Mapping[
 
 
 def _shorter(line: str, layers: Mapping[str, str], left_out: Mapping[str, str]) -> str:
-    """What the graph returns, without the results of layers that were left out."""
+    """The line that returns, without the results of layers that were left out."""
     results = line.removeprefix("return ").split(", ")
     kept = [name for name in results if layers.get(name, "") not in left_out]
     gone = len(results) - len(kept)

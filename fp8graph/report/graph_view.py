@@ -64,7 +64,7 @@ class GraphView:
         return self.load_module()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the text, without the module."""
+        """The part that is pickled and copied: the text, without the module."""
         return vars(self) | {"load_module": None}
 
     def summary(self) -> str:

@@ -71,7 +71,7 @@ def _finite(value: Any) -> Any:
 
 
 class Shown(Protocol):
-    """What the page shows of a :class:`~fp8graph.report.Report`."""
+    """The part of a :class:`~fp8graph.report.Report` that the page shows."""
 
     @property
     def graphs(self) -> list[GraphView]: ...
@@ -111,7 +111,7 @@ def page_data(
 
 
 def _shares(gemms: Sequence[GemmRecord]) -> list[dict[str, Any]]:
-    """What part of the GEMMs' work is in FP8: natively, emulated, of all."""
+    """The part of the GEMMs' work that is in FP8: natively, emulated, of all."""
     predicted = all(gemm.seconds is not None for gemm in gemms)
     why = "this report's device has no speed model, or FP8 is emulated there: explain(..., target=...) names a GPU"
     shares: list[dict[str, Any]] = [
@@ -149,14 +149,7 @@ def _gemms(report: Shown, distinct: Sequence[Sequence[int]]) -> list[dict[str, A
     }
     return [
         {
-            "site": group.site,
-            "op": group.op,
-            "gemm": group.gemm,
-            "size": group.size,
-            "recipe": group.recipe,
-            "dtypes": group.dtypes,
-            "execution": group.execution,
-            "reason": group.reason,
+            **{name: value for name, value in group._asdict().items() if name != "gemms"},
             "flops": sum(gemm.flops for gemm in group.gemms),
             "names": [gemm.name for gemm in group.gemms],
             "graph": graph_of[id(group.gemms[0])],

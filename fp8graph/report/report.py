@@ -74,7 +74,7 @@ class Report:
 
     @property
     def refusals(self) -> list[RefusalRecord]:
-        """Why linears were not fused, weights not kept, activations not saved in FP8."""
+        """The reasons why linears were not fused, weights not kept, activations not saved in FP8."""
         return [refusal for graph in self.in_force for refusal in graph.refusals]
 
     @functools.cached_property
@@ -122,11 +122,10 @@ class Report:
             "in_force": [index for index, graph in enumerate(self.graphs) if graph.policy in self.identities],
             "policy": self._plain_policy(),
             "unused_rules": self.unused_rules,
-            "eager_frames": self.eager_frames,
-            "skipped_frames": self.skipped_frames,
-            "in_no_graph": self.in_no_graph,
-            "fp8_in_no_graph": self.fp8_in_no_graph,
-            "unused_state": self.unused_state,
+            **{
+                name: getattr(self, name)
+                for name in ("eager_frames", "skipped_frames", "in_no_graph", "fp8_in_no_graph", "unused_state")
+            },
             "reductions": [dataclasses.asdict(reduction) for reduction in self.reductions],
             "weights": self.weights,
             "weight_bytes": self.weight_bytes,
@@ -141,7 +140,7 @@ class Report:
             return self.policy.identity()
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: the rows and texts, without kernels that were not generated yet."""
+        """The part that is pickled and copied: rows and texts, without kernels that were not generated yet."""
         return vars(self) | {"load_kernels": None}
 
     def to_html(
@@ -187,7 +186,7 @@ class Report:
         return "\n".join([self.summary(), *table, *attention, *self.notes(), *sent, *refused])
 
     def notes(self) -> list[str]:
-        """What else there is to know: one sentence each."""
+        """All else that there is to know: one sentence each."""
         waiting = [] if self.in_force else ["no graph yet: nothing is compiled before the model is called"]
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
         lines = waiting + [
@@ -195,10 +194,10 @@ class Report:
         ]
         lines += attention_share(self.attention, self.gemms)
         for direction in ("forward", "backward", "step"):
-            own = [c for c in self.collectives if c.direction == direction]
-            if own:
-                sent = sum(c.bytes_sent for c in own)
-                lines.append(f"{direction}: {len(own)} collectives, in which each rank sends {size_text(sent)}")
+            found = [c for c in self.collectives if c.direction == direction]
+            if found:
+                sent = sum(c.bytes_sent for c in found)
+                lines.append(f"{direction}: {len(found)} collectives, in which each rank sends {size_text(sent)}")
         if self.weights:
             size = size_text(self.weight_bytes)
             kept = (

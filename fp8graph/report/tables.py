@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
 
@@ -28,12 +28,12 @@ def attention_share(attention: Sequence[AttentionRecord], gemms: Sequence[GemmRe
         return []
     inside = sum(record.flops for record in gemms)
     apart = sum(record.flops for record in attention if not record.written_out)
-    own = sum(record.flops for record in attention)
+    total = sum(record.flops for record in attention)
     fp8 = [record for record in attention if record.recipe is not None and record.direction == "forward"]
     back = sum(record.recipe is not None and record.direction == "backward" for record in attention)
     forward = [record for record in attention if record.direction == "forward"]
     line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(attention) > len(forward))}: "
-    line += f"{percent(own / (inside + apart))} of the FLOPs of GEMMs and attention" if inside + apart else "no FLOPs"
+    line += f"{percent(total / (inside + apart))} of the FLOPs of GEMMs and attention" if inside + apart else "no FLOPs"
     emulated = sum(record.execution == "emulated" for record in fp8)
     line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
     line += f", {back} of them in backward, too" if back else ""
@@ -62,8 +62,7 @@ def size_text(number: int) -> str:
 HEADER = ("site", "count", "op", "gemm", "m x n x k", "recipe", "dtypes", "execution", "reason")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmGroup:
+class GemmGroup(NamedTuple):
     """GEMMs of one kind: those of layers whose names differ only in numbers."""
 
     site: str
@@ -75,12 +74,6 @@ class GemmGroup:
     execution: str
     reason: str
     gemms: Sequence[GemmRecord]
-
-    @property
-    def row(self) -> tuple[str, ...]:
-        """The cells under ``HEADER``."""
-        count = str(len(self.gemms))
-        return self.site, count, self.op, self.gemm, self.size, self.recipe, self.dtypes, self.execution, self.reason
 
 
 def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
@@ -99,69 +92,61 @@ def gemm_groups(gemms: Iterable[GemmRecord]) -> list[GemmGroup]:
             gemm.reason,
         )
         groups.setdefault(key, []).append(gemm)
-    # what layers are called, where two rows of one GEMM would be called alike
-    alike = Counter((site, gemm) for site, _, gemm, *_ in groups)
+    # where two rows of one GEMM would have one name, the numbers of their layers are in it
+    several = Counter((site, gemm) for site, _, gemm, *_ in groups)
     found: list[GemmGroup] = []
-    for (site, op, gemm, size, recipe, dtypes, execution, reason), records in groups.items():
-        if alike[site, gemm] > 1:
-            site = these_layers(site, [record.name for record in records])
-        found.append(
-            GemmGroup(
-                site=site,
-                op=op,
-                gemm=gemm,
-                size=size,
-                recipe=recipe,
-                dtypes=dtypes,
-                execution=execution,
-                reason=reason,
-                gemms=records,
-            )
-        )
+    for (site, op, gemm, *rest), records in groups.items():
+        name = these_layers(site, [record.name for record in records]) if several[site, gemm] > 1 else site
+        found.append(GemmGroup(name, op, gemm, *rest, gemms=records))
     return found
 
 
 def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     """One row per kind of GEMM: layers whose names differ only in numbers share a row."""
-    return [HEADER, *(group.row for group in gemm_groups(gemms))]
+    rows = ((group.site, str(len(group.gemms)), *group[1:8]) for group in gemm_groups(gemms))
+    return [HEADER, *rows]
 
 
 def attention_rows(attention: Iterable[AttentionRecord]) -> list[tuple[str, ...]]:
     """One row per kind of attention: layers whose names differ only in numbers share a row."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups: Counter[tuple[str, ...]] = Counter()
     for record in attention:
-        heads = str(record.heads) if record.heads == record.kv_heads else f"{record.heads}:{record.kv_heads}"
-        size = (
-            str(record.head_size)
-            if record.head_size == record.value_size
-            else f"{record.head_size}:{record.value_size}"
-        )
+        heads, sizes = _pair(record.heads, record.kv_heads), _pair(record.head_size, record.value_size)
         more = [name for name in ("causal", "masked", "dropout") if getattr(record, name)]
         key = (
             any_layer(record.name) or "(root)",
             ", ".join([record.form, *more]),
             record.direction,
-            f"{record.batch} x {heads} x {record.queries} x {record.keys} x {size}",
+            f"{record.batch} x {heads} x {record.queries} x {record.keys} x {sizes}",
             record.recipe or "-",
             " -> ".join(record.dtypes),
             record.execution,
             record.reason,
         )
-        groups[key] = groups.get(key, 0) + 1
+        groups[key] += 1
     header = "attention", "count", "form", "direction", "batch x heads x queries x keys x size"
-    header = (*header, "recipe", "dtypes", "execution", "reason")
-    return [header, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+    return [(*header, "recipe", "dtypes", "execution", "reason"), *_counted(groups)]
+
+
+def _pair(one: int | str, other: int | str) -> str:
+    return str(one) if one == other else f"{one}:{other}"
+
+
+def _counted(groups: Counter[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Rows with the number of each as their second cell."""
+    for (first, *cells), count in groups.items():
+        yield first, str(count), *cells
 
 
 def collective_rows(collectives: Iterable[CollectiveRecord]) -> list[tuple[str, ...]]:
     """One row per kind of collective, as in :func:`gemm_rows`."""
-    groups: dict[tuple[str, ...], int] = {}
+    groups: Counter[tuple[str, ...]] = Counter()
     for c in collectives:
         tensor = any_layer(c.tensor) or "(root)"
         key = (c.kind, c.direction, tensor, f"{c.dtype}{list(c.shape)}", str(c.ranks), str(c.bytes_sent), c.reason)
-        groups[key] = groups.get(key, 0) + 1
+        groups[key] += 1
     header = ("collective", "count", "direction", "tensor", "of each rank", "ranks", "bytes sent", "reason")
-    return [header, *((key[0], str(count), *key[1:]) for key, count in groups.items())]
+    return [header, *_counted(groups)]
 
 
 def refusal_rows(refusals: Iterable[RefusalRecord]) -> list[tuple[str, ...]]:

@@ -44,7 +44,7 @@ class Notes:
         self.numbers: dict[str, int] = {}
 
     def mark(self, reason: str) -> str:
-        """What stands in the tree for ``reason``."""
+        """The text that stands in the tree for ``reason``."""
         return f" [{self.numbers.setdefault(reason, len(self.numbers) + 1)}]"
 
     def lines(self) -> list[str]:
@@ -70,7 +70,7 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
     for site, modules in _sites(report.gemms):
         said = [(one.gemm, one.recipe or "-", one.execution, one.reason) for one in modules[0]]
         size = f"{modules[0][0].m} x {modules[0][0].n} x {modules[0][0].k}"
-        _node(root, site, [own[0].fqn for own in modules]).sites.append(_phrases(size, said, notes))
+        _node(root, site, [module[0].fqn for module in modules]).sites.append(_phrases(size, said, notes))
     attention: dict[str, list[AttentionRecord]] = {}
     for record in report.attention:
         attention.setdefault(any_layer(record.name), []).append(record)
@@ -84,17 +84,17 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
 
 
 def _sites(gemms: Iterable[GemmRecord]) -> list[tuple[str, list[list[GemmRecord]]]]:
-    """By name, with ``*`` for numbers: the GEMMs of each module. Modules that differ in more have their own names."""
+    """By name, with ``*`` for numbers: the GEMMs of each module. Modules that differ in more are named one by one."""
     modules: dict[str, list[GemmRecord]] = {}
     for gemm in gemms:
         modules.setdefault(gemm.name, []).append(gemm)
-    alike: dict[str, dict[Any, list[list[GemmRecord]]]] = {}
-    for name, own in modules.items():
-        kind = tuple((g.op, g.gemm, g.m, g.n, g.k, g.recipe, g.execution, g.reason) for g in own)
-        alike.setdefault(any_layer(name) or "(root)", {}).setdefault(kind, []).append(own)
+    kinds_of: dict[str, dict[Any, list[list[GemmRecord]]]] = {}
+    for name, rows in modules.items():
+        kind = tuple((g.op, g.gemm, g.m, g.n, g.k, g.recipe, g.execution, g.reason) for g in rows)
+        kinds_of.setdefault(any_layer(name) or "(root)", {}).setdefault(kind, []).append(rows)
     return [
-        (site if len(kinds) == 1 else these_layers(site, [own[0].name for own in same]), same)
-        for site, kinds in alike.items()
+        (site if len(kinds) == 1 else these_layers(site, [rows[0].name for rows in same]), same)
+        for site, kinds in kinds_of.items()
         for same in kinds.values()
     ]
 
@@ -128,13 +128,13 @@ def _grow(branch: Tree, node: Node) -> None:
 
 
 def _phrases(what: str, said: Iterable[tuple[str, str, str, str]], notes: Notes) -> Text:
-    """``what``, and what becomes of it: in one phrase if all GEMMs (or directions) are alike, else one by one."""
+    """``what``, and what becomes of it: in one phrase if it is one for all GEMMs (or directions)."""
     phrases: dict[tuple[str, str], list[str]] = {}  # what is said and its style -> of which
     for which, recipe, execution, reason in said:
         words = {"native": recipe, "emulated": f"{recipe}, emulated"}.get(execution, execution)
         words += notes.mark(reason) if execution != "native" else ""
-        own = phrases.setdefault((words, _STYLES[execution]), [])
-        own += [which] if which not in own else []
+        these = phrases.setdefault((words, _STYLES[execution]), [])
+        these += [which] if which not in these else []
     text = Text.assemble((what, "dim"))
     for (words, style), these in phrases.items():
         text.append(f"  {', '.join(these)} " if len(phrases) > 1 else "  ")

@@ -58,8 +58,8 @@ def here() -> tuple[str, str, str | None]:
 
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
     """Whether tests ran on these versions together; if not, on which they did."""
-    own = (torch_version, python, transformers)
-    found = [run for run in RUNS if all(map(_same, own, (run.torch, run.python, run.transformers)))]
+    these = (torch_version, python, transformers)
+    found = [run for run in RUNS if all(map(_same, these, (run.torch, run.python, run.transformers)))]
     if found:
         which = "all fast tests" if any(run.all_fast_tests for run in found) else "a sample of the tests"
         return f"{which} ran on them"
@@ -70,8 +70,8 @@ def remark(torch_version: str, python: str, transformers: str | None) -> str:
     return f"no tests ran on them{only}. They ran on {runs}"
 
 
-def _same(own: str | None, tested: str) -> bool:
-    return own is None or _numbers(own) == _numbers(tested)
+def _same(version: str | None, tested: str) -> bool:
+    return version is None or _numbers(version) == _numbers(tested)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def architectures() -> list[tuple[str, ...]]:
 
 
 def trainer() -> list[str]:
-    """What users of Hugging Face Trainer meet: its option takes accelerate's list of names."""
+    """A line for users of Hugging Face Trainer: its option takes accelerate's list of names."""
     if importlib.util.find_spec("accelerate") is None:
         return []
     return [

@@ -112,9 +112,9 @@ class Generating(Backend):
         for position, kernel in enumerate(self.generator.kernels):
             text, which = self._graphs.get(position, ("", 0))
             number = numbers[text][min(which, len(numbers[text]) - 1)] if text in numbers else None
-            own = {} if number is None else report.graphs[number].origins
+            there = {} if number is None else report.graphs[number].origins
             reads, nodes, writes = (
-                tuple(name for name in names if name in own) for names in (kernel.reads, kernel.nodes, kernel.writes)
+                tuple(name for name in names if name in there) for names in (kernel.reads, kernel.nodes, kernel.writes)
             )
             found.append(dataclasses.replace(kernel, number=number, nodes=nodes, reads=reads, writes=writes))
         return found

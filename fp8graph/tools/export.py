@@ -113,7 +113,7 @@ def quantized_state(
 
 
 class _Plan:
-    """Which tensors are written how."""
+    """The tensors of a model, and the form in which each is written."""
 
     def __init__(self, model: nn.Module, name: str, calibration: Iterable[Any] | None) -> None:
         given: object = model
@@ -285,8 +285,8 @@ def export_folder(
     shards = Shards(source)
     config, _ = config_of(str(source))
     model = model_of(config)
-    asked = Policy(extends="default") if policy is None else Policy.coerce(policy)
-    resolved = extended(asked, families_of(type(module) for module in model.modules()), recipe)
+    given = Policy(extends="default") if policy is None else Policy.coerce(policy)
+    resolved = extended(given, families_of(type(module) for module in model.modules()), recipe)
     linears = dict(_linears_in(model, shards))
     recipes = {layer: found for layer, owner in linears.items() if (found := _recipe_of(owner, model, resolved))}
     if not recipes:

@@ -40,7 +40,7 @@ class Part:
 
 
 def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[Part]]:
-    """How the parameters of these names and shapes ([N, K] or [experts, N, K]) are stored, as linears.
+    """The linears as which the parameters of these names and shapes ([N, K] or [experts, N, K]) are stored.
 
     A parameter that is not stored as linears, or not alone, is left out.
     """
@@ -65,7 +65,7 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
 
 
 def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
-    """Why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
+    """The reason why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
     rows, height = weight.data.shape[-2], _tile_rows(weight)
     for part in parts:
         start, stop = int(part.rows[0]), int(part.rows[-1]) + 1
@@ -93,7 +93,7 @@ def _rows(data: Tensor, part: Part) -> Tensor:
 
 
 def _has_rows(weight: Multiplied) -> bool:
-    """Whether ``weight`` has scales of its own for each row of tiles."""
+    """Whether each row of tiles of ``weight`` has scales."""
     return SCALINGS[weight.quantizer.scaling].scale_shape(1, 1, [1, 1]) is not None
 
 
@@ -166,7 +166,7 @@ def as_stored(weight: Multiplied, stored: LayerFormat, amax: Tensor | None) -> Q
 
 
 def kind_of(weight: Multiplied) -> Kind:
-    """What :func:`chosen` looks for."""
+    """The kind of scaling and the tile of ``weight``, for :func:`chosen`."""
     rows, columns = weight.quantizer.block
     return weight.quantizer.scaling, (1 if SCALINGS[weight.quantizer.scaling].packed > 1 else rows, columns)
 

@@ -37,7 +37,7 @@ def inspected(folder: Path) -> Inspection:
 
 
 def text(found: Inspection) -> str:
-    """What was found, for people."""
+    """The contents of a checkpoint, for people."""
     share = f"{100 * found.quantized_share:.1f} % of the numbers"
     files = f"{found.files} file{'s' * (found.files != 1)}"
     parts = [

@@ -149,7 +149,7 @@ def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) 
 
 
 def _why_not(stored: LayerFormat) -> str | None:
-    """Why no scaled matmul multiplies weights that are stored so."""
+    """The reason why no scaled matmul multiplies weights that are stored so; None if one does."""
     inputs = {(WHOLE, WHOLE): [(WHOLE, WHOLE), (1, WHOLE)], (1, WHOLE): [(1, WHOLE)]}
     rows, columns = stored.block
     e8m0 = all(dtype in _E8M0 for dtype in stored.scale_dtypes)

@@ -62,9 +62,9 @@ def package(
     if on_cpu and not torch_build.PACKAGES_FP8_ON_CPU:
         raise ConfigError(f"torch {torch.__version__} cannot compile FP8 ahead of time for a CPU: 2.13 and later can.")
     backend = _backend(model, policy, recipe)
-    own = adopt(uncompiled_copy(original, _itself))
-    backend.bind(own)
-    result = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+    copy = adopt(uncompiled_copy(original, _itself))
+    backend.bind(copy)
+    result = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     if len(backend.calls) != 1:
         raise ConfigError(f"{type(original).__name__} has nothing to compile: it makes no tensor from its inputs.")
     check_compiled(backend, original)
@@ -103,11 +103,11 @@ class _Catching(Backend):
 
 
 def _backend(model: nn.Module, policy: PolicyLike | None, recipe: RecipeLike) -> _Catching:
-    own: dict[str, Any] = {"compiler": "eager", "cache_weights": True}
+    settings: dict[str, Any] = {"compiler": "eager", "cache_weights": True}
     compiled = find_backend(model) if policy is None and recipe is None else None
     if compiled is None:
-        return _Catching(policy, recipe=recipe, **own)
-    backend = _Catching(**compiled.arguments() | own)
+        return _Catching(policy, recipe=recipe, **settings)
+    backend = _Catching(**compiled.arguments() | settings)
     backend.load_state_dict(compiled.state_dict())
     return backend
 
@@ -163,7 +163,7 @@ def _index(x: Any, among: Sequence[Any]) -> int | None:
 
 
 def _returned(x: Any, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-    """Where one of the values comes from that a model returns; itself if it is a constant."""
+    """The place that one of the values comes from that a model returns; the value if it is a constant."""
     if not isinstance(x, Tensor | int | float | str | None):
         hint = " A cache is left out with use_cache=False." if "Cache" in type(x).__name__ else ""
         raise ConfigError(f"the model returns a {type(x).__name__}, which no package can hold.{hint}")
