@@ -13,13 +13,12 @@ from torch import fx
 
 from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
-from fp8graph.ir.attention import Attention
 from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
 from fp8graph.ir.nodes import fake_mode_of, value
 from fp8graph.ir.observed import Observed
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.sites import Decision, Site
+from fp8graph.ir.sites import Attention, Decision, Site
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord

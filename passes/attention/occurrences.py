@@ -1,4 +1,4 @@
-"""Every attention of a graph: one op (``ir/attention.py`` lists them), or two matmuls of activations and a softmax.
+"""Every attention of a graph: one op (``ir/sites.py`` lists them), or two matmuls of activations and a softmax.
 
     s = bmm(q, permute(k));  p = softmax(s * scale + mask);  y = bmm(dropout(p), v)     ->      one attention
 
@@ -19,7 +19,6 @@ from torch import fx
 
 from fp8graph.compat.attention import VARLEN
 from fp8graph.compat.ops import OpOverload, named_arguments
-from fp8graph.ir.attention import FORMS, Attention, Operand, Read, Size, Sizes
 from fp8graph.ir.naming import place_of
 from fp8graph.ir.nodes import (
     SAME_VALUES,
@@ -31,7 +30,7 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
-from fp8graph.ir.sites import Site
+from fp8graph.ir.sites import FORMS, Attention, Operand, Read, Site, Size, Sizes
 from fp8graph.recipes.autocast import REGION_KEY
 
 _OPERANDS: Final[tuple[Operand, ...]] = ("query", "key", "value")

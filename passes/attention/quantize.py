@@ -41,7 +41,6 @@ from torch import fx
 
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops
-from fp8graph.ir.attention import Attention, Operand, Read, Sizes
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
 from fp8graph.ir.nodes import (
@@ -54,6 +53,7 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
+from fp8graph.ir.sites import Attention, Operand, Read, Sizes
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from fp8graph.ir.attention import Attention, Read, Sizes
 from fp8graph.ir.naming import Place
-from fp8graph.ir.sites import Site
+from fp8graph.ir.sites import Attention, Read, Site, Sizes
 
 SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=16, keys=16, head_size=64, value_size=64)
 

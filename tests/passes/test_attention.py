@@ -10,9 +10,9 @@ from torch import fx
 from attentions import OPS, Attention, qkv, sdpa
 from fp8graph.compat.attention import FLEX
 from fp8graph.compat.ops import schema
-from fp8graph.ir.attention import FORMS
-from fp8graph.ir.attention import Attention as Found
 from fp8graph.ir.nodes import backward_nodes
+from fp8graph.ir.sites import FORMS
+from fp8graph.ir.sites import Attention as Found
 from fp8graph.passes.attention.occurrences import attention_ops, extra_results
 from helpers import passed
 
