@@ -23,7 +23,7 @@ from fp8graph.integrations.kv_cache import (
     calibrate_head_scales,
     compare_logits,
 )
-from fp8graph.integrations.kv_scales import FixedScales, cache_argument
+from fp8graph.integrations.kv_layer import FixedScales, cache_argument
 from kv_caches import E4M3, IDS, generate, model_of
 
 SCALES = torch.tensor([0.02, 0.01]), torch.tensor([0.005, 0.5])

@@ -775,14 +775,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "the margin of a cache leaves less room",
-        f"{_INTEGRATIONS}/kv_scales.py",
+        f"{_INTEGRATIONS}/kv_layer.py",
         "amax * (margin / _LARGEST)",
         "amax / (margin * _LARGEST)",
         ("tests/integrations/test_kv_scales.py",),
     ),
     Fault(
         "calibration forgets all texts but the last",
-        f"{_INTEGRATIONS}/kv_scales.py",
+        f"{_INTEGRATIONS}/kv_layer.py",
         "torch.maximum(a, b) for a, b in zip(old, new",
         "b for a, b in zip(old, new",
         ("tests/integrations/test_kv_scales.py",),
