@@ -720,21 +720,21 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_TOOLS}/forms.py",
         "scales[part.expert] if len(scales)",
         "scales[0] if len(scales)",
-        ("tests/tools/test_saved_parts.py", "tests/tools/test_export.py"),
+        ("tests/tools/test_forms.py", "tests/tools/test_export.py"),
     ),
     Fault(
         "a weight is cut inside a tile",
         f"{_TOOLS}/forms.py",
         "whole = start % height == 0 and (stop % height == 0 or stop == rows)",
         "whole = True",
-        ("tests/tools/test_saved_parts.py", "tests/tools/test_export.py"),
+        ("tests/tools/test_forms.py", "tests/tools/test_export.py"),
     ),
     Fault(
         "the seed of batches is ignored",
         f"{_TOOLS}/hugging_face.py",
         ".manual_seed(seed)",
         ".manual_seed(0)",
-        ("tests/tools/test_text.py", "tests/cli/test_tune.py"),
+        ("tests/tools/test_hugging_face.py", "tests/cli/test_tune.py"),
     ),
     # compat
     Fault(

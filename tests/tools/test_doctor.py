@@ -1,10 +1,15 @@
-"""doctor: which recipe each device multiplies."""
+"""doctor: the recipes that each device multiplies, and the versions on which the tests ran.
+
+That the docs have the same runs: tests/docs/test_support.py.
+"""
 
 from __future__ import annotations
 
 import pytest
 
 from fp8graph.cli import main
+from fp8graph.tools import doctor
+from fp8graph.tools.doctor import RUNS, Run
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,3 +30,49 @@ def test_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'torch_compile_backend="fp8graph"' in line
     assert "not a valid DynamoBackend" in line
     assert "fp8graph.compile(model)" in line
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        (("2.13.0+cpu", "3.11.7", "5.23.0"), "all fast tests ran on them"),
+        (("2.13.1", "3.11.0", None), "all fast tests ran on them"),
+        (("2.12.0", "3.12.1", None), "a sample of the tests ran on them"),
+        (("2.12.0", "3.11.7", "5.23.0"), "no tests ran on them. They ran on "),
+        (("2.13.0", "3.12.1", "5.23.0"), "no tests ran on them. They ran on "),
+        (("2.13.0", "3.11.7", "5.24.0"), "no tests ran on them. They ran on "),
+        (
+            ("2.16.0a0+git", "3.11.7", None),
+            "no tests ran on them, and only torch 2.11 to 2.15 is allowed. They ran on ",
+        ),
+        (("2.9.1", "3.11.7", "5.23.0"), "no tests ran on them, and only torch 2.11 to 2.15 is allowed. They ran on "),
+    ],
+)
+def test_versions_count_together(
+    versions: tuple[str, str, str | None], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    some = Run("2.12.1", "3.12", "5.24.0", all_fast_tests=False)
+    monkeypatch.setattr(doctor, "RUNS", (Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True), some))
+    runs = "torch 2.13.0 with Python 3.11 and transformers 5.23.0; "
+    runs += "torch 2.12.1 with Python 3.12 and transformers 5.24.0 (a sample)"
+    assert doctor.remark(*versions) == expected + (runs if expected.startswith("no") else "")
+
+
+def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in RUNS:
+        monkeypatch.setattr(doctor, "here", lambda run=run: (run.torch, f"{run.python}.9", run.transformers))
+        assert main(["doctor"]) == 0
+        assert "these versions" in (out := capsys.readouterr().out)
+        assert ("all fast tests ran on them" if run.all_fast_tests else "a sample of the tests ran on them") in out
+    monkeypatch.setattr(doctor, "here", lambda: ("2.14.1+cu130", "3.10.1", None))
+    assert main(["doctor"]) == 0
+    assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
+
+
+def test_what_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise doctor.importlib.metadata.PackageNotFoundError(name)
+
+    torch, python, _ = doctor.here()
+    monkeypatch.setattr(doctor.importlib.metadata, "version", missing)
+    assert doctor.here() == (torch, python, None)
