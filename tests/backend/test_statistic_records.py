@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fp8graph import Backend, ConfigError
+from fp8graph.runtime.observation import Observation
 from helpers import ALL, MLP
 from ranks import run_ranks
 
@@ -51,7 +52,7 @@ def test_each_observed_step_is_appended_when_the_next_one_begins(tmp_path: Path)
 def test_steps_that_were_written_are_not_kept(tmp_path: Path) -> None:
     backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"})
     train(backend, tmp_path / "s.jsonl", 4)
-    assert {*backend._shared.observation._found} == set()
+    assert {*backend.store(Observation)._found} == set()
     assert {r.step for r in backend.statistics or ()} == {3}  # the last one is not written yet
 
 
