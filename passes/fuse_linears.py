@@ -248,7 +248,7 @@ def key_of(linear: Linear) -> dict[str, Any]:
 
 
 def why_apart(linear: Linear, siblings: Sequence[Linear]) -> str:
-    """Why a linear is not fused with the others that read its input."""
+    """The reason why a linear is not fused with the others that read its input."""
     own = key_of(linear)
     for other in siblings:
         if other is not linear and not other.refusal:

@@ -127,7 +127,7 @@ def _weight(site: Site) -> fx.Node:
 
 
 def _why_no_linear(node: fx.Node, in_body: bool) -> str:
-    """Why a matmul that the program may have written as a linear is not known as one; "" if nothing hides that."""
+    """The reason why a matmul that may have been written as a linear is not known as one; "" if nothing hides that."""
     if gradient_of_func(node):
         return "it computes a gradient that torch.func takes inside the graph"
     if in_body:
@@ -243,7 +243,7 @@ class Heads:
         self._embeddings = {table for table in tables if table in parameters}
 
     def why(self, matmul: fx.Node, weight: fx.Node) -> str:
-        """Why the linear ``matmul`` by ``weight`` is an output head; "" if nothing says that it is one."""
+        """The reason why the linear ``matmul`` by ``weight`` is an output head; "" if nothing says that it is one."""
         weight = _source(weight)
         if weight not in self._parameters or not self._embeddings:
             return LOSS if self._reaches(matmul, loss=True) else ""

@@ -44,9 +44,9 @@ _TILES: Final = {  # by whether scales are bytes of E8M0, and whether tiles are 
     (True, True): MXFP8BlockScaling().quantizer("weight").scaling,
 }
 _SCALES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-Factor = tuple[int, int]  # size, stride
-Dims = list[list[Factor]]
-CASTS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_Factor = tuple[int, int]  # size, stride
+Dims = list[list[_Factor]]
+_CASTS: Final = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _VIEWS: Final = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
@@ -182,7 +182,7 @@ def _followed(node: fx.Node) -> list[tuple[fx.Node, Dims]] | str:
             return wrong
         return [(source, expanded(dims, shape)) for part in both for source, dims in cast(Any, part)]
     first = cast(fx.Node, node.args[0])
-    if target in CASTS and value(node).dtype not in _HIGH:
+    if target in _CASTS and value(node).dtype not in _HIGH:
         return f"it is cast to {value(node).dtype}"
     inner = _followed(first) if isinstance(first, fx.Node) else "it is computed from several tensors"
     if isinstance(inner, str):
@@ -216,7 +216,7 @@ def viewed(dims: Dims, shape: Sequence[int]) -> Dims | None:
     left = [factor for factor in digits_of_all if factor[0] != 1]
     result: Dims = []
     for size in shape:
-        taken: list[Factor] = []
+        taken: list[_Factor] = []
         wanted = size
         while wanted > 1:
             if not left:
@@ -249,7 +249,7 @@ def expanded(dims: Dims, shape: Sequence[int]) -> Dims:
 def moved(target: Any, dims: Dims, shape: Sequence[int], args: tuple[Any, ...]) -> Dims | None:
     """``dims`` after one operation with a result of ``shape`` and more ``args``; None if it is not understood."""
     rank = len(dims)
-    if target in (*CASTS, *_SAME):
+    if target in (*_CASTS, *_SAME):
         return dims
     if target in _VIEWS:
         return viewed(dims, shape)
@@ -303,7 +303,7 @@ def is_row_major(data: Dims) -> bool:
     return True
 
 
-def _constant_below(factors: Sequence[Factor]) -> tuple[int, int] | None:
+def _constant_below(factors: Sequence[_Factor]) -> tuple[int, int] | None:
     """(elements that share a scale, stride from one tile to the next), along one dim; None for anything else."""
     merged = _merged(factors)
     block = 1
@@ -314,9 +314,9 @@ def _constant_below(factors: Sequence[Factor]) -> tuple[int, int] | None:
     return block, merged[0][1] if merged else 0
 
 
-def _merged(factors: Sequence[Factor]) -> list[Factor]:
+def _merged(factors: Sequence[_Factor]) -> list[_Factor]:
     """Neighbouring digits that count on as one."""
-    result: list[Factor] = []
+    result: list[_Factor] = []
     for size, stride in factors:
         if size == 1:
             continue
@@ -327,7 +327,7 @@ def _merged(factors: Sequence[Factor]) -> list[Factor]:
     return result or [(1, 0)]
 
 
-def _size(factors: Sequence[Factor]) -> int:
+def _size(factors: Sequence[_Factor]) -> int:
     total = 1
     for size, _ in factors:
         total *= size

@@ -90,7 +90,7 @@ def _copies(moves: Moves, node: fx.Node) -> bool:
 
 
 def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> str | None:
-    """Why the rows cannot be quantized before they are moved; None if they can."""
+    """The reason why the rows cannot be quantized before they are moved; None if they can."""
     asked, kind = quantized.asked, quantized.kind
     if unknown := set(quantized.node.kwargs) - _SETTINGS:
         return f"quantized with {', '.join(sorted(unknown))}"
@@ -190,7 +190,7 @@ def _like(node: fx.Node, made: fx.Node) -> fx.Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """How the rows of a tensor are made from those of another one."""
+    """The way from the rows of one tensor to those of another."""
 
     source: fx.Node
     steps: Sequence[fx.Node]  # from there to the tensor, in order, without casts

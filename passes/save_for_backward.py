@@ -80,7 +80,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _check(quantized: QuantizeNode) -> str | None:
-    """Why the columnwise copy is kept for backward, "" if there is none; None if backward can make it again."""
+    """The reason why the columnwise copy is kept for backward ("": there is none); None if backward makes it again."""
     node, copy = quantized.node, quantized.outputs.get("columnwise")
     read = [user for user in copy.users if user.target not in ops.MEASURES] if copy is not None else []
     for_backward = bool(read) and all(map(is_backward, read))

@@ -61,7 +61,7 @@ def score(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _obstacle(site: Site, compilation: Compilation) -> str | None:
-    """Why a site is left out."""
+    """The reason why a site is left out."""
     if compilation.known.subgraph:
         return "it is in the body of a higher-order op"
     if any(gemm.node.target in GROUPED for gemm in site.gemms):

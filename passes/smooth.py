@@ -59,7 +59,7 @@ def _asks(gemm: Gemm, compilation: Compilation) -> bool:
 
 
 def _obstacle(site: Site, compilation: Compilation) -> str | None:
-    """Why the input of this site is quantized as it is."""
+    """The reason why the input of this site is quantized as it is."""
     if any(gemm.node.target in GROUPED for gemm in site.gemms):
         return "experts share one matmul, and each has tokens of its own"
     first = site.gemms[0]

@@ -90,7 +90,7 @@ def recipe_of(stored: fx.Node) -> Recipe:
 
 
 def why_not_as_stored(gemm: Gemm, stored: fx.Node) -> str | None:
-    """Why ``gemm`` cannot multiply the bytes of ``stored``; None if it can."""
+    """The reason why ``gemm`` cannot multiply the bytes of ``stored``; None if it can."""
     given = named_arguments(stored)
     if gemm.gemm != "fprop" and value(given["data"]).ndim == 3:
         return f"{gemm.gemm} of experts would need a transposed copy of each: they are dequantized"

@@ -131,7 +131,7 @@ class Findings:
         return [each for each in self.extra_inputs if isinstance(each, kind)]
 
     def titles(self, sources: Sequence[str]) -> list[str]:
-        """What the tensors that the graph takes are called. ``sources``: Dynamo's names of its other inputs."""
+        """The names of the tensors that the graph takes. ``sources``: Dynamo's names of its other inputs."""
         return [title for each in self.extra_inputs for title in each.titles(lambda i: split_source(sources[i])[1])]
 
     def stand_ins(self) -> list[torch.Tensor]:

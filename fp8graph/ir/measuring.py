@@ -95,7 +95,7 @@ class Measuring:
         *,
         like: fx.Node,
     ) -> None:
-        """What quantizing changes in the result of a GEMM. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
+        """Measure how quantizing changes a GEMM's result. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
         settings = ([getattr(q, of) for q in quantizers] for of in ("power_2_scale", "amax_epsilon", "scaling"))
         # not a list of dtypes: torch 2.11 hands an op their numbers
         args = (*nodes, *(q.dtype for q in quantizers), *settings, *(list(q.block) for q in quantizers))
@@ -152,7 +152,7 @@ class Measuring:
         return turned
 
     def page(self, *, backward: bool) -> tuple[StatisticsPage, list[fx.Node]] | None:
-        """What is measured in one direction, and the nodes that do."""
+        """The tensors that are measured in one direction, and the nodes that do."""
         found = {node: tensor for node, tensor in self.found.items() if is_backward(node) == backward}
         if not found:
             return None

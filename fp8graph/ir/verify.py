@@ -183,7 +183,7 @@ def _aten_scaled_mm(node: fx.Node) -> str | None:
 
 
 def _scale_strides(operand: torch.Tensor, scale: torch.Tensor) -> str | None:
-    """Why torch, or cuBLASLt, does not read ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
+    """The reason why no kernel reads ``scale`` [rows or row tiles, k tiles] as that of ``operand`` [rows, k].
 
     See ``NVIDIA.alignment``: scales of rows and of 1x128 tiles are outer-dim-major. With 128x128 tiles, rows of scales
     are as many elements apart as there are tiles along k, which is a multiple of four. The stride of a dim with one

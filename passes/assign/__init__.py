@@ -55,7 +55,7 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
         of_weight = as_stored(resolution, stored) if stored is not None else None
         for gemm in site.gemms:
             decisions[gemm.node] = (
-                decide_stored(gemm, of_weight, cast(fx.Node, stored), compilation)
+                _decide_stored(gemm, of_weight, cast(fx.Node, stored), compilation)
                 if of_weight is not None
                 else decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
@@ -146,7 +146,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     )
 
 
-def decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilation: Compilation) -> Decision:
+def _decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilation: Compilation) -> Decision:
     """The decision about one GEMM of a weight that arrives quantized, and is multiplied as it is."""
     decision = decide(gemm, resolution, compilation)
     if decision.recipe is None:
@@ -157,7 +157,7 @@ def decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilati
 
 
 def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:
-    """Why this GEMM is emulated; None if the device has a kernel for it."""
+    """The reason why this GEMM is emulated; None if the device has a kernel for it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = compilation.hardware_of(gemm.node)
@@ -170,7 +170,7 @@ def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
     device = compilation.hardware_of(gemm.node)
     multiples = device.alignment(*(device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)))
     found: list[str] = []
-    for name, size, multiple in zip("mnk", (m, n, contraction_size(gemm)), multiples, strict=True):
+    for name, size, multiple in zip("mnk", (m, n, _contraction_size(gemm)), multiples, strict=True):
         known = static_size(size)
         if multiple > 1 and known is None:
             found.append(f"{name} {size} padded to a multiple of {multiple}")
@@ -179,7 +179,7 @@ def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
     return found
 
 
-def contraction_size(gemm: Gemm) -> int | torch.SymInt:
+def _contraction_size(gemm: Gemm) -> int | torch.SymInt:
     """k of ``[m, k] @ [k, n]``."""
     return value(matmul_arguments(gemm.node)[0]).shape[-1]
 
@@ -245,7 +245,7 @@ class Blocks:
                 self._stacks.setdefault(place[0], set()).add(place[1])
 
     def last(self, name: str, share: float) -> int:
-        """How many blocks are the last ``share`` of the stack of layer ``name``, if it is in one of them; else 0.
+        """The number of blocks in the last ``share`` of the stack of layer ``name``, if it is in one of them; else 0.
 
         ``share`` is rounded to the nearest number of blocks: 15 % are none of 3, 1 of 4 to 9, and 5 of 32.
         """
@@ -256,7 +256,7 @@ class Blocks:
         return count if count and index in sorted(self._stacks[prefix])[-count:] else 0
 
     def _size(self, name: str) -> int:
-        """How many blocks the stack of layer ``name`` has."""
+        """The number of blocks in the stack of layer ``name``."""
         place = _place(name)
         return 0 if place is None else len(self._stacks.get(place[0], ()))
 

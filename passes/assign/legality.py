@@ -19,7 +19,7 @@ _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
-    """Why FP8 cannot do this GEMM, or None if it can."""
+    """The reason why FP8 cannot do this GEMM, or None if it can."""
     recipe = resolution.recipes[gemm.gemm]
     if recipe is not None and recipe.only_for_attention:  # of an autocast region: rules and policies refuse it
         return f"{recipe.only_for_attention}=True is for attention alone"
@@ -41,7 +41,7 @@ def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
 
 
 def _why_not_grouped(gemm: Gemm, resolution: Resolution) -> str | None:
-    """Why FP8 cannot do this grouped matmul."""
+    """The reason why FP8 cannot do this grouped matmul."""
     dims = value(gemm.a.tensor).ndim, value(gemm.b.tensor).ndim
     if dims not in ((2, 3), (2, 2)):
         return f"grouped matmul of {dims[0]} x {dims[1]} dims: only rows in groups x one matrix per group"

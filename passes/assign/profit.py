@@ -1,4 +1,4 @@
-"""Which GEMMs pay in FP8: each is compared with high precision, along with those that share a quantization with it.
+"""Compare each GEMM in FP8 with high precision, along with those that share a quantization with it: which pay?
 
     fprop, dgrad, wgrad in FP8: 1.30, 1.20, 0.97   ->   wgrad refused; x and dy are quantized for one GEMM each
     fprop, dgrad                1.15, 1.02         ->   dgrad refused
@@ -74,7 +74,7 @@ class Choice:
 
 
 class Uses:
-    """How many FP8 GEMMs read each quantization, and in which layouts."""
+    """The number of FP8 GEMMs that read each quantization, and their layouts."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._layouts: dict[Any, list[Layout]] = {}

@@ -89,9 +89,9 @@ def _decide(attention: Attention, compilation: Compilation) -> Decision:
         reason = f"{resolution.source} -> high precision" if by_rule else resolution.source
         return left_alone(reason if asked_for else LEFT_ALONE)
     obstacle = why_not_quantized(attention, recipe, compilation)
-    emulated = why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
+    emulated = _why_emulated(attention, compilation.hardware_of(attention.reads[0].argument))
     if obstacle is None and emulated and recipe.quantizes_attention_backward:
-        obstacle = why_backward_not_quantized(attention, recipe)
+        obstacle = _why_backward_not_quantized(attention, recipe)
     if obstacle is not None:
         asked = f"{obstacle} ({resolution.source} asked for {recipe.name})"
         return left_alone(asked, required=resolution.by_user)
@@ -170,7 +170,7 @@ def _rows(attention: Attention, compilation: Compilation) -> Iterator[AttentionR
 
 
 def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compilation) -> str | None:
-    """Why q, k and v are not quantized with ``recipe``, or None if they are."""
+    """The reason why q, k and v are not quantized with ``recipe``, or None if they are."""
     if attention.packed:
         return "attention of packed sequences is found, not quantized"
     kind = SCALINGS[recipe.quantizer("input").scaling]
@@ -197,8 +197,8 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
     return _why_not_alone(attention, compilation) or _why_not_together(attention)
 
 
-def why_emulated(attention: Attention, device: Hardware) -> str | None:
-    """Why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
+def _why_emulated(attention: Attention, device: Hardware) -> str | None:
+    """The reason why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
     if (obstacle := device.attention_obstacle(static_size(attention.sizes.head_size))) is not None:
         return obstacle
     if attention.backward:
@@ -219,8 +219,8 @@ def why_emulated(attention: Attention, device: Hardware) -> str | None:
     return None
 
 
-def why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | None:
-    """Why not all products of this emulated attention can read FP8 numbers, or None if they can."""
+def _why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | None:
+    """The reason why not all products of this emulated attention read FP8 numbers, or None if they can."""
     what, sizes = "attention_backward", attention.sizes
     if attention.written_out:
         per_head = not SCALINGS[recipe.quantizer("input").scaling].one_scale
@@ -244,7 +244,7 @@ def why_backward_not_quantized(attention: Attention, recipe: Recipe) -> str | No
 
 
 def _why_not_alone(attention: Attention, compilation: Compilation) -> str | None:
-    """What else decides about the ops of this attention, or reads their results."""
+    """Something else that decides about the ops of this attention, or reads their results; None if nothing does."""
     if attention.written_out:
         own = [compilation.decisions[node] for node in (*attention.forward, *attention.backward)]
         sources = [decision.resolution.source for decision in own if decision.recipe is not None]

@@ -49,7 +49,7 @@ _BETWEEN: Final = (
 )
 
 
-def new_site(node: fx.Node) -> Site:
+def _new_site(node: fx.Node) -> Site:
     """The site of the attention whose result ``node`` computes."""
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     region = custom.get(REGION_KEY) if custom else None
@@ -66,7 +66,7 @@ def attention_ops(graph: fx.Graph, backward: Collection[fx.Node]) -> Iterator[At
         asked = named_arguments(node) if isinstance(node.target, OpOverload) else {}
         firsts = [(node, 0), *((other, form.first) for other in gradients)]
         yield Attention(
-            site=new_site(node),
+            site=_new_site(node),
             form=form.name,
             forward=(node,),
             backward=gradients,
@@ -218,7 +218,7 @@ def _attention(first: Site, second: Site, values: int) -> Attention:
                 found.append(Read(node=gemm.node, position=start + i, operand=operand))
     backward = itertools.chain(first.gemms[1:], second.gemms[1:])
     return Attention(
-        site=new_site(result),
+        site=_new_site(result),
         form="written out",
         forward=(scores, result),
         backward=tuple(gemm.node for gemm in backward),

@@ -177,12 +177,12 @@ def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantiz
         for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
             if user.users:
                 emit = functools.partial(_emit, like=user)
-                take_place(in_memory_as(emit(getitem, results, user.args[1]), user, emit), user, _NAME)
+                take_place(_in_memory_as(emit(getitem, results, user.args[1]), user, emit), user, _NAME)
         _erase(backward)
     emit = functools.partial(_emit, like=node)
     result = emit(ops.rounded_attention, *node.args[:3], *shared, *how, name="attention")
     for output in [user for user in node.users if user.args[1] == 0]:
-        take_place(in_memory_as(result, output, emit), output, _NAME)
+        take_place(_in_memory_as(result, output, emit), output, _NAME)
     _erase(node)
 
 
@@ -290,7 +290,7 @@ def rotated(tensor: fx.Node, matrix: fx.Node, dim: int, emit: Emit) -> fx.Node:
     return _permuted(result, [order.index(dim) for dim in range(len(order))], emit)
 
 
-def in_memory_as(node: fx.Node, like: fx.Node, emit: Emit) -> fx.Node:
+def _in_memory_as(node: fx.Node, like: fx.Node, emit: Emit) -> fx.Node:
     """``node``, copied if its dims do not lie in memory as those of ``like`` do."""
     order = _order_in_memory(value(like))
     if _order_in_memory(value(node)) == order:
