@@ -21,13 +21,16 @@ from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
 from fp8graph.passes.connect_scales import connect_scales, has_state
+from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
-from fp8graph.passes.hoist_weights import hoist_weights, may_keep_weights
+from fp8graph.passes.gather_weights import are_gathered, gather_weights
+from fp8graph.passes.gather_weights.sent_weights import SentWeights
+from fp8graph.passes.hoist_weights import hoist_weights, may_be_exported, may_keep_weights, note_weights
+from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
-from fp8graph.passes.note_weights import may_be_exported, note_weights
 from fp8graph.passes.observe import is_observed, observe
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
 from fp8graph.passes.quantize import quantize
@@ -40,10 +43,7 @@ from fp8graph.passes.smooth import smooth, smooths
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.write import write
 from fp8graph.runtime.observation import Observation
-from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.sent_weights import SentWeights
 from fp8graph.runtime.stores import Store
-from fp8graph.runtime.weight_cache import Weights
 
 
 class Pass(NamedTuple):
@@ -77,6 +77,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(fuse_linears, are_fused),
     Pass(prepare_fp4, rotates_or_draws),
     Pass(observe, is_observed),
+    Pass(gather_weights, are_gathered),
     Pass(hoist_weights, may_keep_weights),
     Pass(note_weights, may_be_exported),
     Pass(connect_scales, has_state),
@@ -93,6 +94,12 @@ LOWERING: tuple[Callable[[fx.Graph], None], ...] = (lower,)
 WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
 
 # Keep the tensors that graphs take because one of these passes wants them. A call asks them in this order.
-STORES: tuple[type[Store], ...] = (SentWeights, State, Weights, MainGrads, Observation)
+STORES: tuple[type[Store], ...] = (
+    SentWeights,
+    State,
+    Weights,
+    MainGrads,
+    Observation,
+)
 
 __all__ = ["JOINT_PIPELINE", "LOWERING", "STORES", "WEIGHT_LOWERING", "Pass"]

@@ -10,7 +10,7 @@ from torch import fx
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import graph_inputs, split_source
-from fp8graph.ir.nodes import GEMM_KEY, SITES, known_at_run_time_only, static_size, value
+from fp8graph.ir.nodes import GEMM_KEY, NOT_SENT_KEY, SITES, known_at_run_time_only, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 
@@ -39,15 +39,12 @@ def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
     return None
 
 
-def why_not_cached(quantized: fx.Node, compilation: Compilation, not_sent: str | None = None) -> str:
+def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
     """Why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
 
     It is not called for weights that could be kept.
-
-    Args:
-        not_sent: why FSDP2 does not gather the weight in FP8 from the next step on; None if it does.
     """
-    asked = QuantizeNode(quantized).asked
+    asked, not_sent = QuantizeNode(quantized).asked, quantized.meta.get(NOT_SENT_KEY)
     inputs = dict(graph_inputs(quantized.graph))
     pending, seen, reasons, is_weight = [asked.x, *(asked.more or ())], set[fx.Node](), list[str](), False
     while pending:

@@ -24,17 +24,17 @@ from fp8graph.compat import dynamo
 from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.passes import STORES
+from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups, agree
-from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import ScalingState, saved_guard, saved_step, step_entry
 from fp8graph.runtime.stores import Services, Store
-from fp8graph.runtime.weight_cache import Weights
 
 _Store = TypeVar("_Store", bound=Store)
 

@@ -40,11 +40,12 @@ from fp8graph.compat import aot, inductor
 from fp8graph.compat.dynamo import has_float_input
 from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
-from fp8graph.ir.extra_inputs import SpareInputs, TakesPart
+from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import names_of
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
 from fp8graph.passes.assign import resolve
+from fp8graph.passes.connect_scales import TakesPart
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.recipes.rules import Resolution
 from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord

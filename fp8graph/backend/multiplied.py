@@ -17,13 +17,14 @@ from fp8graph.backend.backend import Backend
 from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedInGraph, QuantizedWeight
 from fp8graph.ir.nodes import look_through_transposes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.hoist_weights import QuantizedInGraph, QuantizedWeight
 from fp8graph.recipes import Quantizer
-from fp8graph.runtime.scaling_state import State
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self, cast
+from typing import ClassVar, Self
 
 import torch
 from torch import fx
 
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import TAKEN_KEY, value
-from fp8graph.numerics import history
-from fp8graph.recipes import DelayedScaling, OperandName, Recipe
+from fp8graph.ir.nodes import TAKEN_KEY
+from fp8graph.recipes import OperandName, Recipe
 
 Rename = Callable[[str, int], tuple[str, int]]  # (fqn, index) of a site -> that of the same site in another layer
 
@@ -67,41 +66,6 @@ class StateRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageLayout(ExtraInput):
-    """One tensor of scaling state that a graph takes as an input: see ``numerics/history.py``.
-
-    ``rows``: one entry per row of the page. Tensors that are quantized once for several sites share a row, and the
-    entry lists the names of all these sites' rows.
-    """
-
-    store: ClassVar = "scales"
-    recipe: DelayedScaling
-    fp8_max: float
-    backward: bool  # read and updated in backward
-    device: torch.device
-    rows: tuple[tuple[StateRow, ...], ...]
-    group: str | None = None  # of ranks that reduce its amaxes after a step; None: they are recorded in the graph
-    number: int = field(default=0, compare=False)  # among the graph's pages; for the title only
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        return [torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)]
-
-    def titles(self, name: Callable[[int], str]) -> list[str]:
-        return [f"scaling state {self.number}"]
-
-    def renamed(self, rename: Rename) -> Self:
-        rows = (tuple(row.renamed(rename) for row in names) for names in self.rows)
-        return dataclasses.replace(self, rows=tuple(rows))
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakesPart(ExtraInput):
-    """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
-
-    store: ClassVar = "scales"
-
-
-@dataclass(frozen=True, kw_only=True)
 class ObservedTensor:
     """One vector of statistics in a :class:`StatisticsPage`."""
 
@@ -134,73 +98,6 @@ class StatisticsPage(ExtraInput):
             dataclasses.replace(tensor, names=tuple(rename(*name) for name in tensor.names)) for tensor in self.tensors
         )
         return dataclasses.replace(self, tensors=tuple(tensors))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeight(ExtraInput):
-    """A weight whose FP8 copy a graph takes as inputs, and how to make that copy (``runtime/weight_cache.py``)."""
-
-    store: ClassVar = "weights"
-    name: str  # name of the module that uses it, for the report
-    parameters: tuple[int, ...]  # graph inputs that it is computed from
-    quantizing: fx.Graph  # dialect graph: parameters, and its page with delayed scaling -> the outputs
-    recording: fx.Graph  # the same, and the page is updated
-    linears: int  # how many weights it joins
-    signature: str  # equal for weights that are computed in the same way, whatever their layouts
-    layouts: tuple[tuple[int, ...], tuple[int, ...]]  # rowwise and columnwise multiples, () if not needed
-    outputs: tuple[str, ...]  # the outputs that the graph takes, see ``numerics.output_names``
-    page: PageLayout | None  # its scaling state
-    records: bool  # the graph trains it with delayed scaling
-
-    made: tuple[str, ...]  # all outputs of ``quantizing``
-
-    def made_outputs(self) -> dict[str, torch.Tensor]:
-        """The fake values of the outputs, by name."""
-        (output,) = self.quantizing.find_nodes(op="output")
-        nodes = cast("list[fx.Node]", output.args[0])
-        return dict(zip(self.made, map(value, nodes), strict=True))
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        made = self.made_outputs()
-        outputs = [made[name] for name in self.outputs]
-        return [torch.empty(val.shape, dtype=val.dtype, device=val.device) for val in outputs]
-
-    def titles(self, name: Callable[[int], str]) -> list[str]:
-        made_of = ", ".join(map(name, self.parameters))
-        return [f"{made_of} {output}" for output in self.outputs]
-
-    def renamed(self, rename: Rename) -> Self:
-        return self if self.page is None else dataclasses.replace(self, page=self.page.renamed(rename))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredWeight(QuantizedWeight):
-    """The same of a weight that FSDP2 gathers in FP8: the copy is what was gathered (``runtime/sent_weights.py``)."""
-
-    store: ClassVar = "gathered"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ToGather(ExtraInput):
-    """A weight that FSDP2 may gather in FP8 from the next step on."""
-
-    store: ClassVar = "gathered"
-    weight: QuantizedWeight
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadWhole(ExtraInput):
-    """Parameters gathered in FP8 that the graph reads in high precision."""
-
-    store: ClassVar = "gathered"
-    parameters: tuple[int, ...]  # graph inputs
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedInGraph(ExtraInput):
-    """A weight that the graph itself quantizes, for an export of what it multiplies."""
-
-    weight: QuantizedWeight
 
 
 @dataclass(kw_only=True)

@@ -34,7 +34,7 @@ class Settings:
         inductor_options: options of Inductor, as for ``torch.compile(options=...)``.
         target: the hardware to decide for, such as "cpu", "sm_90" or "gfx942"; default: the device of the tensors.
         cache_weights: True keeps FP8 copies of the weights where no gradients are computed, and looks whether they are
-            still those of the weights (see ``runtime/weight_cache.py``); where gradients are computed, each forward
+            still those of the weights (see ``passes/hoist_weights/``); where gradients are computed, each forward
             quantizes the weights that it reads. "update" keeps copies there too, over the micro-batches of gradient
             accumulation, until an update of the weights is noticed: call ``backend.refresh_weights()`` after writing
             to ``.data``. False keeps none. Copies take one byte per element and layout: half of the memory of bf16

@@ -17,8 +17,8 @@ One update of a page, at the end of forward or of backward::
 * With length 1 the only slot is staging and history: the scale follows the last amax, and the slot is 0 between steps.
 * A NaN element makes the amax NaN (Transformer Engine's kernels skip NaN elements): such a step is not recorded.
 * With several ranks a graph only stages its amaxes: slot 0 keeps the largest. They are reduced over the ranks and
-  recorded when the step is over (``runtime/amax_reduction.py``). A rank on which a tensor did not occur (its amax is
-  0) records the amax of the others, so histories stay the same.
+  recorded when the step is over (``passes/connect_scales/amax_reduction.py``). A rank on which a tensor did not occur
+  (its amax is 0) records the amax of the others, so histories stay the same.
 * ``scale`` overflows to FLT_MAX; an ``amax(history)`` of 0, inf or nan keeps the old scale.
 
 Source: ``delayed_scaling.cu`` and ``quantization.py`` in Transformer Engine.

@@ -225,7 +225,7 @@ def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[
     """The weights that FSDP2 gathers in FP8, from the second step on, and the linears that read them.
 
     They have one scale, or tiles that the shards do not cut, and only GEMMs in FP8 read them
-    (``fp8graph/runtime/sent_weights.py``).
+    (``passes/gather_weights/sent_weights.py``).
     """
     if recipe is None or mesh.fsdp == 1 or mesh.tp > 1:
         return {}

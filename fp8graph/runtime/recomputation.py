@@ -9,18 +9,12 @@ call took, its second call what the second took, and so on, also where the forwa
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from fp8graph.compat import autograd, checkpointing
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.extra_inputs import PageLayout
-from fp8graph.numerics.history import HEADER
 
 _ADVICE = (
     "Open the region inside the checkpointed function, where it is opened again (fp8graph.autocast(recipe=...), or "
@@ -34,9 +28,7 @@ class Call:
 
     moment: Any  # what decided how it was compiled
     records: bool  # it recorded amaxes. The first call of the reentrant variant, without gradients, does not
-    scales: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list[tuple[Tensor, Tensor]]
-    )  # pages, what it read [rows, 2]
+    noted: list[Any] = field(default_factory=list[Any])  # what the slots of its repetition have to know
 
 
 @dataclass(kw_only=True, eq=False)
@@ -105,66 +97,16 @@ class Checkpointed:
 
     Attributes:
         first: the call that it repeats; None: it repeats none.
+        kept: it as a call that may be repeated, while it runs; None: it cannot be.
     """
 
     first: Call | None
     running: Sequence[_Forward]
-    _kept: Call | None = None
+    kept: Call | None = None
 
     def keep(self, moment: Any, *, records: bool) -> None:
         """Note the call for its repetition, before it runs."""
         if self.running:
-            self._kept = Call(moment=moment, records=records)
+            self.kept = Call(moment=moment, records=records)
             for forward in self.running:
-                forward.calls.append(self._kept)
-
-    def keep_scales(self, layouts: Sequence[PageLayout], pages: Sequence[Tensor]) -> None:
-        """Note the scales that it is about to read."""
-        if self._kept is not None:
-            with checkpointing.without_modes():
-                found = [(page, self._scales(page)) for x, page in zip(layouts, pages, strict=True) if not x.backward]
-            self._kept.scales.extend(found)
-
-    def _scales(self, page: Tensor) -> Tensor:
-        found = self._first_scales(page)
-        return page[:, :HEADER].clone() if found is None else found
-
-    def _first_scales(self, page: Tensor) -> Tensor | None:
-        known = self.first.scales if self.first is not None else []
-        return next((scales for other, scales in known if other is page), None)
-
-    @contextmanager
-    def pages(
-        self, layouts: Sequence[PageLayout], pages: Sequence[Tensor], *, records: bool
-    ) -> Generator[list[Tensor]]:
-        """The pages to run with: those of forward with the scales that the first call read.
-
-        Where the first call has recorded its amaxes, the pages are copies, and what is recorded again is dropped.
-        """
-        read, before = list(pages), list[tuple[Tensor, Tensor, Tensor]]()
-        if self.first is None:
-            yield read
-            return
-        with checkpointing.without_modes():
-            for index, (layout, page) in enumerate(zip(layouts, pages, strict=True)):
-                if layout.backward:
-                    continue
-                scales = self._first_scales(page)
-                if not records or self.first.records:
-                    read[index] = page.clone() if scales is None else torch.cat([scales, page[:, HEADER:]], dim=1)
-                elif scales is not None:
-                    before.append((page, page.clone(), scales))
-                    _write(page, scales)
-        try:
-            yield read
-        finally:
-            with checkpointing.without_modes():
-                for page, old, scales in before:
-                    recorded = (page[:, HEADER:] != old[:, HEADER:]).any(1) | (page[:, :HEADER] != scales).any(1)
-                    _write(page, torch.where(recorded.unsqueeze(1), page[:, :HEADER], old[:, :HEADER]))
-
-
-def _write(page: Tensor, scales: Tensor) -> None:
-    """Give a page other scales [rows, 2], which backwards that hold it read, too."""
-    with torch.no_grad(), autograd.unnoticed_writes(page):
-        page[:, :HEADER] = scales
+                forward.calls.append(self.kept)

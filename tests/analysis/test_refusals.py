@@ -13,7 +13,7 @@ from fp8graph import Backend, Policy, Rule
 from fp8graph.analysis.refusals import site_of, why_not_cached
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, nodes
+from fp8graph.ir.nodes import GEMM_KEY, NOT_SENT_KEY, OPERAND_KEY, nodes
 from gathers import Sharded, report_of, two_ranks
 from helpers import Weight, passed, view_of
 
@@ -45,7 +45,8 @@ def test_what_fsdp2_gathers() -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", gathered={0: (24, None)})
     reason = "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
     assert why_not_cached(node, compilation) == reason
-    assert why_not_cached(node, compilation, "it is padded") == (
+    node.meta[NOT_SENT_KEY] = "it is padded"
+    assert why_not_cached(node, compilation) == (
         "FSDP2 gathers it for each use, in high precision: it is padded; a copy of all of it would take the memory "
         "that sharding saves"
     )

@@ -17,7 +17,7 @@ import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.backend import named_backend
 from fp8graph.backend.program import KEPT_POLICIES, Program
-from fp8graph.runtime.pages import Page
+from fp8graph.passes.connect_scales.pages import Page
 from helpers import ALL, MLP, counted_passes, first_fast, same_bits
 
 DELAYED = Policy(default="delayed", min_speedup=0)

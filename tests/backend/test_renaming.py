@@ -13,8 +13,9 @@ from attentions import sdpa
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.backend.compiling import Decided
 from fp8graph.ir.compilation import Known
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.naming import Parameter
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from helpers import Two, eager_backend, first_fast
 
 

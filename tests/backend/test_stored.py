@@ -15,7 +15,8 @@ import torch
 from fp8graph import Policy
 from fp8graph.backend.stored import Stored
 from fp8graph.ir.compilation import Findings
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from helpers import MLP, eager_backend, graph_text
 
 

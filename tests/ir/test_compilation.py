@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.extra_inputs import PageLayout, ReadWhole, StateRow, TakesPart
+from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.naming import Place
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
 from fp8graph.passes.accumulate_wgrad import Gradient
+from fp8graph.passes.connect_scales import PageLayout, TakesPart
+from fp8graph.passes.gather_weights import ReadWhole
 from helpers import MLP, passed
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -18,12 +18,13 @@ from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
-from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole, SpareInputs, ToGather
+from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
 from fp8graph.ir.nodes import OPERAND_KEY, nodes
 from fp8graph.ir.settings import Settings
 from fp8graph.numerics import sqnr_db
-from fp8graph.passes.hoist_weights import hoist_weights, may_keep_weights
+from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, gather_weights
+from fp8graph.passes.hoist_weights import QuantizedWeight, hoist_weights, may_keep_weights
 from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, graph_text, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
@@ -225,7 +226,7 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
 def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)})
     next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
-    hoist_weights(graph, found)
+    gather_weights(graph, found)
     (asked,) = found.extra_inputs
     assert isinstance(asked, ToGather)
     assert (asked.weight.parameters, asked.weight.outputs) == ((0,), ("rowwise", "scale_inv"))
@@ -233,7 +234,7 @@ def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
 
 def test_what_fsdp2_gathered_in_fp8_is_taken() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
-    hoist_weights(graph, found)
+    gather_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     assert [*map(type, found.extra_inputs)] == [GatheredWeight]
 
@@ -242,7 +243,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
     (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
     output.args = ([*output.args[0], parameter],)
-    hoist_weights(graph, found)
+    gather_weights(graph, found)
     assert found.extra_inputs[-1] == ReadWhole(parameters=(0,))
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from fp8graph import Policy
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.extra_inputs import QuantizedInGraph, QuantizedWeight
 from fp8graph.ir.settings import Settings
+from fp8graph.passes.hoist_weights import QuantizedInGraph, QuantizedWeight
 from helpers import graph_text, passed
 
 IN_GRAPH = Settings(cache_weights=False)

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph import DelayedScaling, Fp8GraphError
 from fp8graph.compat import autograd, checkpointing
-from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics.history import HEADER, page_shape
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales.pages import as_first, keep_scales
 from fp8graph.runtime.recomputation import Recomputations
 
 RECIPE = DelayedScaling(amax_history_len=3)
@@ -44,8 +45,8 @@ class Calls:
         call = self.recomputations.of_call()
         moment = call.first.moment if call.first is not None else (self.now, None)
         call.keep(moment, records=records)
-        call.keep_scales(layouts, pages)
-        with call.pages(layouts, pages, records=records) as (page,):
+        keep_scales(call, layouts, pages)
+        with as_first(call, layouts, pages, records=records) as (page,):
             self.moments.append(moment[0])
             self.seen.append(page.clone())
             if records:

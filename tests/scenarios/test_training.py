@@ -137,7 +137,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 def test_copies_of_a_compiled_model(how: str, recipe: str) -> None:
     """A copy computes the same; a pickled one with a backend of its own, which has the settings and the state.
 
-    (The scaling state of a deep copy is its own and starts anew: tests/runtime/test_scaling_state.py.)
+    (The scaling state of a deep copy is its own and starts anew: tests/passes/test_scaling_state.py.)
     """
     module = MLP()
     backend = eager_backend(Policy(default=recipe), cache_weights="update", save="memory", target="cpu")

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import fp8graph
 import parallelism
-from fp8graph.runtime.sent_weights import SentWeights
+from fp8graph.passes.gather_weights.sent_weights import SentWeights
 
 RECIPE = fp8graph.DelayedScaling(amax_history_len=4)
 KINDS = ["ddp", "fsdp"]  # with delayed scaling; FSDP2 gathers its weights in FP8

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8graph import Backend, Policy
-from fp8graph.runtime.sent_weights import SentWeights
+from fp8graph.passes.gather_weights.sent_weights import SentWeights
 
 WIDTH, ROWS = 64, 64
 BAD = "layers.1.middle"  # in a stack

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8graph
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat import fsdp
-from fp8graph.runtime.sent_weights import SentWeights
+from fp8graph.passes.gather_weights.sent_weights import SentWeights
 from helpers import Counting as Generations
 
 STEPS = 4

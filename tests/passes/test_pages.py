@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import StateRow
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales.pages import Page, Tokens
 from fp8graph.recipes import DelayedScaling
-from fp8graph.runtime.pages import Page, Tokens
 
 RECIPE = DelayedScaling(amax_history_len=4)
 

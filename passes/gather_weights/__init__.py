@@ -1,8 +1,21 @@
-"""Which weights that FSDP2 gathers around the graph can be quantized before they are sent, and why others cannot."""
+"""Let FSDP2 gather weights in FP8: a graph takes what was gathered, and names the weights that may be gathered so.
+
+    qw = quantize(w, rowwise, columnwise)               ->      (each rank quantizes its rows before they are gathered)
+    y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
+
+A graph is first compiled for weights in high precision. Those that are computed from matrices and casts alone, and that
+FP8 GEMMs alone read, are gathered in FP8 after the next step (``sent_weights.py``), for which it is compiled again.
+
+Refuses (lets FSDP2 gather in high precision, with the reason in the report) weights that are read in high precision,
+too, are padded, or joined along their columns; whose shards cut tiles, or have scales of rows or two layouts of tiles;
+and delayed scaling whose amaxes are not reduced over all ranks of the gather.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -11,11 +24,59 @@ from fp8graph.analysis.gather_legality import scale_may_differ
 from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import nodes, value
+from fp8graph.ir.extra_inputs import ExtraInput
+from fp8graph.ir.naming import graph_inputs
+from fp8graph.ir.nodes import NOT_SENT_KEY, OPERAND_KEY, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.passes.hoist_weights import QuantizedWeight, extract, hoist
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _SETTINGS = frozenset({"scaling", "block", "more", "dim"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GatheredWeight(QuantizedWeight):
+    """The same of a weight that FSDP2 gathers in FP8: the copy is what was gathered."""
+
+    store: ClassVar = "gathered"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ToGather(ExtraInput):
+    """A weight that FSDP2 may gather in FP8 from the next step on."""
+
+    store: ClassVar = "gathered"
+    weight: QuantizedWeight
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadWhole(ExtraInput):
+    """Parameters gathered in FP8 that the graph reads in high precision."""
+
+    store: ClassVar = "gathered"
+    parameters: tuple[int, ...]  # graph inputs
+
+
+def are_gathered(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether FSDP2 gathers weights around the graph."""
+    known = compilation.known
+    return bool(known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
+
+
+def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
+    known = compilation.known
+    gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in known.gathered}
+    sent = {node: index for node, index in gathered.items() if index in known.sent}
+    if len(sent) < len(gathered) and known.settings.target is None:
+        found = why_not_sent(graph, gathered, compilation)
+        for node, reason in found.items():
+            node.meta[NOT_SENT_KEY] = reason
+            if reason is None and node.meta.get(OPERAND_KEY) == "weight":
+                weight = extract(node, computed_from(node, gathered) or [], gathered, compilation)
+                compilation.extra_inputs.append(ToGather(weight=weight))
+    hoist(graph, sent, compilation, GatheredWeight)
+    if read := [index for node, index in sent.items() if node.users]:
+        compilation.extra_inputs.append(ReadWhole(parameters=tuple(read)))
 
 
 def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:

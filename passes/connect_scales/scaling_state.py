@@ -20,21 +20,31 @@ from torch import Tensor
 from fp8graph.compat import autograd, checkpointing
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
-from fp8graph.ir.extra_inputs import PageLayout, StateRow, TakesPart
+from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.numerics.history import HEADER, new_page, write_row
+from fp8graph.passes.connect_scales import PageLayout, TakesPart
+from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
+from fp8graph.passes.connect_scales.pages import (
+    FoundPages,
+    LoadedRows,
+    Page,
+    Row,
+    RowKey,
+    Tokens,
+    WeightRow,
+    as_first,
+    keep_scales,
+    row_name,
+)  # fmt: skip
 from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.records import CollectiveRecord
-from fp8graph.runtime.amax_reduction import Reduction, StagedPage
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.loaded import LoadedRows
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.pages import FoundPages, Page, Row, RowKey, Tokens, row_name
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, ScalingState, checked, not_shared
 from fp8graph.runtime.stores import Services, Store
-from fp8graph.runtime.written import WeightRow
 
 _log = logging.getLogger("fp8graph")
 
@@ -42,7 +52,7 @@ _log = logging.getLogger("fp8graph")
 class State(Store):
     """All pages of one backend."""
 
-    name: ClassVar = "scales"
+    name: ClassVar = PageLayout.store
 
     def __init__(
         self,
@@ -385,12 +395,12 @@ class _Read(Slot):
         if self.layouts:
             self.state.tensors(self.asked, run.args)  # a weight that was written takes its own scale
         if run.checkpointed is not None:
-            run.checkpointed.keep_scales(self.layouts, pages)
+            keep_scales(run.checkpointed, self.layouts, pages)
         if self.state.ranks.rehearses():
             return [page.clone() for page in pages]
         if run.checkpointed is None or not pages:
             return pages
-        return run.enter(run.checkpointed.pages(self.layouts, pages, records=self.records))
+        return run.enter(as_first(run.checkpointed, self.layouts, pages, records=self.records))
 
     def after(self, run: Run, results: Any) -> None:
         if self.group is not None and not self.state.ranks.rehearses():

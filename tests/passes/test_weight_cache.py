@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.numerics import quantize
-from fp8graph.runtime import contents, weight_cache
+from fp8graph.passes.hoist_weights import weight_cache
+from fp8graph.runtime import contents
 from helpers import ALL, MLP, RECIPES, Weight, first_fast, same_bits, step
 
 

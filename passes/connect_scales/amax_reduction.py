@@ -35,8 +35,8 @@ from torch import Tensor
 from fp8graph.compat import distributed, ops
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
-from fp8graph.ir.extra_inputs import PageLayout
 from fp8graph.numerics import history
+from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.records import CollectiveRecord
 

@@ -1,6 +1,6 @@
 """Take the quantization of weights out of the graph: their FP8 copies become graph inputs.
 
-    qw = quantize(w, rowwise, columnwise)               ->      (runs when w has changed, ``runtime/weight_cache.py``)
+    qw = quantize(w, rowwise, columnwise)               ->      (runs when w has changed, ``weight_cache.py``)
     y = scaled_mm(qx[0], qw[0], qx[1], qw[2])                   y = scaled_mm(qx[0], w_rowwise, qx[1], w_scale_inv)
 
     wt = columnwise(w)                                  ->      (a weight that arrives quantized: made once)
@@ -14,25 +14,30 @@ used twice, and whoever writes the weights, by whatever means, the next forward 
 
 Refuses (quantizes in the graph) weights whose computation also reads a buffer or an input, draws random numbers, or has
 a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the
-whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept; what
-FSDP2 has gathered in FP8 is taken as it is (``runtime/sent_weights.py``).
+whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept.
+
+Of weights that stay in the graph, :func:`note_weights` notes how it quantizes them, for an export of what fprop
+multiplies. It leaves out weights that read anything but parameters, those that are gathered, and the bodies of
+higher-order ops.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import getitem
+from typing import ClassVar, Self, cast
 
+import torch
 from torch import fx
 
 from fp8graph.analysis.refusals import site_of, why_not_cached
-from fp8graph.analysis.sent_weights import why_not_sent
 from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder, signature_of, sources_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.extra_inputs import GatheredWeight, PageLayout, QuantizedWeight, ReadWhole, SpareInputs, ToGather
+from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import (
     CACHED_KEY,
@@ -46,45 +51,84 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
-from fp8graph.passes.connect_scales import connect_scales
+from fp8graph.passes.connect_scales import PageLayout, connect_scales
 
 _NAME = "hoist_weights"
 _TRANSPOSED = "columnwise"
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedWeight(ExtraInput):
+    """A weight whose FP8 copy a graph takes as inputs, and how to make that copy (``weight_cache.py``)."""
+
+    store: ClassVar = "weights"
+    name: str  # name of the module that uses it, for the report
+    parameters: tuple[int, ...]  # graph inputs that it is computed from
+    quantizing: fx.Graph  # dialect graph: parameters, and its page with delayed scaling -> the outputs
+    recording: fx.Graph  # the same, and the page is updated
+    linears: int  # how many weights it joins
+    signature: str  # equal for weights that are computed in the same way, whatever their layouts
+    layouts: tuple[tuple[int, ...], tuple[int, ...]]  # rowwise and columnwise multiples, () if not needed
+    outputs: tuple[str, ...]  # the outputs that the graph takes, see ``numerics.output_names``
+    page: PageLayout | None  # its scaling state
+    records: bool  # the graph trains it with delayed scaling
+
+    made: tuple[str, ...]  # all outputs of ``quantizing``
+
+    def made_outputs(self) -> dict[str, torch.Tensor]:
+        """The fake values of the outputs, by name."""
+        (output,) = self.quantizing.find_nodes(op="output")
+        nodes = cast("list[fx.Node]", output.args[0])
+        return dict(zip(self.made, map(value, nodes), strict=True))
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        made = self.made_outputs()
+        outputs = [made[name] for name in self.outputs]
+        return [torch.empty(val.shape, dtype=val.dtype, device=val.device) for val in outputs]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        made_of = ", ".join(map(name, self.parameters))
+        return [f"{made_of} {output}" for output in self.outputs]
+
+    def renamed(self, rename: Rename) -> Self:
+        return self if self.page is None else dataclasses.replace(self, page=self.page.renamed(rename))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class QuantizedInGraph(ExtraInput):
+    """A weight that the graph itself quantizes, for an export of what it multiplies."""
+
+    weight: QuantizedWeight
+
+
 def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether copies of weights are kept beside this graph, or gathered in FP8 for it."""
+    """Whether copies of weights are kept beside this graph, or why they are not is to be said: FSDP2 gathers some."""
     known = compilation.known
-    kept = known.keeps_weights or known.gathered or known.sent
-    return bool(kept) and bool(known.settings.cache_weights) and not known.subgraph
+    return bool(known.keeps_weights or known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    inputs = {node: index for node, index in graph_inputs(graph) if index is not None}
-    parameters = {
-        node: index
-        for node, index in inputs.items()
-        if index in known.sent or (known.keeps_weights and index in known.parameters and index not in known.gathered)
-    }
-    sent = _sendable(graph, inputs, compilation)
-    found: dict[fx.Node, QuantizedWeight] = {}
-    for node in nodes(graph, (ops.quantize, ops.columnwise)):
-        if all(user.target is ops.columnwise for user in node.users):
-            continue  # a part of another copy
-        body = computed_from(node, parameters)
-        if body is not None:
-            gathered = any(parameters[x] in known.sent for x in sources_of(body, parameters))
-            made = extract if node.target is ops.quantize else _transposed
-            found[node] = made(node, body, parameters, compilation, GatheredWeight if gathered else QuantizedWeight)
-            node.meta[CACHED_KEY] = True
-        elif (
-            (known.keeps_weights or known.gathered)
-            and node.meta.get(OPERAND_KEY) == "weight"
-            and (reason := why_not_cached(node, compilation, sent.get(node)))
-        ):
-            if (site := site_of(node, compilation)) is not None:
+    whole = known.parameters.keys() - known.gathered.keys() if known.keeps_weights else ()
+    parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
+    hoist(graph, parameters, compilation, QuantizedWeight)
+    for node in _quantized(graph) if known.keeps_weights or known.gathered else ():
+        if CACHED_KEY not in node.meta and node.meta.get(OPERAND_KEY) == "weight":
+            reason, site = why_not_cached(node, compilation), site_of(node, compilation)
+            if reason and site is not None:
                 compilation.refuse("kept weight", site, reason)
+
+
+def hoist(
+    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[QuantizedWeight]
+) -> None:
+    """Take the weights that are computed from ``parameters`` (inputs, with their positions) as inputs."""
+    found: dict[fx.Node, QuantizedWeight] = {}
+    for node in _quantized(graph):
+        if (body := computed_from(node, parameters)) is not None:
+            made = extract if node.target is ops.quantize else _transposed
+            found[node] = made(node, body, parameters, compilation, kind)
+            node.meta[CACHED_KEY] = True
     taken = compilation.take(graph, [*found.values()])
     if taken is None:
         return
@@ -98,23 +142,30 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
             graph.erase_node(node)
     if found:
         graph.eliminate_dead_code()
-    if read := [index for node, index in inputs.items() if index in known.sent and node.users]:
-        compilation.extra_inputs.append(ReadWhole(parameters=tuple(read)))
 
 
-def _sendable(graph: fx.Graph, inputs: Mapping[fx.Node, int], compilation: Compilation) -> dict[fx.Node, str | None]:
-    """Find the weights that FSDP2 may gather in FP8 from now on; why it does not the others, by quantize node."""
-    gathered = {node: index for node, index in inputs.items() if index in compilation.known.gathered}
-    waiting = {node: index for node, index in gathered.items() if index not in compilation.known.sent}
-    if not waiting or compilation.known.settings.target is not None:
-        return {}
-    found = why_not_sent(graph, gathered, compilation)
-    sendable = [node for node, reason in found.items() if reason is None and node.meta.get(OPERAND_KEY) == "weight"]
-    bodies = {node: computed_from(node, gathered) or [] for node in sendable}
+def _quantized(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that quantize, and those that transpose what arrives quantized; without parts of another copy."""
+    found = nodes(graph, (ops.quantize, ops.columnwise))
+    return [node for node in found if not all(user.target is ops.columnwise for user in node.users)]
+
+
+def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
+    """Whether this is the last trace of a whole graph: with too few spare inputs it is traced again."""
+    known = compilation.known
+    return not known.subgraph and known.spares.wanted <= len(known.spares.indices)
+
+
+def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
+    known = compilation.known
+    whole = known.parameters.keys() - known.gathered.keys()
+    parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
+    found = ((node, computed_from(node, parameters)) for node in nodes(graph, (ops.quantize,)))
     compilation.extra_inputs += [
-        ToGather(weight=extract(node, body, gathered, compilation)) for node, body in bodies.items()
+        QuantizedInGraph(weight=extract(node, body, parameters, compilation))
+        for node, body in found
+        if body is not None
     ]
-    return found
 
 
 def extract(

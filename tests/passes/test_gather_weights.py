@@ -1,4 +1,4 @@
-"""sent_weights: which weights FSDP2 may gather in FP8, and the text of every reason."""
+"""gather_weights: which weights FSDP2 may gather in FP8, and the text of every reason."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph import Policy
-from fp8graph.analysis.sent_weights import why_not_sent
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.naming import graph_inputs
+from fp8graph.passes.gather_weights import why_not_sent
 from helpers import passed
 
 

@@ -10,7 +10,7 @@
 
 A page is a graph input (``numerics/history.py``); a graph has one per recipe, FP8 type and direction, normally one for
 forward and one for backward. With several ranks, the staged amaxes are reduced after the step
-(``runtime/amax_reduction.py``). Forward's scales are saved for backward, since the page changes at the end of forward.
+(``amax_reduction.py``). Forward's scales are saved for backward, since the page changes at the end of forward.
 Backward reads its page when it runs, so that several forwards may come before it. With too few spare inputs the graph
 is not changed; it is traced again with enough of them.
 
@@ -21,10 +21,11 @@ Refuses to record amaxes of code that runs without gradients: the whole graph (`
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import fx
@@ -33,13 +34,48 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import inline, insert, set_direction, trace
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import ExtraInput, Rename, StateRow
 from fp8graph.ir.nodes import CACHED_KEY, ROWS_KEY, aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 
 _NAME = "connect_scales"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageLayout(ExtraInput):
+    """One tensor of scaling state that a graph takes as an input: see ``numerics/history.py``.
+
+    ``rows``: one entry per row of the page. Tensors that are quantized once for several sites share a row, and the
+    entry lists the names of all these sites' rows.
+    """
+
+    store: ClassVar = "scales"
+    recipe: DelayedScaling
+    fp8_max: float
+    backward: bool  # read and updated in backward
+    device: torch.device
+    rows: tuple[tuple[StateRow, ...], ...]
+    group: str | None = None  # of ranks that reduce its amaxes after a step; None: they are recorded in the graph
+    number: int = field(default=0, compare=False)  # among the graph's pages; for the title only
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        return [torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"scaling state {self.number}"]
+
+    def renamed(self, rename: Rename) -> Self:
+        rows = (tuple(row.renamed(rename) for row in names) for names in self.rows)
+        return dataclasses.replace(self, rows=tuple(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesPart(ExtraInput):
+    """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
+
+    store: ClassVar = "scales"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.quantization import output_names, quantize_layouts
-from fp8graph.runtime.shards import Memory, quantizes_rows
+from fp8graph.passes.gather_weights.gathered_copies import Memory, quantizes_rows
 
 E4M3 = torch.float8_e4m3fn
 SCALES = torch.tensor([[64.0, 1 / 64]])

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import delayed_oracle
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
-from fp8graph.ir.extra_inputs import PageLayout, StateRow
+from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.numerics.history import HEADER, write_row
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.scaling_state import State
 from helpers import MLP, eager_backend, first_fast, first_slow
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -1,4 +1,4 @@
-"""One weight that FSDP2 gathers in FP8: what is sent, and what graphs take: see ``runtime/sent_weights.py``."""
+"""One weight that FSDP2 gathers in FP8: what is sent, and what graphs take: see ``sent_weights.py``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8graph.analysis.sent_weights import source_of_part
 from fp8graph.compat import autograd, fsdp
 from fp8graph.compat.ops import largest_of_each
 from fp8graph.ir import ops
-from fp8graph.ir.extra_inputs import QuantizedWeight
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
-from fp8graph.runtime.gathered_copies import GatheredCopies
-from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.shards import Memory, quantizes_rows
+from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.gather_weights import source_of_part
+from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, Memory, quantizes_rows
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from fp8graph.runtime.staleness import Steps, storage_of, version
 from fp8graph.runtime.stores import Compile
 

@@ -8,7 +8,7 @@ that all such parameters share and that holds NaN: code that reads it outside of
 
 A weight is sent in FP8 from the first step of its optimizer on. With one scale for a whole tensor, the amaxes of all
 weights are then reduced over the ranks by one collective, when the first of them is gathered for a forward; with
-delayed scaling, together with those of activations and gradients (``runtime/scaling_state.py``), where the scale comes
+delayed scaling, together with those of activations and gradients (``passes/connect_scales/``), where the scale comes
 from. Backward gathers what forward gathered. With ``cache_weights="update"``, rows are quantized, and amaxes reduced,
 once for each update that is noticed.
 """
@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd, fsdp, ops
-from fp8graph.ir.extra_inputs import GatheredWeight, QuantizedWeight, ReadWhole, ToGather
 from fp8graph.numerics.history import HEADER
+from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather
+from fp8graph.passes.gather_weights.gathered_copies import Memory
+from fp8graph.passes.gather_weights.sent_weight import SentWeight
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.scaling_state import State
-from fp8graph.runtime.sent_weight import SentWeight
-from fp8graph.runtime.shards import Memory
 from fp8graph.runtime.slots import Caller, Slot
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.stores import ArrivesOtherwise, Compile, Services, Store
@@ -39,7 +40,7 @@ from fp8graph.runtime.stores import ArrivesOtherwise, Compile, Services, Store
 class SentWeights(Store):
     """The weights of one backend that FSDP2 gathers in FP8. It keeps none alive: their shards do."""
 
-    name: ClassVar = "gathered"
+    name: ClassVar = GatheredWeight.store
 
     def __init__(self, steps: Steps, epoch: Epoch, state: State, compile: Compile, *, keeps: bool = False) -> None:
         self._steps, self._epoch, self._compile = steps, epoch, compile

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph import Policy
-from fp8graph.ir.extra_inputs import QuantizedWeight
-from fp8graph.runtime.gathered_copies import GatheredCopies
+from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from helpers import passed
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Keep FP8 copies of weights where no gradients are computed: they are made once, not once per call.
 
-A graph takes the copies as inputs; ``passes/hoist_weights.py`` found how each is made. A graph with a backward takes
+A graph takes the copies as inputs; ``hoist_weights`` found how each is made. A graph with a backward takes
 none, and quantizes its weights in each forward, unless the user asks for copies (``cache_weights="update"``).
 
 A copy is never older than its weight, whoever wrote that. Before a call, weights are quantized again, into the same
@@ -39,12 +39,13 @@ from torch import Tensor, fx
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
-from fp8graph.ir.extra_inputs import PageLayout, QuantizedWeight
 from fp8graph.ir.nodes import aten
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.hoist_weights import QuantizedWeight
 from fp8graph.runtime.call import Epoch, picker
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
 from fp8graph.runtime.names import Names
-from fp8graph.runtime.scaling_state import State
 from fp8graph.runtime.slots import Caller, Slot
 from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
 from fp8graph.runtime.stores import Compile, Services, Store
@@ -93,7 +94,7 @@ class Weights(Store):
         strict: look at the contents of weights at each call, and wait for it.
     """
 
-    name: ClassVar = "weights"
+    name: ClassVar = QuantizedWeight.store
 
     def __init__(
         self,

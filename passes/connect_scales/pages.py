@@ -1,0 +1,296 @@
+"""Pages of scaling state and their rows: those that a graph takes, wait for their layers, or follow a write.
+
+Rows of a loaded state dict wait until their layers run and put them into pages (:class:`LoadedRows`).
+
+A weight that something other than an optimizer has written gets its own scale (:class:`WeightRow`). An optimizer moves
+a weight a little, and the scale of the steps before fits. ``load_state_dict``, swapped averages or a merge replace it:
+with the old scale its copy would be clipped, in evaluation until the next step of training, and in training once. The
+scale is then that of the weight's amax. Its history stays, which the next step updates as always. Where ranks reduce
+their amaxes nothing is changed: all of them read one scale.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8graph.compat import autograd, checkpointing
+from fp8graph.compat.distributed import local
+from fp8graph.compat.fakes import FakeTensor
+from fp8graph.numerics import history
+from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.runtime.contents import contents_of
+from fp8graph.runtime.recomputation import Checkpointed
+from fp8graph.runtime.staleness import optimizer_steps, version
+from fp8graph.runtime.state_dict import SavedRow, recipe_text, rescaled
+
+_log = logging.getLogger("fp8graph")
+
+
+@dataclass(frozen=True)
+class RowKey:
+    """The identity of a row: a tensor of a layer under a recipe. ``owner`` is the token of the layer's weight."""
+
+    owner: int
+    site: str | None  # module of a matmul without a weight ("" at the root), whose owner only says which model it is in
+    use: int
+    operand: OperandName
+    recipe: DelayedScaling
+
+
+def row_name(place: str, key: RowKey, number: int | None = None) -> str:
+    """The name of a row in a state dict.
+
+    Args:
+        place: the module of a matmul, or of the bound weight.
+        number: which of the matmuls with that weight, or in that module; None: as ``key`` says.
+    """
+    which = key.use if number is None else number
+    return f"{place}{f'#{which}' if which else ''}.{key.operand}|{recipe_text(key.recipe)}"
+
+
+class Tokens:
+    """A number for each parameter. Unlike an id, a token is never used again.
+
+    Args:
+        gone: called with the token of a parameter that was freed.
+    """
+
+    def __init__(self, gone: Callable[[int], None]) -> None:
+        self._gone = gone
+        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id
+        self._created = 0
+
+    def of(self, parameter: Tensor) -> int:
+        known, key, gone = self._known, id(parameter), self._gone
+        reference, token = known.get(key, (None, 0))
+        if reference is None or reference() is not parameter:
+            self._created = new = self._created + 1
+
+            def forget(reference: weakref.ref[Tensor]) -> None:
+                if known.get(key, (None, 0))[0] is reference:  # else its heir's
+                    del known[key]
+                gone(new)
+
+            known[key] = weakref.ref(parameter, forget), new
+            return new
+        return token
+
+    def known(self, parameter: Tensor) -> int | None:
+        """Its token; None if nothing has asked for one."""
+        reference, token = self._known.get(id(parameter), (None, None))
+        return token if reference is not None and reference() is parameter else None
+
+    def alive(self) -> set[int]:
+        return {token for _, token in list(self._known.values())}
+
+    def parameters(self) -> list[tuple[int, Tensor]]:
+        """The parameters that are alive, each after its token."""
+        known = [(token, reference()) for reference, token in list(self._known.values())]
+        return [(token, parameter) for token, parameter in known if parameter is not None]
+
+
+@dataclass(eq=False)
+class Page:
+    tensor: Tensor  # FP32 [rows, 2 + length]
+    layout: PageLayout  # of the graph that it was made for
+    moved: bool = False  # another page now holds some of the rows
+
+    def fits(self, layout: PageLayout) -> bool:
+        """Whether a graph that wants ``layout`` can take it. It cannot after the model was moved to another device."""
+        alike = self.layout.group == layout.group and self.tensor.device == layout.device
+        return alike and self.layout.fp8_max == layout.fp8_max and self.tensor.shape[0] == len(layout.rows)
+
+    def rows_for(self, layout: PageLayout, taken: Sequence[int]) -> Tensor:
+        """A copy of the rows ``taken`` for a page of ``layout``, whose device may have other FP8 types."""
+        rows = self.tensor[list(taken)].to(layout.device)
+        if self.layout.fp8_max != layout.fp8_max:
+            rows[:, 0] = rescaled(rows[:, 0], self.layout.fp8_max, layout.fp8_max)
+            rows[:, 1] = rows[:, 0].reciprocal()
+        return rows
+
+
+@dataclass
+class Row:
+    page: Page
+    index: int
+    name: str  # in a state dict
+    seen: Any = None  # the weight that it is of, when it was last looked at: see WeightRow
+
+    def saved(self) -> SavedRow:
+        """A copy of its state, without the amax that a step has staged which is not over."""
+        saved = SavedRow.of(self.page.tensor[self.index], self.page.layout.fp8_max)
+        if self.page.layout.group is not None:
+            saved.amax_history[0] = 0.0
+        return saved
+
+
+class LoadedRows:
+    """The loaded rows that no layer has asked for, by name."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, SavedRow] = {}
+        self._warned = False
+
+    def replace(self, rows: dict[str, SavedRow]) -> None:
+        """Replace the rows by those of another state dict."""
+        self._rows = rows
+        self._warned = False
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def entries(self) -> Iterator[tuple[str, Tensor]]:
+        """The entries of these rows in a state dict."""
+        for name, row in self._rows.items():
+            yield from row.entries(name)
+
+    def take(self, name: str, fp8_max: float) -> tuple[Tensor, Tensor] | None:
+        """Scale and history of ``name`` for a type whose maximum is ``fp8_max``; None if nothing was loaded for it."""
+        row = self._rows.pop(name, None)
+        return None if row is None else self.converted(name, row, fp8_max)
+
+    def converted(self, name: str, row: SavedRow, fp8_max: float) -> tuple[Tensor, Tensor]:
+        """Scale and history of ``row`` for a type whose maximum is ``fp8_max``. Warns once if that was different."""
+        if row.fp8_max != fp8_max and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the loaded scaling state is from a device whose FP8 types have other maxima (%s: %g there, %g here): "
+                "its scales are converted, and its amax histories are kept.",
+                name.partition("|")[0],
+                row.fp8_max,
+                fp8_max,
+            )
+        return row.under(fp8_max)
+
+    def warn_of_other_recipes(self, name: str) -> None:
+        """Warn if no row was loaded for ``name`` but one was for the same tensor under another recipe."""
+        place = name.partition("|")[0]
+        for other in self._rows:
+            if other.partition("|")[0] == place:
+                _log.warning("%s: the loaded state is for recipe %s; starting afresh.", name, other.partition("|")[2])
+
+
+@dataclass(frozen=True)
+class WeightRow:
+    """A row of a page that is the state of parameters themselves.
+
+    ``owners``: the positions of the parameters among a graph's inputs.
+    """
+
+    row: Row
+    layout: PageLayout
+    owners: tuple[int, ...]
+
+    @staticmethod
+    def among(layout: PageLayout, rows: Sequence[Row]) -> list[WeightRow]:
+        """Those of one page, whose ``rows`` are in order."""
+        found: list[WeightRow] = []
+        for row, names in zip(rows, layout.rows, strict=True):
+            if layout.group is None and all(name.is_weight for name in names):  # else ranks agree on the scale
+                owners = {name.parameter: None for name in names if name.parameter is not None}
+                found.append(WeightRow(row, layout, tuple(owners)))
+        return found
+
+    def follow(self, args: Sequence[Any]) -> None:
+        """Take the scale of the weight's amax if it was written since the last call by other than an optimizer."""
+        owners = [args[index] for index in self.owners]
+        if any(local(x) is not x or isinstance(x, FakeTensor) for x in owners):
+            return  # the amax of a shard is not that of the weight
+        seen, steps = _state(owners), [*map(optimizer_steps().of, owners)]
+        before, self.row.seen = self.row.seen, (seen, steps)
+        if before is not None and before[0] != seen and before[1] == steps:
+            page = self.row.page.tensor
+            with (
+                torch.inference_mode(False), torch.no_grad(),
+                checkpointing.without_modes(), autograd.unnoticed_writes(page),
+            ):  # fmt: skip
+                amax = torch.stack([x.detach().abs().amax().float() for x in owners]).amax().to(page.device)
+                old, recipe = page[self.row.index, 0], self.layout.recipe
+                scale = history.delayed_scale(amax, old, self.layout.fp8_max, recipe.margin)
+                page[self.row.index, : history.HEADER] = torch.stack([scale, scale.reciprocal()])
+
+
+def _state(owners: Sequence[Tensor]) -> Any:
+    """It changes with what is written; without a version or an address only where the numbers can be looked at."""
+    signals = [(version(x), x.data_ptr()) for x in owners]
+    return signals, contents_of(owners) if all(x.is_cpu for x in owners) else None
+
+
+@dataclass
+class FoundPages:
+    """The pages of one graph for one set of parameters."""
+
+    asked: Sequence[Any]  # kept alive, so that its id is not used again
+    owners: Sequence[weakref.ref[Tensor]]
+    pages: list[Page]
+    keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each
+    weights: Sequence[WeightRow] = ()  # the rows that are the state of parameters themselves
+    turn: int = 0  # grows with each look-up of the backend
+
+    def holds(self, owners: Sequence[Tensor]) -> bool:
+        return not any(page.moved for page in self.pages) and all(
+            reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
+        )
+
+
+def keep_scales(call: Checkpointed, layouts: Sequence[PageLayout], pages: Sequence[Tensor]) -> None:
+    """Note the scales that a call in a checkpointed forward is about to read, for its repetition."""
+    if call.kept is not None:
+        with checkpointing.without_modes():
+            for layout, page in zip(layouts, pages, strict=True):
+                if not layout.backward:
+                    found = _first_scales(call, page)
+                    call.kept.noted.append((page, page[:, : history.HEADER].clone() if found is None else found))
+
+
+def _first_scales(call: Checkpointed, page: Tensor) -> Tensor | None:
+    """[rows, 2]: what the call that this one repeats has read."""
+    known = call.first.noted if call.first is not None else []
+    return next((scales for other, scales in known if other is page), None)
+
+
+@contextmanager
+def as_first(
+    call: Checkpointed, layouts: Sequence[PageLayout], pages: Sequence[Tensor], *, records: bool
+) -> Generator[list[Tensor]]:
+    """The pages to run a repeated call with: those of forward with the scales that the first call read.
+
+    Where the first call has recorded its amaxes, the pages are copies, and what is recorded again is dropped.
+    """
+    read, before = list(pages), list[tuple[Tensor, Tensor, Tensor]]()
+    if call.first is None:
+        yield read
+        return
+    with checkpointing.without_modes():
+        for index, (layout, page) in enumerate(zip(layouts, pages, strict=True)):
+            if layout.backward:
+                continue
+            scales = _first_scales(call, page)
+            if not records or call.first.records:
+                read[index] = page.clone() if scales is None else torch.cat([scales, page[:, history.HEADER :]], dim=1)
+            elif scales is not None:
+                before.append((page, page.clone(), scales))
+                _write(page, scales)
+    try:
+        yield read
+    finally:
+        with checkpointing.without_modes():
+            for page, old, scales in before:
+                head = page[:, : history.HEADER]
+                recorded = (page[:, history.HEADER :] != old[:, history.HEADER :]).any(1) | (head != scales).any(1)
+                _write(page, torch.where(recorded.unsqueeze(1), head, old[:, : history.HEADER]))
+
+
+def _write(page: Tensor, scales: Tensor) -> None:
+    """Give a page other scales [rows, 2], which backwards that hold it read, too."""
+    with torch.no_grad(), autograd.unnoticed_writes(page):
+        page[:, : history.HEADER] = scales

@@ -1,0 +1,101 @@
+"""An optional feature is one entry of ``passes/``: without it and its lines in the list, everything else works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIST = "passes/__init__.py"
+
+FEATURES = (
+    "accumulate_wgrad.py",
+    "fold.py",
+    "fuse_linears.py",
+    "gather_in_fp8.py",
+    "gather_weights",
+    "observe.py",
+    "prepare_fp4.py",
+    "recognize.py",
+    "route_in_fp8.py",
+    "save_for_backward.py",
+    "smooth.py",
+    "unpack.py",
+)
+
+WORKS = """
+import importlib, pkgutil, sys
+import torch
+from torch import Tensor, nn
+import fp8graph
+
+assert fp8graph.__file__.startswith(sys.argv[1])
+for module in pkgutil.walk_packages(fp8graph.__path__, "fp8graph."):
+    if not module.name.endswith("__main__"):
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:  # an optional library
+            if (error.name or "").startswith("fp8graph"):
+                raise
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q", "k", "v", "o", "gate", "up", "down"):
+            setattr(self, name, nn.Linear(64, 64, bias=False))
+        self.norm = nn.RMSNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q, k, v = (f(y).unflatten(-1, (4, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+torch.manual_seed(0)
+layer, x = Layer(), torch.randn(2, 16, 64)
+policy = fp8graph.Policy(default="tensorwise", min_speedup=0)
+backend = fp8graph.Backend(policy, compiler="eager")
+compiled, optimizer = torch.compile(layer, backend=backend), torch.optim.SGD(layer.parameters(), lr=0.01)
+for _ in range(2):
+    optimizer.zero_grad()
+    loss = compiled(x).square().mean()
+    loss.backward()
+    optimizer.step()
+assert loss.isfinite()
+assert [gemm.recipe for gemm in backend.report.gemms] == ["tensorwise"] * 21
+print(backend.report)
+"""
+
+
+def without(feature: str, folder: Path) -> None:
+    """A copy of the product in ``folder`` that has no such entry, and no name of it in the list of passes."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(
+        ROOT / "fp8graph", folder / "fp8graph", ignore=shutil.ignore_patterns("__pycache__", "passes", "models")
+    )
+    for room in ("passes", "models"):
+        shutil.copytree(ROOT / room, folder / "fp8graph" / room, ignore=ignored)
+    entry = folder / "fp8graph" / "passes" / feature
+    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    module = f"fp8graph.passes.{feature.removesuffix('.py')}"
+    path = folder / "fp8graph" / LIST
+    text = path.read_text(encoding="utf-8")
+    imported = re.compile(rf"^from {re.escape(module)}(?:\.\w+)* import (.+)\n", re.MULTILINE)
+    names = {name for found in imported.findall(text) for name in found.split(", ")}
+    assert names, f"the list does not name {module}"
+    listed = re.compile(rf"^    (?:Pass\()?(?:{'|'.join(names)})\b.*\n", re.MULTILINE)
+    path.write_text(listed.sub("", imported.sub("", text)), encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_can_be_deleted(feature: str, tmp_path: Path) -> None:
+    without(feature, tmp_path)
+    command = [sys.executable, "-c", WORKS, str(tmp_path)]
+    found = subprocess.run(command, cwd=tmp_path, env=None, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
