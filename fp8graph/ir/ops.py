@@ -49,9 +49,8 @@ from fp8graph.numerics import (
     tiles,
     transforms,
 )
-from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
-from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 
 _library = torch.library.Library("fp8graph", "DEF")
 

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from fp8graph.numerics import quantization
-from fp8graph.numerics.arguments import QuantizeArguments
-from fp8graph.numerics.scalings import SCALINGS, Scaling
+from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments, Scaling
 
 Asked = QuantizeArguments[fx.Node]
 

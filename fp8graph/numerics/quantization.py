@@ -29,11 +29,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax
 from fp8graph.numerics.hints import divide, stored
-from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, Scaling, Shared
+from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
 from fp8graph.numerics.transforms import hadamard, transform_rows
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
@@ -92,39 +91,48 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     :func:`output_names` names the results.
     """
     asked = QuantizeArguments[Tensor](*args, **kwargs)
-    kind, dim = SCALINGS[asked.scaling], asked.dim
-    if asked.offs is not None:
-        return _quantize_groups(asked, asked.offs, kind)
-    parts = asked.parts
+    kind, dim, offs = SCALINGS[asked.scaling], asked.dim, asked.offs
+    parts, group = asked.parts, None if asked.offs is None else group_of_rows(asked.offs, asked.x.shape[0])
     if any(part.shape != asked.x.shape for part in parts) or (asked.row_scaled and len(parts) > 1):
         parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
-    shared = kind.shared(parts, asked)
-    made: list[tuple[Tensor, Tensor | None]] = []
+    if offs is None or group is None:
+        shared = kind.shared(parts, asked)
+    else:
+        shared = kind.shared_of_groups(group, offs.shape[0], asked)
+    data: list[Tensor] = []
+    scales: list[Tensor] = []
     whole: list[Shared] = []
     for layout, multiples in asked.layouts.items():
-        transposed = layout == "columnwise"
-        own, sources = shared, parts
-        if transposed and asked.rotation is not None:
-            sources = [_transformed(part, asked.rotation, asked) for part in parts]
+        own, sources, groups, transposed = shared, parts, None, layout == "columnwise"
+        if offs is not None and group is not None:
+            rows, of_rows = (
+                pad_groups(asked.x, offs, multiples[1]) if transposed else (asked.x, group.clamp_max(offs.shape[0] - 1))
+            )
+            sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
+        if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
+            sources = [_transformed(source, asked.rotation, asked) for source in sources]
             own = kind.shared(sources, asked)
-        sources = [source.transpose(-2, -1) if transposed else source for source in sources]
+        if transposed and groups is None:
+            sources = [source.transpose(-2, -1) for source in sources]
         if transposed and asked.row_scaled:
-            own = kind.shared(sources, asked)
-        axis, drawn = -3 - dim if transposed else dim, _drawn(asked, transposed)
-        request = LayoutRequest(parts=sources, axis=axis, multiples=multiples, asked=drawn, shared=own)
-        made.append(kind.layout(request))
+            own = kind.shared(sources if groups is None else [sources[0].t()], asked)
+        request = LayoutRequest(
+            parts=sources,
+            axis=-3 - dim if transposed and groups is None else dim,
+            multiples=multiples,
+            asked=dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked,
+            shared=own,
+        )
+        numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
+        data.append(numbers)
+        scales += [] if scale_inv is None else [scale_inv]
         whole.append(own)
-    return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
+    return [*data, *scales, *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
 
 
 def _transformed(x: Tensor, signs: int, asked: QuantizeArguments[Tensor]) -> Tensor:
     """``x`` [..., rows, columns] with transformed columns, as many rows as whole groups have."""
     return transform_rows(x, hadamard(x, signs) if asked.matrix is None else asked.matrix)
-
-
-def _drawn(asked: QuantizeArguments[Tensor], transposed: bool) -> QuantizeArguments[Tensor]:
-    """The request for one layout: each draws its own random numbers."""
-    return dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked
 
 
 def quantized_copy(
@@ -136,34 +144,6 @@ def quantized_copy(
     made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
     scale_inv = made["scale_inv"] if "scale_inv" in made else made[f"{layout}_scale_inv"]
     return made[layout], scale_inv, made.get(f"{layout}_global_scale_inv")
-
-
-def _quantize_groups(asked: QuantizeArguments[Tensor], offs: Tensor, kind: Scaling) -> list[Tensor]:
-    """:func:`quantize_layouts` for rows that fall into groups."""
-    x, groups = asked.x, offs.shape[0]
-    group = group_of_rows(offs, x.shape[0])
-    shared = kind.shared_of_groups(group, groups, asked)
-    made: list[tuple[Tensor, Tensor | None]] = []
-    whole: list[Shared] = []
-    for layout, multiples in asked.layouts.items():
-        transposed = layout == "columnwise"
-        rows, which = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(groups - 1))
-        own = shared
-        if transposed and asked.rotation is not None:
-            rows = _transformed(rows, asked.rotation, asked)  # groups are whole tiles: none mixes with another
-            own = kind.shared([rows], asked)
-        elif transposed and asked.row_scaled:
-            own = kind.shared([rows.t()], asked)
-        drawn = _drawn(asked, transposed)
-        request = LayoutRequest(parts=[rows], axis=-1, multiples=multiples, asked=drawn, shared=own)
-        made.append(kind.layout_of_groups(request, Groups(of_rows=which, count=groups, transposed=transposed)))
-        whole.append(own)
-    return [*_in_order(made), *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
-
-
-def _in_order(made: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-    """The data of all layouts, then the scales of those that have their own."""
-    return [*(data for data, _ in made), *(scale_inv for _, scale_inv in made if scale_inv is not None)]
 
 
 def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:

@@ -17,8 +17,7 @@ from fp8graph.compat import autograd, fsdp
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.numerics.arguments import QuantizeArguments
-from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 from fp8graph.passes.hoist_weights import QuantizedWeight
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default

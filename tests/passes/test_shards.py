@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.arguments import QuantizeArguments
 from fp8graph.numerics.quantization import output_names, quantize_layouts
+from fp8graph.numerics.scalings import QuantizeArguments
 from fp8graph.passes.gather_weights.gathered_copies import Memory, quantizes_rows
 
 E4M3 = torch.float8_e4m3fn

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from fp8graph.numerics.scalings.base import Groups, LayoutRequest, Scaling, Shared
+from fp8graph.numerics.scalings.base import Groups, LayoutRequest, QuantizeArguments, Scaling, Shared
 from fp8graph.numerics.scalings.nvfp4 import NVFP4
 from fp8graph.numerics.scalings.one_scale import Delayed, Tensorwise
 from fp8graph.numerics.scalings.row import Rowwise
@@ -16,4 +16,4 @@ SCALINGS: Final[Mapping[str, Scaling]] = MappingProxyType(
     {kind.name: kind for kind in (Tensorwise(), Delayed(), Rowwise(), Block(), BlockE8M0(), MXFP8(), NVFP4())}
 )
 
-__all__ = ["SCALINGS", "Groups", "LayoutRequest", "Scaling", "Shared"]
+__all__ = ["SCALINGS", "Groups", "LayoutRequest", "QuantizeArguments", "Scaling", "Shared"]
