@@ -1,16 +1,24 @@
-"""Tables of a report: layers that differ in numbers only are one row."""
+"""Tables of a report: layers that differ in numbers only are one row; attention has rows of its own kind."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.records import RefusalRecord
-from fp8graph.report.tables import refusal_rows
+from attentions import qkv, sdpa, written_out
+from fp8graph.records import AttentionRecord, RefusalRecord
+from fp8graph.report import GraphView
+from fp8graph.report.tables import attention_rows, attention_share, refusal_rows
 from helpers import ALL, MLP
+from samples import AS_PAGES_SHOW
+from tiny_models import TINY
 
 
 def test_the_table_folds_layers_that_differ_in_numbers_only() -> None:
@@ -39,3 +47,74 @@ def test_refusals_share_a_row_where_they_share_a_reason() -> None:
         ("one GEMM", "layers.*.q, layers.*.v", "3", "a bias"),
         ("one GEMM", "layers.*.k", "1", "a tile"),
     ]
+
+
+def report_of(module: Any, **settings: Any) -> fp8graph.Report:
+    return fp8graph.explain(module, *qkv(**settings), training=True)
+
+
+def test_the_share_of_the_flops() -> None:
+    rows = report_of(sdpa()).attention
+    assert attention_share(rows, []) == [
+        "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision"
+    ]
+    gemms = fp8graph.explain(MLP(64, 128), qkv()[0], training=True).gemms
+    (line,) = attention_share(rows, gemms)
+    share = sum(row.flops for row in rows) / sum(row.flops for row in (*rows, *gemms))
+    assert f": {int(100 * share)} % of the FLOPs" in line
+    assert attention_share([], gemms) == []
+
+
+def test_flops_of_matmuls_are_counted_once() -> None:
+    report = report_of(written_out())
+    (line,) = attention_share(report.attention, report.gemms)
+    assert line == (
+        "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision; "
+        "1 written out as matmuls, which are GEMMs above"
+    )
+
+
+def test_one_row_per_kind() -> None:
+    rows = attention_rows(report_of(sdpa(is_causal=True, enable_gqa=True), kv_heads=2).attention)
+    assert [row[:4] for row in rows[1:]] == [
+        ("(root)", "1", "CPU flash, causal", "forward"),
+        ("(root)", "1", "CPU flash, causal", "backward"),
+    ]
+    assert rows[0][4] == "batch x heads x queries x keys x size"
+    assert rows[1][4] == "2 x 4:2 x 16 x 16 x 64"
+
+
+def test_the_report_prints_it_and_counts_no_gemm() -> None:
+    report = report_of(sdpa())
+    assert report.summary() == "0 of 0 GEMMs in FP8, in 1 graph"
+    assert "CPU flash" in str(report)
+    assert "CPU flash" not in str(fp8graph.explain(MLP(), qkv(size=32)[0]))
+
+
+def test_dtypes_are_those_of_the_device() -> None:
+    policy = fp8graph.Policy([fp8graph.Rule("*", "tensorwise", op="attention")], default=None)
+    for target, dtype in (("cpu", "e4m3"), ("gfx942", "e4m3fnuz")):
+        forward, backward = fp8graph.explain(sdpa(), *qkv(), policy=policy, target=target, training=True).attention
+        assert (forward.dtypes, backward.dtypes) == ((dtype, "fp32"), ("fp32", "fp32"))
+
+
+def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
+    report = report_of(sdpa())
+    view = report.graphs[0]
+    assert GraphView.from_dict(json.loads(json.dumps(view.to_dict()))) == view
+    assert all(isinstance(row, AttentionRecord) for row in report.attention)
+    report.to_html(tmp_path / "report.html")
+    assert "1 attention with backward: 100 %" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+@AS_PAGES_SHOW
+def test_the_line_of_the_page() -> None:
+    """docs/attention.md shows that of a Llama."""
+    with torch.device("meta"):
+        model = TINY["llama"].build(2).bfloat16()
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    printed = str(fp8graph.explain(model, input_ids=ids, labels=ids, training=True)).splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
+    line = page.split("share:\n\n```\n")[1].split("\n")[0]
+    assert line in printed
