@@ -42,7 +42,7 @@ class Checkpoint:
     def __init__(self, folder: Path | str) -> None:
         self.shards = Shards(folder)
         self.folder = self.shards.folder
-        self.quantization = quantization_of(self.folder)
+        self.quantization = _quantization_of(self.folder)
         self.layers, self.problems = dict[str, LayerFormat](), list[str]()
         self._find_layers()
         claimed = {name for layer, stored in self.layers.items() for name in stored.names(layer).values()}
@@ -112,7 +112,7 @@ class Checkpoint:
                 yield name
 
     def _left_over(self) -> Iterator[str]:
-        """Scales without a quantized weight, and FP8 tensors that are no weight of a layer."""
+        """Scales without a quantized weight, and FP8 tensors that are not the weight of a layer."""
         spelled = {s for one in self.quantization.spellings for s in (one.scale, one.global_scale, one.input_scale)}
         suffixes = tuple(suffix for suffix in spelled if suffix is not None and suffix != ".scale")  # some norms' name
         for name in self.others:
@@ -123,7 +123,7 @@ class Checkpoint:
                 yield f"{info.file}: tensor {name!r} is {info.stored_as}, and no weight of a layer"
 
 
-def quantization_of(folder: Path) -> Quantization:
+def _quantization_of(folder: Path) -> Quantization:
     """The quantization config of a folder, parsed.
 
     Raises:

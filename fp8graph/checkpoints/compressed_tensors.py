@@ -261,7 +261,7 @@ def _format_name(stored: LayerFormat) -> str:
 
 
 class Targets:
-    """Which of several owners has a linear layer, by their targets (compressed-tensors' ``match_targets``).
+    """The targets of several owners, which say whose a linear layer is (compressed-tensors' ``match_targets``).
 
     Names come before expressions before classes, and the first owner before others.
     """

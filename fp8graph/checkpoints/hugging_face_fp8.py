@@ -149,7 +149,7 @@ class HuggingFaceFP8(Quantization):
 
 
 def _among_experts(layer: str) -> Part | None:
-    """Where the scales of one expert are among those of all."""
+    """The place of one expert's scales among those of all; None for another layer."""
     found = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj", layer)
     if found is None:
         return None

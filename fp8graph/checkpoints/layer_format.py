@@ -216,7 +216,7 @@ class LayerFormat:
     def wrong_scales(
         self, layer: str, tensors: Mapping[str, TensorInfo], tensor: Callable[[str], Tensor]
     ) -> Iterator[str]:
-        """Which tensors of a layer hold scales that no weight has, and what is wrong with them.
+        """Sentences on the tensors of a layer that hold scales which no weight has.
 
         A scale of zero is right for a tile of zeros, and where a small scale was rounded to E4M3. ``tensor(name)``
         reads the scales, and the weight only if a scale is zero.

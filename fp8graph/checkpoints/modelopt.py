@@ -24,7 +24,7 @@ from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Qu
 from fp8graph.errors import CheckpointError
 
 FILE: Final = "hf_quant_config.json"
-MIXED: Final = "MIXED_PRECISION"
+_MIXED: Final = "MIXED_PRECISION"
 _WEIGHTS: Final = Suffixes()
 _STATIC: Final = Suffixes(input_scale=".input_scale")
 _FP4: Final = Suffixes(global_scale=".weight_scale_2", input_scale=".input_scale")
@@ -116,12 +116,12 @@ class ModelOpt(Quantization):
         inner = outer.take("quantization")
         fields = outer if inner is None else Fields(inner, f"{where}: quantization")
         algorithm = fields.take("quant_algo")
-        if algorithm != MIXED:
+        if algorithm != _MIXED:
             algorithm = _known(algorithm, fields)
         layers = fields.checked("quantized_layers", lambda layers: isinstance(layers, Mapping), "a table of layers", {})
         excluded = fields.names("exclude_modules") or fields.names("ignore")
         kv_cache = fields.take("kv_cache_quant_algo") or fields.take("kv_cache_scheme")
-        if algorithm != MIXED:
+        if algorithm != _MIXED:
             _check_group(fields, algorithm)
             layers = {}
         # the same said in compressed-tensors' words, and what older versions wrote beside it
@@ -130,7 +130,7 @@ class ModelOpt(Quantization):
         fields.end()
         outer.end()
         parsed = cls(
-            algorithm=None if algorithm == MIXED else algorithm,
+            algorithm=None if algorithm == _MIXED else algorithm,
             layers={name: _of_layer(name, layer, where) for name, layer in layers.items()},
             excluded=excluded,
             kv_cache_algorithm=kv_cache,
@@ -166,7 +166,7 @@ class ModelOpt(Quantization):
 
     def config(self) -> dict[str, Any]:
         if self.algorithm is None:
-            said: dict[str, Any] = {"quant_algo": MIXED, "quantized_layers": self._quantized_layers()}
+            said: dict[str, Any] = {"quant_algo": _MIXED, "quantized_layers": self._quantized_layers()}
         else:
             said = {"quant_algo": _written(self.algorithm)}
         cache = {} if self.kv_cache is None else {"kv_cache_scheme": self.kv_cache}
@@ -174,7 +174,7 @@ class ModelOpt(Quantization):
         return {**said, **cache, **more}
 
     def files(self) -> dict[str, dict[str, Any]]:
-        said: dict[str, Any] = {"quant_algo": MIXED, "kv_cache_quant_algo": self.kv_cache}
+        said: dict[str, Any] = {"quant_algo": _MIXED, "kv_cache_quant_algo": self.kv_cache}
         if self.algorithm is None:
             said |= {"quantized_layers": self._quantized_layers()}
         else:
@@ -190,7 +190,7 @@ def _known(algorithm: object, fields: Fields) -> str:
     """An algorithm by its name in ``ALGORITHMS``."""
     name = algorithm.upper() if isinstance(algorithm, str) else ""
     if name not in ALGORITHMS:
-        raise fields.unknown("quant_algo", algorithm, f"Known: {', '.join(ALGORITHMS)}, {MIXED}.")
+        raise fields.unknown("quant_algo", algorithm, f"Known: {', '.join(ALGORITHMS)}, {_MIXED}.")
     return name
 
 

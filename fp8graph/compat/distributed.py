@@ -39,7 +39,7 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def number_of_ranks(group: str | None) -> int:
-    """How many ranks the process group with the name ``group`` has (None: all); 1 without torch.distributed."""
+    """The number of ranks of the process group with the name ``group`` (None: all); 1 without torch.distributed."""
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size() if group is None else process_group(group).size()
@@ -56,7 +56,7 @@ def default_store() -> Any:
 
 
 def gathered_objects(own: Any, group: Any, *, others: bool) -> list[Any]:
-    """What each rank of ``group`` (None: all) gives, in order; ``others``: without this rank's. All ranks call it."""
+    """The objects of the ranks of ``group`` (None: all), in order; ``others``: not this rank's. All ranks call it."""
     ranks = number_of_ranks(None) if group is None else dist.get_world_size(group)
     if ranks == 1:
         return [] if others else [own]

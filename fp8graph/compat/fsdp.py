@@ -27,7 +27,7 @@ _NEEDED: Final = (
 
 
 class Shard(NamedTuple):
-    """What a graph has to know of a parameter that FSDP2 gathers for it."""
+    """The facts that a graph needs of a parameter that FSDP2 gathers for it."""
 
     rows: int  # of each shard
     reason: str | None  # why it cannot be gathered in FP8; None if it can
@@ -83,7 +83,7 @@ def _groups() -> Iterator[Any]:
 
 
 def why_not_in_fp8(sharded: Any) -> str | None:
-    """Why FSDP2 cannot gather a parameter through functions of ours; None if it can. The same on all ranks."""
+    """The reason for which FSDP2 cannot gather a parameter through our functions, or None. The same on all ranks."""
     missing = [name for name in _NEEDED if not hasattr(sharded, name)]
     if missing:
         return f"torch {torch.__version__} has no FSDPParam.{missing[0]}"
@@ -126,7 +126,7 @@ def whole_of(sharded: Any) -> Tensor:
 
 
 def group_of(sharded: Any) -> Any:
-    """What FSDP2 gathers together with the parameter."""
+    """The tensors that FSDP2 gathers together with the parameter."""
     return next(group for group in _groups() if sharded in group.fsdp_params)
 
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` makes of modules and functions: compiled in place, undone, and the backend behind it."""
+"""The wrappers of ``torch.compile`` around modules and functions: made in place, undone, and the backend behind."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def innermost_backend(wrapper: Any) -> Any:
 
 
 def fp8graph_backends(found: Any) -> Any:
-    """The Backend behind what torch calls (or ModelBackends), or None; torch wraps names and callables alike."""
+    """The Backend (or ModelBackends) behind a callable of torch, which wraps names and callables; or None."""
     choose = getattr(getattr(found, "compiler_fn", found), "backends_for", None)
     if choose is None:
         return None

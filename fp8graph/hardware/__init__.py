@@ -89,7 +89,7 @@ def multiplies_groups(device: torch.device) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """Which GEMMs of a bf16 linear run natively. True if all that the recipe quantizes do; ``str()`` gives reasons."""
+    """The GEMMs of a bf16 linear that are native. True if all that the recipe quantizes do; ``str()`` gives reasons."""
 
     recipe: str  #: its name
     device: str  #: its name

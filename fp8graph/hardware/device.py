@@ -70,7 +70,7 @@ class Hardware:
         return dtype
 
     def quantizer(self, recipe: Recipe, operand: OperandName) -> Quantizer:
-        """How ``recipe`` quantizes ``operand`` for this device.
+        """The quantizer of ``operand`` under ``recipe`` on this device.
 
         If the device has a GEMM for that kind of scaling, the operand gets the device's own type. Otherwise it is
         decoded before the GEMM, and gets the recipe's type.
@@ -84,7 +84,7 @@ class Hardware:
         return 1, 1, 1
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
-        """Why the device cannot multiply ``a @ b`` natively; None if it can."""
+        """The reason for which the device cannot multiply ``a @ b`` natively; None if it can."""
         kind = SCALINGS[a.scaling]
         if self.is_gpu and not self.scalings and not grouped:
             return f"{self.name} {NO_FP8}"
@@ -108,7 +108,7 @@ class Hardware:
         return torch.float32
 
     def attention_obstacle(self, head_size: int | None) -> str | None:
-        """Why torch has no FP8 attention for the device, with heads of ``head_size`` (None: dynamic), or None."""
+        """The reason for which torch has no FP8 attention with heads of ``head_size`` (None: dynamic) here, or None."""
         return f"{self.name} has no FP8 attention in torch"
 
     # The multiplication.

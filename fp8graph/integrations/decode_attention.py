@@ -29,8 +29,8 @@ def use_decode_attention(model: nn.Module) -> None:
     """Let ``model`` decode with :func:`decode_attention`. All else of it, prefill too, stays with SDPA.
 
     Raises:
-        ConfigError: it is no model of transformers, has attention that SDPA does not compute or that chooses its keys,
-            or does not take its attention from transformers' AttentionInterface.
+        ConfigError: it is not a model of transformers, has attention that SDPA does not compute or that chooses its
+            keys, or does not take its attention from transformers' AttentionInterface.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"use_decode_attention takes a model of transformers, not {type(model).__name__}")
@@ -70,7 +70,7 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls for attention. SDPA computes it in eager, for several new tokens, and with a bias.
+    """Attention, as transformers calls it. SDPA computes it in eager, for several new tokens, and with a bias.
 
     Args:
         module: the attention layer.

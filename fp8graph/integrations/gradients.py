@@ -63,7 +63,7 @@ def send_gradients_in_fp8(model: nn.Module, *, dtype: torch.dtype = torch.float8
 
 
 class GradientWire:
-    """What FSDP2 calls in place of its reduce-scatter, and DDP in place of its all-reduce.
+    """Reduces gradients for FSDP2 in place of its reduce-scatter, and for DDP in place of its all-reduce.
 
     Attributes:
         bytes_sent: by this rank, so far.

@@ -59,7 +59,7 @@ AS_THEY_ARE: Final = (DummyLayer, LinearAttentionLayer)  # no keys: layers that 
 
 
 class _Fp8Cache(Cache):
-    """What both caches have in common: a cache of transformers, of which each layer is replaced."""
+    """The base of both caches: a cache of transformers, of which each layer is replaced."""
 
     layers: list[Any]
     _config: PreTrainedConfig
@@ -192,7 +192,7 @@ def _check(config: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheComparison:
-    """What an FP8 cache changes, and what it takes.
+    """The differences that an FP8 cache makes, and the memory that it takes.
 
     ``sqnr_db``: of the logits, one per forward: of the last token of the prompt (inf if prefill is exact), and of each
     token after it.

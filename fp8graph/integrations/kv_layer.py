@@ -132,7 +132,7 @@ class FixedScales:
         self.clipped.zero_()
 
     def _stay(self, *_args: Any) -> None:
-        """What is done to tokens and sequences."""
+        """Do nothing: tokens and sequences move, and their scales do not."""
 
     offload = prefetch = activate_past_recording = reorder_cache = crop = _stay
     batch_repeat_interleave = batch_select_indices = _stay
@@ -141,7 +141,7 @@ class FixedScales:
 class Fp8Layer(CacheLayerMixin):
     """The cache of one layer: two of transformers' own layers, of which one holds bytes, the other scales.
 
-    Both move their tokens alike, whatever the kind of the layer: they append, slide, crop, reorder.
+    Both move their tokens in the same way, whatever the kind of the layer: they append, slide, crop, reorder.
 
     Attributes:
         data: ``keys`` and ``values`` are E4M3 as uint8 (torch moves no FP8 tensors on a CPU) [batch, heads, tokens,

@@ -67,7 +67,7 @@ def forward_of_experts(module: nn.Module) -> Callable[..., Tensor] | None:
 
 
 class _HighPrecision:
-    """What transformers' grouped matmuls read of experts: the same module, with weights in high precision."""
+    """The parts of experts that transformers' grouped matmuls read, with weights in high precision."""
 
     has_bias = has_post_expert_norm = is_transposed = False
 

@@ -124,7 +124,7 @@ def rounded_attention_backward(
 
 @dataclass(frozen=True)
 class _Sharing:
-    """How the numbers between the products are quantized."""
+    """The quantization of the numbers between the products."""
 
     kv_heads: int
     power_2_scale: bool
@@ -132,7 +132,7 @@ class _Sharing:
     scaling: str
 
     def round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What FP8 leaves of ``x``, FP32 [batch, heads, ...]."""
+        """``x``, FP32 [batch, heads, ...], quantized and decoded."""
         kind = SCALINGS[self.scaling]
         rows = x.reshape(1 if kind.one_scale else x.shape[0] * self.kv_heads, -1)
         how = dtype, self.power_2_scale, self.amax_epsilon, [1, 1], []

@@ -157,7 +157,7 @@ def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
 
 
 def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:
-    """What decoding needs of a quantizer, as keyword arguments, without those that are defaults."""
+    """The settings of a quantizer that decoding needs, as keyword arguments, without those that are defaults."""
     return _settings(quantizer, _DECODING)
 
 

@@ -19,7 +19,7 @@ _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS: Final = 10
 _RANKS_APART: Final = 0x1E3779B97F4A7C15  # an odd number with bits in both words
 _HALF, _WORD = 0xFFFF, 0xFFFFFFFF
-BITS: Final = 16  # per number that is rounded
+_BITS: Final = 16  # per number that is rounded
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -50,7 +50,7 @@ def random_halves(seed: Tensor | None, draw: int, part: int, groups: int, device
     # two's complement in int32, two bytes per number: else each number would compute all of its group's
     words = [stored((word - ((word >> 31) << 32)).to(torch.int32)) for word in philox(counter, key)]
     four = torch.stack(torch.broadcast_tensors(*words), -1)  # [groups, 2, 4]
-    return ((four.unsqueeze(-1) >> (BITS * half).to(torch.int32)) & _HALF).reshape(groups, 16)
+    return ((four.unsqueeze(-1) >> (_BITS * half).to(torch.int32)) & _HALF).reshape(groups, 16)
 
 
 def random_seed(device: torch.device) -> Tensor:
@@ -63,5 +63,5 @@ def random_seed(device: torch.device) -> Tensor:
 def _product(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     """High and low word of the product of 32-bit words, in sums of less than 50 bits: none overflows."""
     low = a * (b & _HALF)
-    high = a * (b >> BITS) + (low >> BITS)
-    return high >> BITS, ((high & _HALF) << BITS) | (low & _HALF)
+    high = a * (b >> _BITS) + (low >> _BITS)
+    return high >> _BITS, ((high & _HALF) << _BITS) | (low & _HALF)

@@ -4,8 +4,9 @@ Each is made of parts that are counted or summed in one pass: FP32 vectors, so t
 quantization. The parts of several micro-batches or ranks are merged, and the statistics computed from them.
 
 Names and definitions are those of Transformer Engine (transformer_engine/debug/features/utils/stats_computation.py),
-except that numbers that were zero before they were quantized are no underflows, that all variances are merged exactly
-(its ``compute_variance`` subtracts the spread of the means), and that blocks of zeros alone have no dynamic range.
+except that numbers that were zero before they were quantized do not count as underflows, that all variances are merged
+exactly (its ``compute_variance`` subtracts the spread of the means), and that blocks of zeros alone have no dynamic
+range.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TENSOR_PARTS: Final = (
     "nonzero",
     "max_blockwise_dynamic_range",
 )
-QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 QUANTIZED_PARTS: Final = (
     "underflows",
     "overflows",
@@ -47,7 +48,7 @@ QUANTIZED_PARTS: Final = (
     "scales",
     "log2_mean",  # of the scales that are not zero
     "log2_square_deviation",
-    *(f"scale_inv_q{100 * q:g}" for q in QUANTILES),
+    *(f"scale_inv_q{100 * q:g}" for q in _QUANTILES),
 )
 TENSOR_STATISTICS: Final = (
     "min",
@@ -70,7 +71,7 @@ QUANTIZED_STATISTICS: Final = (
     "scale_inv_min",
     "scale_inv_max",
     "scale_inv_std",
-    *(f"scale_inv_q{100 * q:g}" for q in QUANTILES),
+    *(f"scale_inv_q{100 * q:g}" for q in _QUANTILES),
 )
 _FP4_MAX: Final = 0x77  # two E2M1 codes of 6
 
@@ -168,7 +169,7 @@ def quantized_parts(
         "log2_mean": log2_mean,
         "log2_square_deviation": torch.where(used, (log2 - log2_mean).square(), 0.0).sum(),
     }
-    ranks = torch.stack([q * last for q in QUANTILES]).round().long()
+    ranks = torch.stack([q * last for q in _QUANTILES]).round().long()
     quantiles = in_order.index_select(0, ranks)
     return torch.cat([_vector([parts[name] for name in QUANTIZED_PARTS[: len(parts)]]), quantiles])
 

@@ -25,7 +25,7 @@ def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def missing(size: int, multiple: int) -> int | None:
-    """How much is missing from ``size`` to a multiple; None if certainly nothing (a dynamic size may miss some)."""
+    """The padding of ``size`` to a multiple; None if it is certainly none (a dynamic size may need some)."""
     lacks = -size % multiple
     return None if statically_known_true(lacks == 0) else lacks
 
