@@ -32,17 +32,17 @@ from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.observe import is_observed, observe
+from fp8graph.passes.observe.observation import Observation
+from fp8graph.passes.observe.score import is_scored, score
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
 from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import has_fp8_inputs, recognize
 from fp8graph.passes.route_in_fp8 import moves_rows, route_in_fp8
 from fp8graph.passes.save_for_backward import has_backward, save_for_backward
-from fp8graph.passes.score import is_scored, score
 from fp8graph.passes.share import share
 from fp8graph.passes.smooth import smooth, smooths
 from fp8graph.passes.unpack import has_hidden_matmuls, unpack
 from fp8graph.passes.write import write
-from fp8graph.runtime.observation import Observation
 from fp8graph.runtime.stores import Store
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from fp8graph.backend.compiling import Shared, Variants
 from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
-from fp8graph.backend.guarded import Guarded
+from fp8graph.backend.guard import Guarded
 from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
 from fp8graph.backend.policies import Policies, PolicyLike, Schedule
 from fp8graph.backend.policy_file import PolicyFile, asked_for

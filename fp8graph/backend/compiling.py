@@ -21,7 +21,7 @@ from torch import fx
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Situation
 from fp8graph.backend.foresee import spare_inputs
-from fp8graph.backend.guarded import Guarded
+from fp8graph.backend.guard import Guarded
 from fp8graph.backend.inductor_passes import (
     JointPass,
     LowerPass,

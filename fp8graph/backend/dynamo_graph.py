@@ -16,8 +16,8 @@ from fp8graph.backend.policies import InForce
 from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
+from fp8graph.ir.compilation import Observed
 from fp8graph.ir.naming import Parameter, split_source
-from fp8graph.ir.observed import Observed
 from fp8graph.models.general import families_of
 from fp8graph.passes import STORES
 from fp8graph.recipes import Recipe

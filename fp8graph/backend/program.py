@@ -22,8 +22,7 @@ from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Moment, Situation
 from fp8graph.compat import checkpointing, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
-from fp8graph.ir.compilation import Findings
-from fp8graph.ir.observed import Observed
+from fp8graph.ir.compilation import Findings, Observed
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce

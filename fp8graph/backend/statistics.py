@@ -1,29 +1,38 @@
-"""What was measured on observed steps, for people and dashboards."""
+"""Show people and dashboards what was measured on observed steps: of which layers, as records, as lines of JSON."""
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import importlib
+import json
+import logging
+import math
+import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fp8graph.backend.observed_layers import UnmatchedLayers, texts
+import torch.distributed as dist
+
 from fp8graph.backend.policies import Schedule
-from fp8graph.backend.statistic_records import JsonLines, json_line, records
-from fp8graph.errors import ConfigError
-from fp8graph.ir.observed import Observed
+from fp8graph.compat import distributed
+from fp8graph.errors import ConfigError, did_you_mean
+from fp8graph.ir.compilation import Observed
 from fp8graph.ir.settings import choices
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS
+from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS, Parts, finished
+from fp8graph.passes.observe.observation import Measured, Observation, Request
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import check_op
 from fp8graph.records import StatisticRecord
 from fp8graph.report import Report
 from fp8graph.report.page import Losses
-from fp8graph.runtime.observation import Observation, Request
+from fp8graph.report.tables import sites
 
+_log = logging.getLogger("fp8graph")
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
 
 
@@ -183,3 +192,123 @@ def observe(
     if file is not None:
         weakref.finalize(owner, file.write, observation, request, None)
     return Statistics(observation, request, schedule, names, report)
+
+
+def records(found: Mapping[Measured, Parts], request: Request, names: Collection[str]) -> Iterator[StatisticRecord]:
+    """The statistics called ``names`` of whatever was measured for one reader."""
+    for key, parts in found.items():
+        if not request.takes(key):
+            continue
+        if key.layout:
+            tensor = found.get(dataclasses.replace(key, layout="", recipe="", what_if=False))
+            values = finished(tensor, parts) if tensor is not None else {}
+            values = {name: value for name, value in values.items() if name in QUANTIZED_STATISTICS}
+        else:
+            values = finished(parts)
+        of = {name: value for name, value in dataclasses.asdict(key).items() if name != "group"}
+        for stat, value in values.items():
+            if stat in names:
+                yield StatisticRecord(**of, stat=stat, value=value)
+
+
+def json_line(record: StatisticRecord) -> str:
+    """One record as a line of JSON. What is no finite number becomes ``null``."""
+    values = dataclasses.asdict(record)
+    values["value"] = record.value if math.isfinite(record.value) else None
+    return json.dumps(values) + "\n"
+
+
+class JsonLines:
+    """A file to which each observed step is appended when the next one begins.
+
+    Writing waits for the device, so it waits once per observed step. Steps that were written are not kept in memory.
+    With several ranks each writes a file of its own: "statistics.rank1.jsonl".
+
+    Raises:
+        ConfigError: no file can be written there. (The first step to write may be hours away.)
+    """
+
+    def __init__(self, path: Path, names: Collection[str]) -> None:
+        self._path, self._names = path, names
+        self._rank: int | None = None  # of several; remembered, since the process group may be gone at exit
+        if why := "it is a folder" if path.is_dir() else _obstacle(self._own_path()):
+            raise ConfigError(f"observe(to_jsonl={str(path)!r}): {why}. Give the path of a file to append to.")
+
+    def write(self, observation: Observation, request: Request, now: int | None) -> None:
+        """Append the steps that are over; ``now``: the step that is not (None: all of them are)."""
+        new = observation.unread(request, now)
+        lines = [*map(json_line, records(observation.found(new), request, self._names))]
+        observation.forget_steps(new)
+        if not lines:
+            return
+        path = self._own_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(lines)
+
+    def _own_path(self) -> Path:
+        if self._rank is None and distributed.number_of_ranks(None) > 1:
+            self._rank = dist.get_rank()
+        own = "" if self._rank is None else f".rank{self._rank}"
+        return self._path.with_name(f"{self._path.stem}{own}{self._path.suffix}")
+
+
+def _obstacle(path: Path) -> str:
+    """Return why no file can be written at ``path``, whose folders may be missing; "" if one can."""
+    if path.is_dir():
+        return f"{path} is a folder"
+    found = next(place for place in (path, *path.parents) if place.exists())
+    if found != path and not found.is_dir():
+        return f"{found} is a file, not a folder"
+    return "" if os.access(found, os.W_OK) else f"{found} cannot be written"
+
+
+def texts(call: str, name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """The strings of an argument that is one string or a list of them."""
+    given: Any = (value,) if isinstance(value, str) else value
+    if not isinstance(given, Sequence) or not given or not all(isinstance(text, str) for text in given):
+        raise ConfigError(f"{call}({name}={value!r}): expected a string or a list of strings.")
+    return tuple(given)
+
+
+def check_globs(call: str, patterns: Sequence[str], known: Collection[str]) -> None:
+    """Raise for a glob that matches none of the layers of the bound models.
+
+    Args:
+        known: the names of all their modules; none if no model is bound.
+
+    Raises:
+        ConfigError: with the globs or names that may have been meant.
+    """
+    names = sorted(filter(None, known))
+    for pattern in patterns if names else ():
+        if not fnmatch.filter(known, pattern):
+            anywhere = f"*.{pattern}"
+            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(names, anywhere) else names)
+            raise ConfigError(
+                f"{call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(names)}."
+            )
+
+
+class UnmatchedLayers:
+    """Says once, after the first observed step, which globs match no layer.
+
+    Args:
+        known: the layers of all graphs.
+    """
+
+    def __init__(self, call: str, patterns: Sequence[str], known: Callable[[], Collection[str]]) -> None:
+        self._call, self._patterns, self._known = call, patterns, known
+        self._checked = False
+
+    def __call__(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        known = sorted(self._known())
+        for pattern in self._patterns:
+            if not fnmatch.filter(known, pattern):
+                _log.warning(
+                    "%s(layers=[%r]) matches no layer, so nothing is measured for it. Layers: %s.",
+                    self._call, pattern, sites(known) or "none",
+                )  # fmt: skip

@@ -10,14 +10,13 @@ from typing import Any, Final, cast
 from fp8graph.backend.compiling import Shared
 from fp8graph.backend.findings import Site
 from fp8graph.backend.guard import Guard, GuardSettings
-from fp8graph.backend.observed_layers import check_globs, texts
 from fp8graph.backend.policies import Policies
 from fp8graph.backend.program import Programs
-from fp8graph.backend.statistics import Statistics, Steps, observe
+from fp8graph.backend.statistics import Statistics, Steps, check_globs, observe, texts
 from fp8graph.errors import ConfigError, UnsupportedRecipeError
+from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike, name_of
 from fp8graph.report import Report
-from fp8graph.runtime.observation import Observation
 
 
 class Watched:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
 from fp8graph.ir.nodes import fake_mode_of, value
-from fp8graph.ir.observed import Observed
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Attention, Decision, Site
 from fp8graph.recipes import Recipe
@@ -24,6 +24,29 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
 
 Kind = TypeVar("Kind", bound=ExtraInput)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """The statistics that a graph computes: of the operands and results of GEMMs, and of more.
+
+    Args:
+        layers: globs of the sites' names.
+        copies: of the copies that the GEMMs read.
+        block_size: of the blocks whose dynamic range is measured; 0: it is not.
+        what_if: of copies that other recipes would make. None of these recipes has a state.
+        candidates: recipes whose error in the result of each GEMM is measured, in place of all the above.
+    """
+
+    layers: tuple[str, ...] = ("*",)
+    copies: bool = True
+    block_size: int = 32
+    what_if: tuple[Recipe, ...] = ()
+    candidates: tuple[Recipe, ...] = ()
+
+    def takes(self, fqn: str) -> bool:
+        """Whether the site called ``fqn`` is measured."""
+        return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,41 +65,6 @@ class StateRow:
         return self.operand == "weight" and self.parameter is not None and self.direct
 
 
-@dataclass(frozen=True, kw_only=True)
-class ObservedTensor:
-    """One vector of statistics in a :class:`StatisticsPage`."""
-
-    names: tuple[tuple[str, int], ...]  # (fqn, index) of the sites that it belongs to
-    tensor: str  # "input", "weight", "grad_output", or the result: "output", "dgrad", "wgrad"
-    layout: str  # of the copy; "" for the tensor itself
-    recipe: str  # "" for the tensor itself
-    what_if: bool  # no GEMM reads the copy
-    group: str = ""  # of an error: equal for sites that read one input
-    parts: tuple[str, ...]  # what each number is
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatisticsPage(ExtraInput):
-    """A tensor [numbers] that an observed graph takes as an input, and fills: one in forward, one in backward."""
-
-    store: ClassVar = "statistics"
-    backward: bool
-    device: torch.device
-    tensors: tuple[ObservedTensor, ...]
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        return [torch.empty(sum(len(tensor.parts) for tensor in self.tensors), device=self.device)]
-
-    def titles(self, name: Callable[[int], str]) -> list[str]:
-        return [f"statistics of {'backward' if self.backward else 'forward'}"]
-
-    def renamed(self, rename: Rename) -> Self:
-        tensors = (
-            dataclasses.replace(tensor, names=tuple(rename(*name) for name in tensor.names)) for tensor in self.tensors
-        )
-        return dataclasses.replace(self, tensors=tuple(tensors))
-
-
 @dataclass(kw_only=True)
 class SpareInputs:
     """Graph inputs without a meaning yet. A pass that needs tensors from outside takes some and gives them one.

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir import collectives, ops
+from fp8graph.recipes import GemmName
 
 aten = torch.ops.aten
 
@@ -242,3 +243,22 @@ def _origin(node: fx.Node) -> Any:
     if node.op == "call_function" and node.target in _GATHERS:  # q, k and v each gather the same shards
         return str((node.target, fx.map_arg(node.args, lambda n: repr(_key(n)))))
     return node
+
+
+def gemms_behind(quantized: fx.Node) -> list[tuple[int, GemmName]]:
+    """``(position of the site, gemm)`` of each GEMM that reads a quantize node, through collectives and slices too.
+
+    Of an emulated GEMM, the node that decodes for it is found.
+    """
+    found: dict[tuple[int, GemmName], None] = {}
+    pending, seen = [user for output in quantized.users for user in output.users], set[fx.Node]()
+    while pending:
+        node = pending.pop(0)
+        if node in seen:
+            continue
+        seen.add(node)
+        if GEMM_KEY in node.meta:
+            found[node.meta[GEMM_KEY]] = None
+        else:
+            pending.extend(node.users)
+    return list(found)

@@ -1,4 +1,4 @@
-"""The error that quantization makes in the result of one GEMM, as a few sums: for ``passes/score.py``.
+"""The error that quantization makes in the result of one GEMM, as a few sums: for ``passes/observe/score.py``.
 
 With ``q`` for the quantized and decoded operand, ``a @ b`` becomes ``q(a) @ q(b)``. Their difference is computed as
 ``(q(a) - a) @ q(b) + a @ (q(b) - b)``, so that nothing cancels and the operands' own dtype is precise enough.

@@ -21,13 +21,13 @@ from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Operand, gemm_seconds
-from fp8graph.ir.observed import Observed
+from fp8graph.ir.compilation import Observed
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS
+from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, GemmName, Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
-from fp8graph.runtime.observation import Observation
 
 _log = logging.getLogger("fp8graph")
 _VERSION: Final = 1  # of the file with what was measured

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor, fx
 
-from fp8graph.ir.observed import Observed
+from fp8graph.ir.compilation import Observed
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names

@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
-from fp8graph.runtime.observation import Observation
+from fp8graph.passes.observe.observation import Observation
 from guarding import BAD, Block, scales, sharded
 from helpers import first_slow, same_bits
 from ranks import run_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fp8graph import Policy, Rule
-from fp8graph.backend.guarded import Guarded, with_rules
+from fp8graph.backend.guard import Guarded, with_rules
 from fp8graph.backend.policies import Policies
 from fp8graph.errors import StateError
 from fp8graph.runtime.call import Epoch

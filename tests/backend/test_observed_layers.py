@@ -11,7 +11,7 @@ import torch
 import fp8graph
 from fp8graph import Backend
 from fp8graph.backend.copies import is_compiled
-from fp8graph.backend.observed_layers import UnmatchedLayers, texts
+from fp8graph.backend.statistics import UnmatchedLayers, texts
 from fp8graph.errors import ConfigError
 from helpers import ALL, MLP
 

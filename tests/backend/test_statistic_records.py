@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8graph import Backend, ConfigError
-from fp8graph.runtime.observation import Observation
+from fp8graph.passes.observe.observation import Observation
 from helpers import ALL, MLP
 from ranks import run_ranks
 

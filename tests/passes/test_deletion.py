@@ -19,7 +19,6 @@ FEATURES = (
     "fuse_linears.py",
     "gather_in_fp8.py",
     "gather_weights",
-    "observe.py",
     "prepare_fp4.py",
     "recognize.py",
     "route_in_fp8.py",

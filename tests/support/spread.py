@@ -46,14 +46,9 @@ FEATURES: dict[str, Feature] = {
         places=("passes/gather_weights/", "fp8graph/compat/fsdp.py", "fp8graph/planning/"),  # a plan has a word "fsdp"
     ),
     "statistics": Feature(
-        names="[Oo]bserv(e|ed|ation)|Observed(Tensor)?|[Ss]tatistics(Page)?|Statistic(s|Record)|Measuring|measures|measuring",
-        places=(
-            "passes/observe",
-            "passes/score.py",
-            "fp8graph/numerics/statistic_parts.py",
-            "fp8graph/numerics/finished_statistics.py",
-        ),
-    ),  # fmt: skip
+        names="[Oo]bserv(e|ed|ation)|Observed(Tensor)?|[Ss]tatistics(Page)?|Statistic(s|Record)|Measuring|measur(es|ing)",
+        places=("passes/observe/", "fp8graph/numerics/stats.py", "fp8graph/backend/statistics.py"),
+    ),
     "attention": Feature(
         names=r"\w*[Aa]ttention\w*",
         places=("passes/attention/", "fp8graph/numerics/attention.py", "fp8graph/compat/attention.py"),
@@ -68,11 +63,14 @@ FEATURES: dict[str, Feature] = {
         "|refresh_weights|weight_bytes",
         places=("passes/hoist_weights", "passes/gather_weights/"),
     ),
-    "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py",)),
-    "guard": Feature(names="[Gg]uard(s|ed|Settings)?|saved_guard", places=("fp8graph/backend/guard.py",)),
+    "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py", "fp8graph/numerics/transforms.py")),
+    "guard": Feature(
+        names="[Gg]uard(s|ed|Settings)?|saved_guard",
+        places=("fp8graph/backend/guard.py", "fp8graph/backend/findings.py"),
+    ),
     "NVFP4's transform": Feature(
         names=r"\w*hadamard\w*|rotat\w+|prepare_fp4|RHT",
-        places=("passes/prepare_fp4.py", "fp8graph/numerics/hadamard.py"),
+        places=("passes/prepare_fp4.py", "fp8graph/numerics/transforms.py"),
     ),
 }
 

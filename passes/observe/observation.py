@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
-from fp8graph.ir.extra_inputs import StatisticsPage
-from fp8graph.ir.observed import Observed, together
+from fp8graph.ir.compilation import Observed
 from fp8graph.numerics.stats import Parts, merged, named
+from fp8graph.passes.observe.measuring import StatisticsPage
 from fp8graph.runtime.slots import Caller, Run, Slot
 from fp8graph.runtime.stores import Store
 
@@ -74,10 +74,23 @@ class Request:
         return known and self.wants(key.step) and self.asked.takes(key.fqn)
 
 
+def together(several: Sequence[Observed]) -> Observed | None:
+    """All that several readers ask for, in one variant; None: nobody asks."""
+    if not several:
+        return None
+    return Observed(
+        layers=tuple(dict.fromkeys(pattern for each in several for pattern in each.layers)),
+        copies=any(each.copies for each in several),
+        block_size=max(each.block_size for each in several),
+        what_if=tuple(dict.fromkeys(recipe for each in several for recipe in each.what_if)),
+        candidates=tuple(recipe for each in several for recipe in each.candidates),
+    )
+
+
 class Observation(Store):
     """The observed steps of one backend, and what was measured in them."""
 
-    name: ClassVar = "statistics"
+    name: ClassVar = StatisticsPage.store
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8graph.ir.measuring import Measuring
+from fp8graph.ir.compilation import Observed
 from fp8graph.ir.nodes import is_backward
-from fp8graph.ir.observed import Observed
+from fp8graph.passes.observe.measuring import Measuring
 from helpers import Weight, view_of
 
 NAMES = (("layer", 0),)

@@ -23,9 +23,9 @@ from typing import Any, Final
 from torch import fx
 
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.measuring import Measuring
 from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
+from fp8graph.passes.observe.measuring import Measuring
 
 _NAME: Final = "score"
 _WHAT: Final = "score"

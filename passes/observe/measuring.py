@@ -1,26 +1,63 @@
-"""Insert the nodes that measure: for ``passes/observe.py`` and ``passes/score.py``, which say what is measured."""
+"""Insert the nodes that measure: for :func:`observe` and :func:`score`, which say what is measured."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import fx
 
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Observed
 from fp8graph.ir.edit import insert, set_direction
-from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
+from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
-from fp8graph.ir.observed import Observed
 from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS
 from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservedTensor:
+    """One vector of statistics in a :class:`StatisticsPage`."""
+
+    names: tuple[tuple[str, int], ...]  # (fqn, index) of the sites that it belongs to
+    tensor: str  # "input", "weight", "grad_output", or the result: "output", "dgrad", "wgrad"
+    layout: str  # of the copy; "" for the tensor itself
+    recipe: str  # "" for the tensor itself
+    what_if: bool  # no GEMM reads the copy
+    group: str = ""  # of an error: equal for sites that read one input
+    parts: tuple[str, ...]  # what each number is
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsPage(ExtraInput):
+    """A tensor [numbers] that an observed graph takes as an input, and fills: one in forward, one in backward."""
+
+    store: ClassVar = "statistics"
+    backward: bool
+    device: torch.device
+    tensors: tuple[ObservedTensor, ...]
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        return [torch.empty(sum(len(tensor.parts) for tensor in self.tensors), device=self.device)]
+
+    def titles(self, name: Callable[[int], str]) -> list[str]:
+        return [f"statistics of {'backward' if self.backward else 'forward'}"]
+
+    def renamed(self, rename: Rename) -> Self:
+        tensors = (
+            dataclasses.replace(tensor, names=tuple(rename(*name) for name in tensor.names)) for tensor in self.tensors
+        )
+        return dataclasses.replace(self, tensors=tuple(tensors))
 
 
 class Measuring:

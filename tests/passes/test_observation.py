@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8graph.ir.extra_inputs import ObservedTensor, StatisticsPage
-from fp8graph.ir.observed import Observed
+from fp8graph.ir.compilation import Observed
 from fp8graph.numerics.stats import TENSOR_PARTS, finished, tensor_parts
-from fp8graph.runtime import observation as module
-from fp8graph.runtime.observation import Measured, Observation, Request
+from fp8graph.passes.observe import observation as module
+from fp8graph.passes.observe.measuring import ObservedTensor, StatisticsPage
+from fp8graph.passes.observe.observation import Measured, Observation, Request
 
 
 class Clock:

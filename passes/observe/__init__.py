@@ -19,16 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import getitem
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import fx
 
-from fp8graph.analysis.readers import before_smoothing, gemms_behind, is_smoothed, sites_of_gemm
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.measuring import Measuring, Names
-from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, matmul_arguments, nodes
+from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, PASS_KEY, aten, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.passes.observe.measuring import Measuring, Names
 from fp8graph.recipes import GemmName
 
 _NAME = "observe"
@@ -125,3 +124,21 @@ def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
     node = next(found.node for found in compilation.sites[position].gemms if found.gemm == gemm)
     recipe = compilation.decisions[node].recipe
     return recipe.name if recipe is not None else ""
+
+
+def is_smoothed(node: fx.Node) -> bool:
+    """Whether ``passes/smooth.py`` made this product of a tensor and powers of two."""
+    return node.meta.get(PASS_KEY) == "smooth" and node.target is aten.mul.Tensor
+
+
+def before_smoothing(node: fx.Node) -> fx.Node:
+    """The tensor whose channels were scaled to make ``node``; ``node`` if they were not."""
+    return cast(fx.Node, node.args[0]) if is_smoothed(node) else node
+
+
+def sites_of_gemm(position: int, gemm: str, compilation: Compilation) -> list[int]:
+    """The position of a site, and of the sites whose GEMM is one with its."""
+    site = compilation.sites[position]
+    parent, dot, _ = site.fqn.rpartition(".")
+    others = {(parent + dot + name, site.index) for name in compilation.fused.get((site.fqn, site.index, gemm), ())}
+    return [position, *(i for i, x in enumerate(compilation.sites) if (x.fqn, x.index) in others)]

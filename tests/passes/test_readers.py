@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fp8graph import Policy
-from fp8graph.analysis.readers import gemms_behind, sites_of_gemm
 from fp8graph.ir import ops
-from fp8graph.ir.nodes import OPERAND_KEY, nodes
+from fp8graph.ir.nodes import OPERAND_KEY, gemms_behind, nodes
+from fp8graph.passes.observe import sites_of_gemm
 from helpers import ALL, MLP, passed
 
 
