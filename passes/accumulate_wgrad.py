@@ -42,7 +42,6 @@ from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.runtime.slots import Caller, Run, Slot
 from fp8graph.runtime.stores import Store
 
-_NAME = "accumulate_wgrad"
 _STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"
 _GROUPED = "it is one of experts"
@@ -107,7 +106,7 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
         set_argument(wgrad, "addend", buffer)
         update_value(wgrad)
         with graph.inserting_before(output):
-            copy = insert(graph, aten.copy_.default, (buffer, wgrad), like=wgrad, made_by=_NAME)
+            copy = insert(graph, aten.copy_.default, (buffer, wgrad), like=wgrad)
         set_direction(copy, "must_be_in_backward")
         results[place] = None
     output.args = (type(output.args[0])(results),)

@@ -41,7 +41,6 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.quantize_node import QuantizeNode
 
-_NAME = "fold"
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -157,4 +156,4 @@ def _fits(x: fx.Node, shape: Sequence[int]) -> bool:
 
 def _insert(like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     with like.graph.inserting_before(like):
-        return insert(like.graph, target, cast(Any, args), like=like, made_by=_NAME, kwargs=kwargs)
+        return insert(like.graph, target, cast(Any, args), like=like, kwargs=kwargs)

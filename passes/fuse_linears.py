@@ -40,7 +40,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
 
-_NAME = "fuse_linears"
 _FORWARD_APART = "in forward: slices of one result would be copied, or would keep all of it for backward"
 _JOINED_DIM = {"weight": -2, "grad_output": -1}  # of [N, K] and of [M, N]
 # the sides of each GEMM whose operand belongs to the linear alone; the operand of the others is x
@@ -101,7 +100,7 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
         biases = [named_arguments(node)["bias"] for node in (first, *others)]
         if None not in biases:
             with graph.inserting_before(first):
-                bias = insert(graph, aten.cat.default, (biases,), like=first, made_by=_NAME, name="bias")
+                bias = insert(graph, aten.cat.default, (biases,), like=first, name="bias")
             set_argument(first, "bias", bias)
         update_value(first)
         if gemm == "dgrad":
@@ -129,7 +128,7 @@ def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *,
     for node, own, part in zip(results, users, _parts(graph, results[0], results, sizes, dim), strict=True):
         for user in own:
             user.replace_input_with(node, part)
-        update_views(part, _NAME)
+        update_views(part)
     for node in results[1:]:
         graph.erase_node(node)
 
@@ -141,7 +140,7 @@ def _parts(
     for node, size in zip(like, sizes, strict=True):
         args = (joined, dim, end, end := end + size)
         with graph.inserting_after(joined):
-            yield insert(graph, aten.slice.Tensor, args, like=node, made_by=_NAME, name=f"{node.name}_part")
+            yield insert(graph, aten.slice.Tensor, args, like=node, name=f"{node.name}_part")
 
 
 def _multiply_apart(graph: fx.Graph, gemms: Sequence[fx.Node], sizes: Sequence[int], side: str) -> None:

@@ -50,7 +50,6 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
-_NAME = "gather_in_fp8"
 Emit = Callable[..., fx.Node]
 
 
@@ -83,7 +82,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_
     sent: list[fx.Node] = []
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        new = insert(graph, target, args, like=path.gathered, made_by=_NAME, name=name, kwargs=kwargs)
+        new = insert(graph, target, args, like=path.gathered, name=name, kwargs=kwargs)
         new.meta.update({"partitioner_tag": tag} if tag is not None else {})
         return new
 

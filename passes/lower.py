@@ -77,7 +77,7 @@ def _trace(node: fx.Node, reference: Callable[..., Any]) -> fx.Graph:
 
 def _inline(graph: fx.Graph, node: fx.Node, body: fx.Graph) -> None:
     with graph.inserting_before(node):
-        results = inline(graph, body, node.all_input_nodes, like=node, made_by="lower")
+        results = inline(graph, body, node.all_input_nodes, like=node)
     if isinstance(results, fx.Node):
         node.replace_all_uses_with(results)
     else:

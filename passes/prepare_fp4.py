@@ -16,7 +16,7 @@ Refuses (leaves alone) nodes that neither transform a columnwise copy nor round 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 from torch import fx
 
@@ -25,8 +25,6 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.nodes import is_backward, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
-
-_NAME: Final = "prepare_fp4"
 
 
 def rotates_or_draws(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -43,7 +41,7 @@ def prepare_fp4(graph: fx.Graph, compilation: Compilation) -> None:
         key = target, key, is_backward(node)
         if key not in made:
             with graph.inserting_before(node):
-                made[key] = insert(graph, target, args, like=node, made_by=_NAME)
+                made[key] = insert(graph, target, args, like=node)
             set_direction(made[key], node.meta.get("partitioner_tag"))
         return made[key]
 

@@ -49,7 +49,6 @@ from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
 
-_NAME = "quantize"
 _CONVERT = torch.ops.prims.convert_element_type.default
 _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 
@@ -77,7 +76,7 @@ def _rewrite(
     node = gemm.node
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        return insert(graph, target, args, like=node, made_by=_NAME, name=name, kwargs=kwargs)
+        return insert(graph, target, args, like=node, name=name, kwargs=kwargs)
 
     recipe = cast(Recipe, decision.recipe)
     native = decision.execution == "native"
@@ -99,7 +98,7 @@ def _rewrite(
             result = _grouped(gemm, recipe, emit, *quantized, native=native, multiple=k)
         else:
             result = _native(gemm, recipe, emit, *quantized) if native else _emulated(gemm, device, emit, *quantized)
-    return take_place(result, node, _NAME)
+    return take_place(result, node)
 
 
 def _native(

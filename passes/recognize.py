@@ -33,7 +33,6 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import MATMULS, aten, matmul_arguments, module_path, nodes, static_size, value
 from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 
-_NAME: Final = "recognize"
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 _HIGH: Final = (torch.bfloat16, torch.float16, torch.float32)
 _PER_ROW: Final = Float8RowwiseScaling().quantizer("weight").scaling
@@ -117,7 +116,7 @@ def _weight(product: _Product, argument: fx.Node, found: dict[Any, fx.Node]) -> 
 
     def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with argument.graph.inserting_before(argument):
-            return insert(argument.graph, target, args, like=argument, made_by=_NAME, kwargs=kwargs)
+            return insert(argument.graph, target, args, like=argument, kwargs=kwargs)
 
     if key not in found:
         (rows, columns), (down, across), scale = product.block, product.grid, product.scale

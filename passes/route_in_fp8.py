@@ -51,7 +51,6 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
-_NAME: Final = "route_in_fp8"
 _SETTINGS: Final = frozenset({"scaling", "block", "offs"})
 _CAST = torch.ops.prims.convert_element_type.default
 _MOVES: Final = (collectives.ALL_TO_ALL, aten.index.Tensor, aten.index_select.default)
@@ -127,7 +126,7 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
     exchanges: list[fx.Node] = []
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
-        new = insert(graph, target, args, like=moves.steps[0], made_by=_NAME, name=name, kwargs=kwargs)
+        new = insert(graph, target, args, like=moves.steps[0], name=name, kwargs=kwargs)
         if target is collectives.ALL_TO_ALL:
             exchanges.append(new)
         return new

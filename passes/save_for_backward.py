@@ -43,7 +43,6 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import CACHED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
-_NAME = "save_for_backward"
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
@@ -109,7 +108,7 @@ def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(first):
         # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
         # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
-        source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first, made_by=_NAME)
+        source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first)
         source.meta["partitioner_tag"] = _BACKWARD
         again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=[]), node, like=first)
         again.node.meta.pop(ROWS_KEY, None)  # recorded in forward
@@ -144,13 +143,13 @@ def _keep_in_fp8(
             with graph.inserting_after(node):
                 dtype = compilation.hardware_of(node).own_type(torch.float8_e4m3fn)
                 args = node, dtype, False, 0.0, [1, 1], []
-                quantized = insert(graph, ops.quantize, args, like=node, made_by=_NAME, name="kept")
+                quantized = insert(graph, ops.quantize, args, like=node, name="kept")
             quantized.meta[OPERAND_KEY] = "kept"
             with graph.inserting_after(quantized):
-                data, scale_inv = (insert(graph, getitem, (quantized, i), like=node, made_by=_NAME) for i in (0, 1))
+                data, scale_inv = (insert(graph, getitem, (quantized, i), like=node) for i in (0, 1))
             with graph.inserting_before(first):
                 args = (data, scale_inv, value(node).dtype)
-                again[node] = insert(graph, ops.dequantize, args, like=first, made_by=_NAME)
+                again[node] = insert(graph, ops.dequantize, args, like=first)
                 again[node].meta["partitioner_tag"] = _BACKWARD
         with graph.inserting_before(first):
             for node in function:
@@ -169,7 +168,7 @@ def _replaced(replacements: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node
 def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> QuantizeNode:
     name = f"quantize_{old.meta[OPERAND_KEY]}"
     args, kwargs = call(asked)
-    node = insert(graph, ops.quantize, args, like=like, made_by=_NAME, name=name, kwargs=kwargs)
+    node = insert(graph, ops.quantize, args, like=like, name=name, kwargs=kwargs)
     node.meta.update({key: old.meta[key] for key in (OPERAND_KEY, ROWS_KEY) if key in old.meta})
     return QuantizeNode(node)
 
@@ -177,7 +176,7 @@ def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> Qu
 def _output(graph: fx.Graph, quantized: QuantizeNode, name: str) -> fx.Node:
     node = quantized.node
     label = f"{node.meta[OPERAND_KEY]}_{name}"
-    return insert(graph, getitem, (node, quantized.names.index(name)), like=node, made_by=_NAME, name=label)
+    return insert(graph, getitem, (node, quantized.names.index(name)), like=node, name=label)
 
 
 def activation_functions(gemms: Sequence[fx.Node]) -> list[tuple[list[fx.Node], str]]:

@@ -27,8 +27,6 @@ from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY, nodes, runs_without_gradients, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 
-_NAME = "share"
-
 
 @dataclass
 class Group:
@@ -88,7 +86,7 @@ def _merge(graph: fx.Graph, group: Group) -> None:
         for position, name in reversed(list(enumerate(after))):
             if name not in outputs and name != "amax":
                 label = f"{first.meta[OPERAND_KEY]}_{name}"
-                outputs[name] = insert(graph, getitem, (first, position), like=first, made_by=_NAME, name=label)
+                outputs[name] = insert(graph, getitem, (first, position), like=first, name=label)
     if ROWS_KEY in first.meta:  # the first one's row is used; the others become further names for it
         rows = [row for member in group.members for row in member.meta[ROWS_KEY]]
         first.meta[ROWS_KEY] = list(dict.fromkeys(rows))

@@ -31,7 +31,6 @@ from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import GROUPED, aten, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
 
-_NAME: Final = "smooth"
 _WHAT: Final = "smooth input"
 Scales = tuple[fx.Node, fx.Node]  # x * s, r
 
@@ -81,7 +80,7 @@ def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[Any, Scales], compilation: 
         return gemm
     source = next(view for view in (gemm.a, gemm.b) if view.operand == "input")
     key = value_key(source.tensor), source.flipped
-    emit = functools.partial(insert, graph, like=gemm.node, made_by=_NAME)
+    emit = functools.partial(insert, graph, like=gemm.node)
     if key not in made:
         with graph.inserting_before(gemm.node):
             made[key] = _scales(source, emit)

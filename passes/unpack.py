@@ -21,7 +21,6 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, value
 
-_NAME = "unpack"
 _FORWARD = "transformers.grouped_mm_fallback.default"  # by name: transformers may not be installed
 _BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
@@ -39,7 +38,7 @@ def unpack(graph: fx.Graph, compilation: Compilation) -> None:
 
 def _unpack_forward(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_before(node):
-        node.replace_all_uses_with(insert(graph, ops.grouped_mm, node.args, like=node, made_by=_NAME))
+        node.replace_all_uses_with(insert(graph, ops.grouped_mm, node.args, like=node))
     graph.erase_node(node)
 
 
@@ -47,7 +46,7 @@ def _unpack_backward(graph: fx.Graph, node: fx.Node) -> None:
     x, weight, offs, grad_output = cast(tuple[fx.Node, ...], node.args)
 
     def emit(target: Any, *args: Any) -> fx.Node:
-        return insert(graph, target, args, like=node, made_by=_NAME)
+        return insert(graph, target, args, like=node)
 
     for user in list(node.users):
         assert user.target is getitem

@@ -19,7 +19,6 @@ from torch import fx
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
 
-_NAME = "write"
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
@@ -62,11 +61,11 @@ def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> 
 def _view(graph: fx.Graph, target: fx.Node, operation: Any, *args: Any, like: fx.Node) -> fx.Node:
     last = target if target.op == "call_function" else graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
-        return insert(graph, operation, (target, *args), like=like, made_by=_NAME)
+        return insert(graph, operation, (target, *args), like=like)
 
 
 def _copy(graph: fx.Graph, target: fx.Node, part: fx.Node, like: fx.Node) -> None:
     """Insert the copy right behind its part, so that Inductor puts both into one loop."""
     if not _write(graph, target, part, like):
         with graph.inserting_after(part):
-            insert(graph, aten.copy_.default, (target, part), like=like, made_by=_NAME)
+            insert(graph, aten.copy_.default, (target, part), like=like)

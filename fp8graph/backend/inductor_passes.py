@@ -26,6 +26,7 @@ from fp8graph.compat.inductor import CustomGraphPass, compile_fx
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import ops, verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
+from fp8graph.ir.edit import sign
 from fp8graph.ir.naming import graph_inputs, named_placeholders
 from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
@@ -83,6 +84,7 @@ def _run(graph: fx.Graph, name: str, run: Callable[[], None], **settings: Any) -
     """
     try:
         run()
+        sign(graph, name)
         verify.verify(graph, after=name, **settings)
     except Fp8GraphError:
         raise

@@ -50,16 +50,22 @@ def insert(
     args: tuple[Any, ...],
     *,
     like: fx.Node,
-    made_by: str,
     name: str | None = None,
     kwargs: dict[str, Any] | None = None,
 ) -> fx.Node:
     """Insert ``target(*args, **kwargs)`` at the current insertion point, with a fake value and ``like``'s metadata."""
     node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
     node.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
-    node.meta[PASS_KEY] = made_by
+    node.meta[PASS_KEY] = ""
     update_value(node)
     return node
+
+
+def sign(graph: fx.Graph, name: str) -> None:
+    """Note in the nodes that a pass inserted, which has just run, that it made them."""
+    for node in graph.nodes:
+        if node.meta.get(PASS_KEY) == "":
+            node.meta[PASS_KEY] = name
 
 
 def set_direction(node: fx.Node, tag: str | None) -> None:
@@ -94,7 +100,7 @@ def update_value(node: fx.Node) -> None:
         node.meta["val"] = cast(Any, node.target)(*args, **kwargs)
 
 
-def take_place(result: fx.Node, node: fx.Node, made_by: str) -> fx.Node:
+def take_place(result: fx.Node, node: fx.Node) -> fx.Node:
     """Replace ``node`` by ``result``. Returns what its users read: a copy if other strides than ``node``'s matter."""
     graph, strides = node.graph, value(node).stride()
     node.replace_all_uses_with(result)
@@ -103,29 +109,29 @@ def take_place(result: fx.Node, node: fx.Node, made_by: str) -> fx.Node:
     if not all(known_equal(size, 1) or known_equal(new, old) for size, new, old in of_each_size):
         if strides_matter(result):
             with graph.inserting_after(result):
-                copy = _copy(result, made_by)
+                copy = _copy(result)
             result.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
             return copy
-        update_views(result, made_by)
+        update_views(result)
     return result
 
 
-def update_views(node: fx.Node, made_by: str) -> None:
+def update_views(node: fx.Node) -> None:
     """Give the views of ``node`` the strides that follow from its own; an impossible view becomes one of a copy."""
     for user in list(filter(is_view, node.users)):
         try:
             update_value(user)
         except (RuntimeError, ValueError):  # "view size is not compatible"
             with node.graph.inserting_before(user):
-                copy = _copy(node, made_by)
+                copy = _copy(node)
             user.replace_input_with(node, copy)
             update_value(user)
-        update_views(user, made_by)
+        update_views(user)
 
 
-def _copy(node: fx.Node, made_by: str) -> fx.Node:
+def _copy(node: fx.Node) -> fx.Node:
     contiguous = {"memory_format": torch.contiguous_format}
-    return insert(node.graph, aten.clone.default, (node,), like=node, made_by=made_by, kwargs=contiguous)
+    return insert(node.graph, aten.clone.default, (node,), like=node, kwargs=contiguous)
 
 
 def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Graph:
@@ -154,7 +160,7 @@ def _move(graph: fx.Graph, devices: Mapping[torch.device, torch.device]) -> None
             node.meta["val"] = val.new_empty_strided(val.size(), val.stride(), device=moved(val.device))
 
 
-def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, like: fx.Node, made_by: str) -> Any:
+def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, like: fx.Node) -> Any:
     """Copy ``body`` to the insertion point with ``like``'s metadata; returns the copied nodes of its results."""
     placeholders = body.find_nodes(op="placeholder")
     copies: dict[fx.Node, fx.Node] = dict(zip(placeholders, arguments, strict=True))
@@ -162,5 +168,5 @@ def inline(graph: fx.Graph, body: fx.Graph, arguments: Sequence[fx.Node], *, lik
     for copy in copies.values():
         if copy not in arguments:
             copy.meta.update({key: like.meta[key] for key in _INHERITED if key in like.meta})
-            copy.meta[PASS_KEY] = made_by
+            copy.meta[PASS_KEY] = ""
     return results

@@ -58,7 +58,6 @@ from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer
 
-_NAME: Final = "quantize_attention"
 _ROTATED: Final = ("query", "key")
 Emit = Callable[..., fx.Node]
 
@@ -94,7 +93,7 @@ def _emit(
     target: Any, *args: Any, like: fx.Node, before: fx.Node | None = None, name: str | None = None, **kwargs: Any
 ) -> fx.Node:
     with like.graph.inserting_before(before or like):
-        return insert(like.graph, target, args, like=like, made_by=_NAME, name=name, kwargs=kwargs)
+        return insert(like.graph, target, args, like=like, name=name, kwargs=kwargs)
 
 
 def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None:
@@ -115,7 +114,7 @@ def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None
     scale = named_arguments(node).get("scale")
     result = emit(ops.scaled_attention, *data, *scales, attention.causal, scale, name="attention")
     for output in [user for user in node.users if user.target is getitem and user.args[1] == 0]:
-        take_place(result, output, _NAME)
+        take_place(result, output)
 
 
 def _emulate(
@@ -177,12 +176,12 @@ def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantiz
         for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
             if user.users:
                 emit = functools.partial(_emit, like=user)
-                take_place(_in_memory_as(emit(getitem, results, user.args[1]), user, emit), user, _NAME)
+                take_place(_in_memory_as(emit(getitem, results, user.args[1]), user, emit), user)
         _erase(backward)
     emit = functools.partial(_emit, like=node)
     result = emit(ops.rounded_attention, *node.args[:3], *shared, *how, name="attention")
     for output in [user for user in node.users if user.args[1] == 0]:
-        take_place(_in_memory_as(result, output, emit), output, _NAME)
+        take_place(_in_memory_as(result, output, emit), output)
     _erase(node)
 
 
@@ -208,7 +207,7 @@ def _update(node: fx.Node) -> None:
     for user in node.users:
         if user.target is getitem:
             update_value(user)
-            update_views(user, _NAME)
+            update_views(user)
 
 
 @dataclass(kw_only=True)

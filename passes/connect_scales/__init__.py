@@ -40,8 +40,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, DelayedScaling
 
-_NAME = "connect_scales"
-
 
 @dataclass(frozen=True, kw_only=True)
 class PageLayout(ExtraInput):
@@ -144,7 +142,7 @@ def _connect(
     with graph.inserting_before(first if layout.backward else _first_operation(graph)):
         # forward's scales are needed in backward, after the update; backward's until its end
         copy = record and not layout.backward
-        scales = insert(graph, ops.read_scales, (page, copy), like=first, made_by=_NAME, name="scales")
+        scales = insert(graph, ops.read_scales, (page, copy), like=first, name="scales")
     set_direction(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, entry in enumerate(entries):
@@ -156,7 +154,7 @@ def _connect(
     with _at_the_end(graph, first):
         zero = None
         if None in amaxes:
-            zero = insert(graph, aten.new_zeros.default, (page, []), like=first, made_by=_NAME, name="not_seen")
+            zero = insert(graph, aten.new_zeros.default, (page, []), like=first, name="not_seen")
     return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
 
 
@@ -166,7 +164,7 @@ def _record(graph: fx.Graph, update: _Update) -> None:
         new = _updated(graph, update)
     (output,) = graph.find_nodes(op="output")
     with graph.inserting_before(output):
-        copy = insert(graph, aten.copy_.default, (update.page, new), like=update.like, made_by=_NAME)
+        copy = insert(graph, aten.copy_.default, (update.page, new), like=update.like)
     set_direction(copy, tag and ("must_be_in_backward" if update.layout.backward else "must_be_in_forward"))
 
 
@@ -188,7 +186,7 @@ def _amax(graph: fx.Graph, entry: _Entry) -> fx.Node | None:
             continue
         names = QuantizeNode(user).names
         with graph.inserting_after(next(reversed(user.users))):
-            return insert(graph, getitem, (user, names.index("amax")), like=user, made_by=_NAME, name="amax")
+            return insert(graph, getitem, (user, names.index("amax")), like=user, name="amax")
     return None
 
 
@@ -196,17 +194,17 @@ def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
     page, amaxes, layout, like = update.page, update.amaxes, update.layout, update.like
     recipe = layout.recipe
     if layout.group is not None:
-        return insert(graph, ops.stage_amaxes, (page, amaxes), like=like, made_by=_NAME, name="staged_page")
+        return insert(graph, ops.stage_amaxes, (page, amaxes), like=like, name="staged_page")
     if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
         args = (page, amaxes, layout.fp8_max, float(recipe.margin), recipe.amax_compute_algo)
-        return insert(graph, ops.update_page, args, like=like, made_by=_NAME, name="updated_page")
+        return insert(graph, ops.update_page, args, like=like, name="updated_page")
 
     def updated(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)
         return history.updated_page(page, amaxes, layout.fp8_max, *settings)
 
     # the user's functions are not ops: their traces go into the graph
-    return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like, made_by=_NAME))
+    return cast(fx.Node, inline(graph, trace(updated, [page, *amaxes]), [page, *amaxes], like=like))
 
 
 def _first_operation(graph: fx.Graph) -> fx.Node:

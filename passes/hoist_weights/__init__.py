@@ -53,7 +53,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import history
 from fp8graph.passes.connect_scales import PageLayout, connect_scales
 
-_NAME = "hoist_weights"
 _TRANSPOSED = "columnwise"
 
 
@@ -183,7 +182,7 @@ def extract(
     def copy() -> fx.Graph:
         graph, copied = copy_of(node, body, sources)
         positions = [position for position, name in enumerate(names) if name != "amax"]
-        graph.output([insert(graph, getitem, (copied, i), like=node, made_by=_NAME) for i in positions])
+        graph.output([insert(graph, getitem, (copied, i), like=node) for i in positions])
         return graph
 
     quantizing = recording = copy()

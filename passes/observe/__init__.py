@@ -30,7 +30,6 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.passes.observe.measuring import Measuring, Names
 from fp8graph.recipes import GemmName
 
-_NAME = "observe"
 _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 
@@ -43,7 +42,7 @@ def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
     asked = compilation.known.observed
     assert asked is not None
-    measuring = Measuring(graph, asked, _NAME)
+    measuring = Measuring(graph, asked)
     results = _results(graph, compilation)
     for node in list(nodes(graph, (ops.quantize,))):
         _quantized(node, measuring, compilation)

@@ -63,8 +63,8 @@ class StatisticsPage(ExtraInput):
 class Measuring:
     """The nodes that measure, each behind the last of its inputs, and what each of them measures."""
 
-    def __init__(self, graph: fx.Graph, asked: Observed, made_by: str) -> None:
-        self._graph, self._asked, self._made_by = graph, asked, made_by
+    def __init__(self, graph: fx.Graph, asked: Observed) -> None:
+        self._graph, self._asked = graph, asked
         self._order = {node: position for position, node in enumerate(graph.nodes)}
         self._seen: set[tuple[tuple[str, int], str]] = set()  # sites whose tensor is measured
         self.found: dict[fx.Node, ObservedTensor] = {}
@@ -172,7 +172,7 @@ class Measuring:
         for placeholder, (page, vectors) in zip(taken, pages, strict=True):
             tag = vectors[0].meta.get("partitioner_tag")
             with self._graph.inserting_before(output):
-                first = functools.partial(insert, self._graph, like=vectors[0], made_by=self._made_by)
+                first = functools.partial(insert, self._graph, like=vectors[0])
                 whole = first(aten.cat.default, (vectors,), name="statistics")
                 copy = first(aten.copy_.default, (placeholder, whole))
             set_direction(whole, tag)
@@ -183,7 +183,7 @@ class Measuring:
         *batch, rows, columns = range(value(node).ndim)
         with self._graph.inserting_after(self._anchor(node)):
             args = node, [*batch, columns, rows]
-            turned = insert(self._graph, aten.permute.default, args, like=node, made_by=self._made_by)
+            turned = insert(self._graph, aten.permute.default, args, like=node)
         set_direction(turned, "is_backward" if is_backward(node) else node.meta.get("partitioner_tag"))
         self._order[turned] = self._order[node]
         return turned
@@ -208,7 +208,7 @@ class Measuring:
         inputs = [i for i in (*args, *kwargs.get("more", ()), *kwargs.values()) if isinstance(i, fx.Node)]
         last = max(inputs, key=lambda node: self._order[node])
         with self._graph.inserting_after(self._anchor(last)):
-            node = insert(self._graph, target, args, like=like, made_by=self._made_by, kwargs=dict(kwargs))
+            node = insert(self._graph, target, args, like=like, kwargs=dict(kwargs))
         backward = any(map(is_backward, (like, *inputs)))
         set_direction(node, "is_backward" if backward else like.meta.get("partitioner_tag"))
         self.found[node] = what

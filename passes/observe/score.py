@@ -27,7 +27,6 @@ from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.observe.measuring import Measuring
 
-_NAME: Final = "score"
 _WHAT: Final = "score"
 
 
@@ -39,7 +38,7 @@ def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
 def score(graph: fx.Graph, compilation: Compilation) -> None:
     asked = compilation.known.observed
     assert asked is not None
-    measuring = Measuring(graph, asked, _NAME)
+    measuring = Measuring(graph, asked)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
     for site in compilation.sites:
         if (reason := _obstacle(site, compilation)) is not None:

@@ -22,9 +22,7 @@ def node_of(*more: Any, **settings: Any) -> QuantizeNode:
     """A quantize node of [32, 48]."""
     graph = fx.Graph()
     (x,) = graph_inputs_for(graph, [torch.empty(32, 48)])
-    return QuantizeNode(
-        insert(graph, ops.quantize, (x, FP8, False, 0.0, *more), like=x, made_by="test", kwargs=settings)
-    )
+    return QuantizeNode(insert(graph, ops.quantize, (x, FP8, False, 0.0, *more), like=x, kwargs=settings))
 
 
 def test_what_is_asked_for_has_names_and_defaults() -> None:
@@ -61,7 +59,7 @@ def test_outputs_have_names(layouts: Any, settings: Any, names: list[str]) -> No
 def test_readers_of_outputs_by_name() -> None:
     quantized = node_of([1, 16], [1, 16])
     assert quantized.outputs == {}
-    made = insert(quantized.node.graph, getitem, (quantized.node, 1), like=quantized.node, made_by="test")
+    made = insert(quantized.node.graph, getitem, (quantized.node, 1), like=quantized.node)
     assert quantized.outputs == {"columnwise": made}
 
 

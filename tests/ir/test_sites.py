@@ -39,7 +39,7 @@ def test_a_bias_that_was_rewritten_is_the_new_one() -> None:
     (fprop, *_) = sites(nn.Linear(32, 48), 16, 32)[0].gemms
     old: Any = fprop.bias
     with old.graph.inserting_after(old):
-        new = insert(old.graph, aten.neg.default, (old,), like=old, made_by="test")
+        new = insert(old.graph, aten.neg.default, (old,), like=old)
     fprop.node.replace_input_with(old, new)
     assert fprop.bias is new
 

@@ -21,7 +21,7 @@ def inputs(*tensors: Tensor) -> tuple[fx.Graph, list[fx.Node]]:
 def test_arguments_are_placeholders_in_order() -> None:
     """Also of one fake tensor that two nodes share: make_fx would take them for one."""
     graph, (a,) = inputs(torch.empty(4, 6))
-    same = insert(graph, aten.detach.default, (a,), like=a, made_by="test")
+    same = insert(graph, aten.detach.default, (a,), like=a)
     same.meta["val"] = value(a)
     body = trace(lambda x, y: x - 2 * y, [a, same])
     run = fx.GraphModule(nn.Module(), body)
@@ -51,14 +51,14 @@ def test_graphs_for_a_device_that_is_not_here() -> None:
 
 def test_a_body_takes_the_metadata_of_what_it_stands_for() -> None:
     graph, (a, b) = inputs(torch.empty(4, 6), torch.empty(4, 6))
-    like = insert(graph, aten.add.Tensor, (a, b), like=a, made_by="test")
+    like = insert(graph, aten.add.Tensor, (a, b), like=a)
     like.meta.update({"partitioner_tag": "is_backward", GEMM_KEY: (0, "dgrad")})
     body = trace(lambda x, y: [(x * y).sin(), x], [a, b])
-    results: Any = inline(graph, body, [a, b], like=like, made_by="lower")
+    results: Any = inline(graph, body, [a, b], like=like)
     assert results[1] is a
     for node in graph.nodes:
         if node not in (a, b, like):
-            assert (node.meta[PASS_KEY], node.meta[GEMM_KEY]) == ("lower", (0, "dgrad"))
+            assert (node.meta[PASS_KEY], node.meta[GEMM_KEY]) == ("", (0, "dgrad"))
             assert node.meta["partitioner_tag"] == "is_backward"
     assert PASS_KEY not in a.meta  # what was there stays as it was
     graph.output(results)

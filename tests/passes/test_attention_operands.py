@@ -25,7 +25,7 @@ def written(x: Tensor, recipe: str) -> tuple[QuantizedTensor, Any, fx.Node]:
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(end):
-            return insert(graph, target, args, like=node, made_by="test", name=name, kwargs=kwargs)
+            return insert(graph, target, args, like=node, name=name, kwargs=kwargs)
 
     found = resolve_recipe(recipe)
     assert found is not None

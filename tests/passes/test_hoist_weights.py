@@ -168,8 +168,8 @@ def a_weight_and_spares(spares: int) -> fx.Graph:
         aot.set_input_position(node, position)
     weight = next(iter(graph.nodes))
     args = weight, torch.float8_e4m3fn, False, 0.0, [16, 16], []
-    outputs = insert(graph, ops.quantize, args, like=weight, made_by="test", name="q")
-    graph.output([insert(graph, getitem, (outputs, i), like=weight, made_by="test") for i in range(2)])
+    outputs = insert(graph, ops.quantize, args, like=weight, name="q")
+    graph.output([insert(graph, getitem, (outputs, i), like=weight) for i in range(2)])
     return graph
 
 

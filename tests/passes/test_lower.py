@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from fp8graph.compat import torch_build
 from fp8graph.ir import ops
-from fp8graph.ir.edit import insert
+from fp8graph.ir.edit import insert, sign
 from fp8graph.ir.nodes import NAMES_KEY, aten, nodes
 from fp8graph.numerics import matmul
 from fp8graph.passes.lower import lower, lower_for_torch_alone
@@ -25,7 +25,7 @@ def graph_with(target: Any, *args: Any) -> fx.Graph:
     graph = fx.Graph()
     node_args = graph_inputs_for(graph, args)
     first = next(a for a in node_args if isinstance(a, fx.Node))
-    result = insert(graph, target, tuple(node_args), like=first, made_by="test")
+    result = insert(graph, target, tuple(node_args), like=first)
     val = result.meta["val"]
     if isinstance(val, list):
         parts: list[fx.Node] = []
@@ -121,6 +121,8 @@ def test_metadata_of_the_dialect_node_is_kept() -> None:
     lower(graph)
     made = [n for n in graph.nodes if n.op == "call_function"]
     assert {n.meta["partitioner_tag"] for n in made} == {"is_backward"}
+    assert {n.meta["fp8graph_pass"] for n in made} == {""}
+    sign(graph, "lower")
     assert {n.meta["fp8graph_pass"] for n in made} == {"lower"}
 
 
@@ -131,7 +133,7 @@ def test_each_node_carries_the_names_of_what_it_computes() -> None:
     rowwise, columnwise, scale_inv = quantize.users
     outputs = graph.output_node()
     with graph.inserting_before(outputs):
-        kept = insert(graph, aten.neg.default, (scale_inv,), like=scale_inv, made_by="test", name="kept")
+        kept = insert(graph, aten.neg.default, (scale_inv,), like=scale_inv, name="kept")
     outputs.args = ((rowwise, columnwise, kept),)
     expected = [(quantize.name, user.name) for user in (rowwise, columnwise, scale_inv)]
     lower(graph)
@@ -161,6 +163,6 @@ def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     (node,) = nodes(graph, ops.DIALECT)
     with graph.inserting_after(node):
         for dtype in (torch.float32, torch.bfloat16):
-            insert(graph, ops.dequantize, (*node.args[:2], dtype), like=node, made_by="test")
+            insert(graph, ops.dequantize, (*node.args[:2], dtype), like=node)
     lower(graph)
     assert len(traced) == 2

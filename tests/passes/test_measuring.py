@@ -18,7 +18,7 @@ def measured() -> tuple[Measuring, torch.fx.Graph]:
         return (x @ weight.t()).relu()
 
     graph = view_of(Weight(body, 48, 32), torch.zeros(16, 32)).module.graph
-    return Measuring(graph, Observed(), "test"), graph
+    return Measuring(graph, Observed()), graph
 
 
 def test_a_node_stands_behind_its_input_and_in_its_direction() -> None:
@@ -54,7 +54,7 @@ def test_what_has_no_statistics() -> None:
     with torch._subclasses.FakeTensorMode():
         for shape, dtype in (((3,), torch.float32), ((3, 3), torch.int64), ((0, 3), torch.float32)):
             graph.placeholder(f"x{len(graph.nodes)}").meta["val"] = torch.empty(shape, dtype=dtype)
-    measuring = Measuring(graph, Observed(), "test")
+    measuring = Measuring(graph, Observed())
     for node in list(graph.nodes):
         measuring.tensor(node, NAMES, node.name, like=node)
     assert measuring.found == {}

@@ -33,7 +33,7 @@ def written(
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
         new.append(getattr(target, "__name__", str(target)))
         with graph.inserting_before(gemm.node):
-            return insert(graph, target, args, like=gemm.node, made_by="test", name=name, kwargs=kwargs)
+            return insert(graph, target, args, like=gemm.node, name=name, kwargs=kwargs)
 
     quantizer = recipe.quantizer(view.operand)
     squeeze = more.pop("squeeze", False)
@@ -106,11 +106,11 @@ def test_a_tensor_that_was_rewritten_is_its_fp8_form() -> None:
     graph, compilation = passed(module, torch.randn(16, 32, requires_grad=True), last="match")
     first, second = (site.gemms[0] for site in compilation.sites)
     with graph.inserting_before(first.node):
-        other = insert(graph, aten.neg.default, (first.node.args[0],), like=first.node, made_by="test")
+        other = insert(graph, aten.neg.default, (first.node.args[0],), like=first.node)
 
     def emit(target: Any, *args: Any, name: str | None = None, **kwargs: Any) -> fx.Node:
         with graph.inserting_before(second.node):
-            return insert(graph, target, args, like=second.node, made_by="test", name=name, kwargs=kwargs)
+            return insert(graph, target, args, like=second.node, name=name, kwargs=kwargs)
 
     recipe = Float8CurrentScaling()
     quantizer, site = recipe.quantizer("input"), compilation.sites[1]

@@ -22,6 +22,7 @@ from fp8graph.backend import inductor_passes
 from fp8graph.backend.inductor_passes import run_eagerly
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.edit import sign
 from fp8graph.ir.naming import Parameter, graph_inputs
 from fp8graph.ir.text import GraphText
 from fp8graph.recipes import Recipe, resolve_recipe
@@ -206,6 +207,7 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
     for each in pipeline:
         if each.needed(graph, compilation):
             each.run(graph, compilation)
+            sign(graph, each.name)
         if each.name == last:
             return graph, compilation
     raise ValueError(f"no pass is called {last!r}")
