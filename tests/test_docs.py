@@ -26,6 +26,9 @@ PATH = re.compile(
 )
 MODULE = re.compile(r"(?<![\w/.-])fp8graph(?:\.[A-Za-z_]\w*)+")
 
+WRITTEN = "passes/clip_outliers.py"  # docs/write_a_feature.md writes it, and its test builds it
+WRITTEN_MODULE = "fp8graph.passes.clip_outliers"
+
 
 def text_of(page: Path) -> str:
     """The page without what samples print, with ``*`` for what the reader is to fill in: ``passes/<name>.py``."""
@@ -43,7 +46,7 @@ def exists(path: str, page: Path) -> bool:
         return (ROOT / path).exists() or any(any((ROOT / folder).rglob(path)) for folder in FOLDERS)
     if "*" in path:
         return any(ROOT.glob(path))
-    return (ROOT / path).exists() or (page.parent / path).exists()
+    return path == WRITTEN or (ROOT / path).exists() or (page.parent / path).exists()
 
 
 def test_named_files_exist() -> None:
@@ -67,7 +70,9 @@ def resolves(name: str) -> bool:
 
 
 def test_named_modules_exist() -> None:
-    named = {(page.name, name) for page in PAGES for name in MODULE.findall(text_of(page))}
+    named = {
+        (page.name, name) for page in PAGES for name in MODULE.findall(text_of(page)) if WRITTEN_MODULE not in name
+    }
     assert [(page, name) for page, name in sorted(named) if not resolves(name)] == []
 
 
