@@ -71,6 +71,8 @@ def test_a_device_that_nobody_has_a_file_for() -> None:
 def test_the_machine_is_its_gpu_or_its_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert hardware.of_machine() == hardware.from_target("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    assert hardware.of_machine() == hardware.from_target("cpu")  # nobody's GPU
 
 
 @pytest.mark.parametrize("target", ["sm_999", "sm_1000", "sm_91", "gfx943", "gfx9999"])

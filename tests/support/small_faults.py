@@ -192,7 +192,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "all experts share one amax",
-        f"{_NUMERICS}/scalings/one_scale.py",
+        f"{_NUMERICS}/scalings/untiled.py",
         "amax = amax_of(parts[0], (-2, -1))",
         "amax = amax_of(parts[0]).expand(parts[0].shape[0])",
         ("tests/numerics/test_groups.py",),
@@ -220,7 +220,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "delayed scaling reads the first row of its table",
-        f"{_NUMERICS}/scalings/one_scale.py",
+        f"{_NUMERICS}/scalings/untiled.py",
         "return scales[row, 0],",
         "return scales[0, 0],",
         (

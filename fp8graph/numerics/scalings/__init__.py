@@ -8,9 +8,8 @@ from typing import Final
 
 from fp8graph.numerics.scalings.base import Groups, LayoutRequest, QuantizeArguments, Scaling, Shared
 from fp8graph.numerics.scalings.nvfp4 import NVFP4
-from fp8graph.numerics.scalings.one_scale import Delayed, Tensorwise
-from fp8graph.numerics.scalings.row import Rowwise
 from fp8graph.numerics.scalings.tiled import MXFP8, Block, BlockE8M0
+from fp8graph.numerics.scalings.untiled import Delayed, Rowwise, Tensorwise
 
 SCALINGS: Final[Mapping[str, Scaling]] = MappingProxyType(
     {kind.name: kind for kind in (Tensorwise(), Delayed(), Rowwise(), Block(), BlockE8M0(), MXFP8(), NVFP4())}
