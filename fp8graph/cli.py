@@ -111,15 +111,19 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def _stage(report: Any, name: str) -> str:
-    """The text of one stage of each graph."""
+    """The text of one stage of each graph: after a pass, or after the last one before it that the graph needed."""
     from fp8graph.errors import ConfigError
+    from fp8graph.passes import JOINT_PIPELINE
 
+    passes = [each.name for each in JOINT_PIPELINE]
+    if name not in (known := ["before", "after", *passes]):
+        raise ConfigError(f"no stage {name!r}. Stages: {', '.join(known)}.")
     texts: list[str] = []
     for view in report.graphs:
-        stages = {"before": view.before, "after": view.after, **view.stages}
-        if name not in stages:
-            raise ConfigError(f"no stage {name!r}. Stages: {', '.join(stages)}.")
-        texts.append(f"# {view.name}\n{stages[name]}")
+        found = view.after if name == "after" else view.before
+        for stage in passes[: passes.index(name) + 1] if name in passes else ():
+            found = view.stages.get(stage, found)
+        texts.append(f"# {view.name}\n{found}")
     return "\n".join(texts)
 
 

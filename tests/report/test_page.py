@@ -108,7 +108,7 @@ def test_a_report_in_a_real_browser(tmp_path: Path) -> None:
     assert sum(text.startswith("fprop") for text in units) == 2  # gate and up are one GEMM
     assert sum(text.startswith("quantize input") for text in units) == 2
     assert found.texts("path", "saved")
-    assert "quantize_attention" in "".join(found.texts("strong"))
+    assert f"after {[*report.graphs[0].stages][-1]}" in "".join(found.texts("strong"))
     details = "".join(text for _, own, texts in found.elements if own.get("id") == "details" for text in texts)
     assert "input_columnwise" in details
 
@@ -211,7 +211,7 @@ def test_kernels_in_a_real_browser(tmp_path: Path) -> None:
     """.replace("PLACE", str(again))
     path.write_text(path.read_text().replace("</body>", f"<script>{click}</script></body>"))
     found = opened(path, "#stage=match")
-    assert "after quantize_attention" in "".join(found.texts("strong"))
+    assert f"after {[*report.graphs[0].stages][-1]}" in "".join(found.texts("strong"))
     assert silu in [name for name, _ in computed(found)]
     assert "1 again, for backward" in details_of(found)
     assert [text.partition(":")[0] for text in found.texts("dd", "moved")]
