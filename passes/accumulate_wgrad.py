@@ -156,7 +156,7 @@ def _why_not(wgrad: fx.Node, parameter: fx.Node, index: int | None, compilation:
 
 
 def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
-    """Why wgrad cannot add to the FP32 gradient of ``parameter``; None if it can. ``gathered``: by FSDP2."""
+    """Reason why wgrad cannot add to the FP32 gradient of ``parameter``; None if it can. ``gathered``: by FSDP2."""
     if gathered:
         return "FSDP2 waits for its gradient"
     if local(parameter) is not parameter:

@@ -164,3 +164,15 @@ def test_tests_have_rooms_too() -> None:
     assert len(list(tests.glob("test_*.py"))) <= 6
     rooms = {file.parent.name for file in tests.glob("*/test_*.py")}
     assert rooms - FLOOR.keys() == {"codegen", "docs", "fuzz", "scenarios", "support"}
+
+
+def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
+    """Not with a question word, after which a reader has to wait for the subject."""
+    trees = {name: ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for name, file in MODULES.items()}
+    described = (
+        (f"{name}, line {getattr(node, 'lineno', 1)}", ast.get_docstring(node) or "")
+        for name, tree in trees.items()
+        for node in tree
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    )
+    assert [place for place, text in described if text.split(" ")[0] in ("What", "How", "Why")] == []

@@ -18,7 +18,7 @@ _SETTINGS: Final = frozenset({"scaling", "block"})
 
 
 def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
-    """Why the tensor of the quantize node cannot be quantized before it is gathered; None if it can."""
+    """Reason why the tensor of the quantize node cannot be quantized before it is gathered; None if it can."""
     asked, kind = quantized.asked, quantized.kind
     others = path.other_readers(quantized.node)
     if any(other.target is aten.sym_size.int for other in others):

@@ -26,7 +26,7 @@ _CAST = torch.ops.prims.convert_element_type.default
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """How a tensor is made from the shards of all ranks."""
+    """The way from the shards of all ranks to one tensor."""
 
     gathered: fx.Node  # the all-gather
     waited: fx.Node

@@ -40,7 +40,7 @@ def site_of(quantized: fx.Node, compilation: Compilation) -> Site | None:
 
 
 def why_not_cached(quantized: fx.Node, compilation: Compilation) -> str:
-    """Why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
+    """Reason why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
 
     It is not called for weights that could be kept.
     """

@@ -367,7 +367,7 @@ class Shared:
         return [store for store in self.stores.values() if type(store).measures is not Store.measures]
 
     def decides(self, *, training: bool) -> str:
-        """Whatever decides how graphs are rewritten, line by line, for a comparison with other ranks."""
+        """All that decides about the rewriting of graphs, line by line, for a comparison with other ranks."""
         lines = [*self.policies.lines()]
         if self.schedule.runs and training:
             lines.append(f"step {self.schedule.step()}")

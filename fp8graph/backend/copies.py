@@ -1,4 +1,4 @@
-"""What ``fp8graph.compile`` leaves on the modules that it compiles, so that their copies are compiled, too.
+"""The mark that ``fp8graph.compile`` leaves on the modules that it compiles, so that their copies are compiled, too.
 
 torch drops the compiled code of a module that is copied or pickled (``Module.__getstate__``), and says nothing: a copy
 for an average of weights, a model that ``torch.save`` wrote, ran in bf16.

@@ -35,7 +35,7 @@ NEEDED: Final = ("cur_amax", "l1_norm", "underflows%", "saturated%", "sqnr")  # 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What is too much: see ``Backend.guard``. None switches a bound off."""
+    """The bounds of ``Backend.guard``. None switches a bound off."""
 
     underflows: float | None = 10.0
     saturated: float | None = 10.0
@@ -86,7 +86,7 @@ class Crossing:
 
     @property
     def keys(self) -> set[tuple[str, str, str, str]]:
-        """What is logged once."""
+        """The keys of warnings that are logged once."""
         return {(self.site, self.operand, self.recipe, gemm) for gemm in self.gemms or ("",)}
 
     @property
@@ -107,7 +107,7 @@ class Finding(Crossing):
 
     @property
     def told(self) -> str:
-        """What was found, in words: "11.2 % of grad_output became zero (tensorwise, rowwise; more than 10 %)"."""
+        """The finding in words: "11.2 % of grad_output became zero (tensorwise, rowwise; more than 10 %)"."""
         if self.stat == "cur_amax":
             return f"{self.operand} holds inf or NaN before it is quantized"
         copy = f"{self.recipe}, {self.layout if self.layout != 'both' else 'both layouts'}"

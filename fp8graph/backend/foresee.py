@@ -32,7 +32,7 @@ _MATMULS: Final[Mapping[str, Op]] = {
 
 
 def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int:
-    """How many FP8 copies of weights, their scales, pages of scaling state and gradients ``module`` may take."""
+    """The number of tensors (copies and their scales, pages, gradients, statistics) that ``module`` may take."""
     if known.subgraph:
         return 0
     parameters, kept = _parameters(module, known), known.settings.keeps_weights(training=training)

@@ -101,11 +101,11 @@ class Guarded:
 
     @property
     def texts(self) -> list[str]:
-        """What was applied and is in force, for the report."""
+        """The rules in force, for the report."""
         return [text for _, text in self._in_force]
 
     def entries(self) -> dict[str, Tensor]:
-        """What a state dict has of it."""
+        """Its entries of a state dict."""
         return guard_entry([{"rule": rule.to_dict(), "text": text} for rule, text in self._in_force])
 
     def loader(self, saved: list[Any]) -> Callable[[], None]:
@@ -225,7 +225,7 @@ class Guard:
 
 
 def report_text(finding: Finding) -> str:
-    """What a rule changed and why: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
+    """The change that a rule made, and its reason: "dgrad left FP8: 11.2 % of grad_output became zero (...)"."""
     assert finding.rule is not None
     changed: dict[str, list[str]] = {}
     for gemm in finding.gemms:

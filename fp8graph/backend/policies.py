@@ -161,7 +161,7 @@ class Schedule:
             self._epoch.advance()
 
     def step(self) -> int:
-        """How many steps of training are over."""
+        """The number of steps of training that are over."""
         return self._start + self._steps.taken(list(self._parameters))
 
     def step_of_call(self) -> int:

@@ -1,4 +1,4 @@
-"""Tell the policy from the tables [observe] and [guard] of its file, which say how training is watched.
+"""Read the policy and the tables [observe] and [guard] of its file, which say how training is watched.
 
 These are no part of a policy: they change no code of the steps that are not observed, so that they are neither in the
 key of compiled code nor compared between ranks.

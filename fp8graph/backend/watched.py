@@ -31,7 +31,7 @@ class Watched:
 
     @property
     def report(self) -> Report:
-        """What was compiled so far."""
+        """The report on all code compiled so far."""
         raise NotImplementedError
 
     def _watch(self, asked: Mapping[str, Mapping[str, Any]]) -> None:
@@ -58,7 +58,7 @@ class Watched:
 
     @property
     def statistics(self) -> Statistics | None:
-        """What the policy file, the option ``observe`` or the last call of :meth:`observe` asked for."""
+        """The statistics that the policy file, the option ``observe`` or the last call of :meth:`observe` wants."""
         return self._statistics
 
     @property

@@ -35,7 +35,7 @@ class ExtraInput:
         return []
 
     def titles(self, name: Callable[[int], str]) -> list[str]:
-        """What they are called. ``name``: of a parameter, by its place among the graph's inputs."""
+        """Their titles. ``name``: of a parameter, by its place among the graph's inputs."""
         return []
 
     def renamed(self, rename: Rename) -> Self:

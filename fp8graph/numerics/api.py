@@ -147,7 +147,7 @@ def statistics(
     scale: Tensor | None = None,
     block_size: int = 32,
 ) -> dict[str, float]:
-    """What is in ``x``, and what ``recipe`` makes of it when it quantizes it.
+    """Statistics of ``x``, and of ``x`` as ``recipe`` quantizes it.
 
     Args:
         x, recipe, operand, layout, scale: see :func:`quantize`. Without a recipe, only ``x`` itself is described.

@@ -1,4 +1,4 @@
-"""What PEFT does to weights: it merges adapters into them through ``.data``, which no tensor shows.
+"""Notice PEFT's merges: it writes adapters into weights through ``.data``, which no tensor shows.
 
 The layers of all its methods list what is merged into them in ``merged_adapters``: lists that only they change, in
 place. Whether those are as they were is cheap to ask in each call. (Dynamo guards on them too, but compiles nothing

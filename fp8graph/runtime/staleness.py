@@ -80,7 +80,7 @@ class Steps:
 
     @property
     def refreshes(self) -> int:
-        """How often all weights were taken for changed."""
+        """The number of times that all weights were taken for changed."""
         self._refreshes += self.adapters.changed()
         return self._refreshes
 

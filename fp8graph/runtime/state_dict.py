@@ -128,7 +128,7 @@ def _has_numbers(x: Tensor) -> bool:
 
 
 def step_entry(step: int) -> dict[str, Tensor]:
-    """What a state dict has of the step of training."""
+    """The entry of a state dict for the step of training."""
     return {STEP_KEY: torch.tensor([step])}
 
 
@@ -146,7 +146,7 @@ def saved_step(state_dict: Mapping[str, Any] | ScalingState) -> int | None:
 
 
 def guard_entry(rules: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """What a state dict has of the rules that a guard applied: nothing, if there are none."""
+    """The entries of a state dict for the rules that a guard applied; none without such rules."""
     return {GUARD_KEY: torch.tensor([*json.dumps(rules).encode()], dtype=torch.uint8)} if rules else {}
 
 
@@ -185,7 +185,7 @@ def _setting(name: str, field: str, default: str) -> str:
 
 
 def not_shared(names: Iterable[str], groups: Iterable[str | None]) -> str:
-    """Why other ranks may have different scales; "" if all have the same.
+    """Reason why other ranks may have different scales; "" if all have the same.
 
     Args:
         names: of the rows.
@@ -214,7 +214,7 @@ class ScalingState:
 
     @property
     def not_shared(self) -> str:
-        """Why other ranks may have other tensors; "" if they have not."""
+        """Reason why other ranks may have other tensors; "" if they have not."""
         return self._not_shared
 
     def __getitem__(self, name: str) -> Tensor:

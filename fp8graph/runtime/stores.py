@@ -25,7 +25,7 @@ Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph o
 
 
 class Store(ABC):
-    """Whoever keeps tensors for graphs.
+    """A keeper of tensors for graphs.
 
     Attributes:
         name: as extra inputs have it (``ExtraInput.store``).
@@ -40,7 +40,7 @@ class Store(ABC):
 
     @staticmethod
     def fact(parameter: Tensor, *, gathered: bool) -> Any:
-        """Whatever its passes must know of a parameter (``Known.facts``); a part of the cache key.
+        """The facts that its passes need of a parameter (``Known.facts``); a part of the cache key.
 
         Args:
             gathered: FSDP2 gathers it.
@@ -52,7 +52,7 @@ class Store(ABC):
         return {}
 
     def measures(self, *, gradients: bool) -> Observed | None:
-        """What the call of a graph that begins now measures; asked in every call."""
+        """The measurements of the call of a graph that begins now; read in every call."""
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:

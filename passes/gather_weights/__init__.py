@@ -91,7 +91,7 @@ def source_of_part(part: fx.Node) -> tuple[fx.Node, list[torch.dtype]]:
 def why_not_sent(
     graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation
 ) -> dict[fx.Node, str | None]:
-    """Why the weight of each quantize node is gathered in high precision; None for those that need not be.
+    """Reason why the weight of each quantize node is gathered in high precision; None for those that need not be.
 
     Args:
         parameters: the inputs that FSDP2 gathers, with their positions.

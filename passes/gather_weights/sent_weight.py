@@ -272,6 +272,6 @@ class SentWeight:
 
 
 def _scaled_by(weight: QuantizedWeight) -> Any:
-    """What its scale comes from: with delayed scaling, the amaxes of which ranks, by which recipe."""
+    """The source of its scale: with delayed scaling, the amaxes of which ranks, by which recipe."""
     page = weight.page
     return page and (page.recipe, page.fp8_max, page.group)

@@ -57,7 +57,7 @@ def observe(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmName], fx.Node]:
-    """What each GEMM returns: the last of its nodes, which adds a bias or cuts padding off."""
+    """The result of each GEMM: the last of its nodes, which adds a bias or cuts padding off."""
     found: dict[tuple[int, GemmName], fx.Node] = {
         (position, gemm.gemm): gemm.node
         for position, site in enumerate(compilation.sites)

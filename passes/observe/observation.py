@@ -170,7 +170,7 @@ class Observation(Store):
         return made
 
     def found(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
-        """What was measured so far (None: in all steps), its names being those of the parts."""
+        """The measurements so far (None: in all steps); the names are those of the parts."""
         if steps is None:
             self._read()
         merged_now: dict[Measured, Parts] = {}
