@@ -33,7 +33,7 @@ from fp8graph.numerics import api
 from fp8graph.recipes import Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
-from fp8graph.runtime.adapters import adapted_modules
+from fp8graph.runtime.staleness import adapted_modules
 from fp8graph.tools.forms import AUTO, as_stored, chosen, cut, kind_of, saved_parts, why_not
 
 _log = logging.getLogger("fp8graph")

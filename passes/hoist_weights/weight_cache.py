@@ -18,7 +18,7 @@ memory,
 With ``cache_weights="update"`` the same copies serve graphs with gradients. They must not change between forward and
 backward, so that only signals of an update count: a step of the optimizer that holds the parameter (or of any, if it is
 trainable and none was seen to hold it), version, address, ``refresh_weights()``, PEFT's merges
-(``runtime/adapters.py``), and the numbers themselves.
+(``runtime/staleness.py``), and the numbers themselves.
 
 Weights that are computed in the same way are quantized together, up to ``BATCH`` at a time by one compiled function, so
 that their kernels are fused. With delayed scaling, quantizing a weight for a training graph also records its amax; a

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.runtime.adapters import Adapters
+from fp8graph.runtime.staleness import Adapters
 from helpers import eager_backend, first_slow, same_bits
 from tiny_models import causal_lm
 
