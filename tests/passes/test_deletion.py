@@ -87,7 +87,7 @@ def without(feature: str, folder: Path) -> None:
     imported = re.compile(rf"^from {re.escape(module)}(?:\.\w+)* import (.+)\n", re.MULTILINE)
     names = {name for found in imported.findall(text) for name in found.split(", ")}
     assert names, f"the list does not name {module}"
-    listed = re.compile(rf"^    (?:Pass\()?(?:{'|'.join(names)})\b.*\n", re.MULTILINE)
+    listed = re.compile(rf"^    (?:Pass\(.*)?\b(?:{'|'.join(names)})\b.*\n", re.MULTILINE)
     path.write_text(listed.sub("", imported.sub("", text)), encoding="utf-8")
 
 
