@@ -129,7 +129,7 @@ class Program:
             self._shared.schedule.advance()
         observed = checkpointed = None
         for store in self._shared.measuring:
-            observed = store.measures(gradients=self._graph.gradients)
+            observed = store.measures(gradients=self._graph.gradients) or observed
         if checkpointing.matters():
             checkpointed = self._shared.recomputations.of_call()
             moment = self._moment(checkpointed, observed)
