@@ -21,7 +21,7 @@ from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
 from fp8graph.passes.observe.observation import Observation
 from guarding import BAD, Block, scales, sharded
-from helpers import first_slow, same_bits
+from helpers import same_bits
 from ranks import run_ranks
 
 RULES = Policy(default="tensorwise", min_speedup=0)
@@ -338,7 +338,8 @@ def test_ranks_decide_together(tmp_path: Path) -> None:
     assert (first[1], second[1]) == (0, 1)  # without reduce, each rank finds its own
 
 
-@first_slow("recipe", ["delayed", "tensorwise"])
+@pytest.mark.release
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 def test_a_guard_under_fsdp2(recipe: str, tmp_path: Path) -> None:

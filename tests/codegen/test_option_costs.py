@@ -72,7 +72,7 @@ def test_smoothing(recipe: Any, kernels: tuple[int, int], mib: tuple[float, floa
         assert found[graph][1] <= SLACK * bound
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @OF_ONE_INDUCTOR
 def test_square_tiles_of_mxfp8_cost_less() -> None:
     """Both layouts of the weight hold the same numbers: one read makes them, 96 MiB per update in place of 131."""

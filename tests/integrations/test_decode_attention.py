@@ -167,7 +167,7 @@ def bytes_of_a_step(fp8: bool, fused: bool) -> float:
     return sum(kernel.bytes for kernel in kernels if any(name in kernel.name for name in reading)) / MIB
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 def test_bytes_of_a_step_on_a_gpu() -> None:
     """SDPA's keys and values are copied for all four heads (2 x 8 MiB, which it reads again); fused, nothing is."""

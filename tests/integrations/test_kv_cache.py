@@ -18,7 +18,7 @@ from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_cache import Fp8DynamicCache, Fp8StaticCache, compare_logits
 from fp8graph.integrations.kv_layer import Fp8Layer
 from fp8graph.numerics import sqnr_db
-from helpers import NONE, first_slow
+from helpers import NONE
 from kv_caches import IDS, EmulatedDynamic, EmulatedStatic, generate, model_of
 from tiny_models import TINY, causal_lm
 
@@ -298,7 +298,8 @@ def test_weights_and_cache_in_fp8() -> None:
     assert {gemm.recipe for gemm in fp8graph.backend_of(model).report.gemms if "proj" in gemm.fqn} == {"rowwise"}
 
 
-@first_slow("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.release
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_compiled_by_inductor(static: bool) -> None:
     torch._dynamo.reset()
     model = model_of("llama", layers=1)

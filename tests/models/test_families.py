@@ -28,7 +28,7 @@ FAST = ("llama", "mixtral", "gpt2", "t5")
 # the first family of those with the same counts, but for models that take as long as ten others
 DISTINCT = {
     *{(family.layer, family.rest): name for name, family in reversed(TINY.items())}.values(),
-} - {"diffusers_unet", "diffusers_dit", "gemma3"}
+} - {"diffusers_unet", "diffusers_dit", "diffusers_flux", "diffusers_sd3", "gemma3", "glm4", "bloom", "falcon"}
 
 
 def every(names: Iterable[str], fast: Iterable[str], slow: Iterable[str] = ()) -> list[Any]:

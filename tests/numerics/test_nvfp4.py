@@ -20,7 +20,7 @@ from fp8graph import NVFP4BlockScaling, numerics
 from fp8graph.numerics import formats, quantization, random_bits, transforms
 from fp8graph.numerics.gemm_error import gemm_error
 from fp8graph.recipes import Layout, OperandName, Quantizer
-from helpers import same_bits
+from helpers import first_slow, same_bits
 
 TRANSFORMER_ENGINE = json.loads(te_nvfp4.FILE.read_text())["digests"]
 SIGNS = NVFP4BlockScaling().hadamard_signs
@@ -370,8 +370,7 @@ def test_groups_of_an_expert_are_transformed_apart(sizes: list[int]) -> None:
     assert numerics.sqnr_db(wanted, tiles.flatten(-2)[:, : wanted.shape[1]]) > 18
 
 
-@pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
-@pytest.mark.slow
+@first_slow("operand", ["input", "weight", "grad_output"])
 def test_compiled_bits_are_eager_bits(operand: OperandName) -> None:
     """Of all options, one seed, ragged sizes; random numbers are integers, so they are the same, too."""
     recipe = NVFP4BlockScaling(nvfp4_4over6="all", nvfp4_4over6_e4m3_use_256="weights")

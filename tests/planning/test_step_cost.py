@@ -22,7 +22,6 @@ from fp8graph.ir.collectives import bytes_sent
 from fp8graph.planning import Mesh, Network, step_cost, workload
 from fp8graph.planning.workload import MOST_GPUS, Linear, Workload
 from fp8graph.recipes import resolve_recipe
-from helpers import first_slow
 from ranks import run_ranks
 from tiny_models import llama_config
 from workloads import llama, llama_8b, tiny_model
@@ -154,7 +153,8 @@ def collectives_of(events: Any, ranks: int) -> Counted:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
-@first_slow("ranks", RUN)
+@pytest.mark.release
+@pytest.mark.parametrize("ranks", RUN)
 def test_real_ranks_run_these_collectives(ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(count_collectives_of, ranks, tmp_path, RUN[ranks], seconds=500):
         for (how, recipe), (real, reported) in found.items():

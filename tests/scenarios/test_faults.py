@@ -56,7 +56,7 @@ def test_a_killed_rank_ends_the_others_and_the_checkpoint_resumes(tmp_path: Path
 
 
 @pytest.mark.timeout(2 * LIMIT)
-@pytest.mark.parametrize("how", ["ddp", checkpointing.WITHOUT_STATE])
+@pytest.mark.parametrize("how", [pytest.param("ddp", marks=pytest.mark.release), checkpointing.WITHOUT_STATE])
 def test_a_rank_that_hangs_is_given_up_after_the_collectives_timeout(tmp_path: Path, how: str) -> None:
     ((said, seconds),) = run_ranks(
         checkpointing.lose_a_rank,
