@@ -1,4 +1,4 @@
-"""What the fakes promise for NVFP4's ops. ``test_ops.py`` holds those of the other ops."""
+"""The promises of the fakes for NVFP4's ops. ``test_ops.py`` holds those of the other ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the names of optional features are spread: ``python -m tests.support.spread`` prints a table.
+"""Count the files that name an optional feature: ``python -m tests.support.spread`` prints a table.
 
 For each feature: the product's files outside of its own place whose code (not comments, strings or docstrings) has one
 of its names. What a user writes and reads has each name once and is not counted (``PUBLIC``), like the list of passes.
