@@ -2,7 +2,8 @@
 
 A pass is a function ``(graph, compilation) -> None`` that takes a valid graph and leaves a valid one
 (``fp8graph.ir.verify``). Beside one that few graphs need stands a function with the same arguments, which says whether
-a graph does: it asks what users set, what `assign` decided, or what is in the graph. To add a pass: write
+a graph does: it asks what users set, what `assign` decided, or what is in the graph. Beside one that takes inputs
+stands a function that estimates their number from Dynamo's graph, before anything is traced. To add a pass: write
 ``passes/<name>.py`` with its docstring ``before -> after``, put it in the list, and give it a text test in
 ``tests/passes/``.
 """
@@ -10,28 +11,29 @@ a graph does: it asks what users set, what `assign` decided, or what is in the g
 if __name__ != "fp8graph.passes":
     raise ImportError(f"import fp8graph.passes, not {__name__}")
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import fx
 
-from fp8graph.ir.compilation import Compilation
-from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates
+from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.sites import Foreseen
+from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates, wanted_gradients
 from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
-from fp8graph.passes.connect_scales import connect_scales, has_state
+from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
 from fp8graph.passes.gather_weights import are_gathered, gather_weights
 from fp8graph.passes.gather_weights.sent_weights import SentWeights
-from fp8graph.passes.hoist_weights import hoist_weights, may_be_exported, may_keep_weights, note_weights
+from fp8graph.passes.hoist_weights import hoist_weights, may_be_exported, may_keep_weights, note_weights, wanted_copies
 from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
-from fp8graph.passes.observe import is_observed, observe
+from fp8graph.passes.observe import is_observed, observe, wanted_statistics
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.passes.observe.score import is_scored, score
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
@@ -51,6 +53,7 @@ class Pass(NamedTuple):
 
     run: Callable[[fx.Graph, Compilation], None]
     needed: Callable[[fx.Graph, Compilation], bool] = lambda graph, compilation: True
+    wants: Callable[[Sequence[Foreseen], Known], int] = lambda foreseen, known: 0  # how many inputs it may take
     again: str = ""  # the name of a second run
 
     @property
@@ -76,12 +79,12 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(gather_in_fp8, gathers),
     Pass(fuse_linears, are_fused),
     Pass(prepare_fp4, rotates_or_draws),
-    Pass(observe, is_observed),
+    Pass(observe, is_observed, wants=wanted_statistics),
     Pass(gather_weights, are_gathered),
-    Pass(hoist_weights, may_keep_weights),
+    Pass(hoist_weights, may_keep_weights, wants=wanted_copies),
     Pass(note_weights, may_be_exported),
-    Pass(connect_scales, has_state),
-    Pass(accumulate_wgrad, accumulates),
+    Pass(connect_scales, has_state, wants=wanted_pages),
+    Pass(accumulate_wgrad, accumulates, wants=wanted_gradients),
     Pass(save_for_backward, has_backward),
     Pass(quantize_attention, is_attention_quantized),
 )

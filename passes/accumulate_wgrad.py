@@ -32,11 +32,12 @@ from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local, number_of_ranks
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, value
+from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.runtime.slots import Caller, Run, Slot
@@ -73,6 +74,13 @@ class Gradient(ExtraInput):
 def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether the settings ask for it; a body of a higher-order op has no parameters."""
     return compilation.known.settings.accumulate_wgrad and not compilation.known.subgraph
+
+
+def wanted_gradients(foreseen: Sequence[Foreseen], known: Known) -> int:
+    """One for each parameter whose wgrad is quantized."""
+    if not known.settings.accumulate_wgrad or not known.training:
+        return 0
+    return len({each.site.parameter for each in foreseen if each.used("wgrad")} - {None})
 
 
 def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:

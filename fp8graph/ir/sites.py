@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, VARLEN, VARLEN_BACKWARD
+from fp8graph.hardware import Hardware
 from fp8graph.ir.naming import Place
 from fp8graph.ir.nodes import aten
 from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
@@ -70,6 +71,21 @@ class Site:
     def parameter(self) -> int | None:
         """The graph input that the weight comes from."""
         return self.place.parameter
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Foreseen:
+    """A multiplication by a parameter in Dynamo's graph, before anything is traced, and how `assign` may decide it."""
+
+    site: Site  # without its GEMMs
+    recipes: Mapping[GemmName, Recipe | None]
+    hardware: Hardware
+    kin: Any  # equal for linears of one module that read one tensor, and may be fused
+    rows: int  # N of the weight [N, K]; 0 if it is not known
+
+    def used(self, *gemms: GemmName) -> set[Recipe]:
+        """The recipes of some GEMMs."""
+        return {recipe for gemm in gemms if (recipe := self.recipes[gemm]) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,13 +32,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename, StateRow
 from fp8graph.ir.nodes import CACHED_KEY, ROWS_KEY, aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import Foreseen
 from fp8graph.numerics import history
-from fp8graph.recipes import FP8_MAX, DelayedScaling
+from fp8graph.recipes import FP8_MAX, GEMMS, OPERANDS, DelayedScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,20 @@ class _Entry:
 def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether delayed scaling quantizes some tensor in this graph; a body of a higher-order op has no state."""
     return not compilation.known.subgraph and any(ROWS_KEY in node.meta for node in nodes(graph, (ops.quantize,)))
+
+
+def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
+    """One for each recipe, FP8 type and direction. A weight whose copy is kept has a page of its own."""
+    pages = {
+        (recipe, each.hardware.quantizer(recipe, operand).fp8_max, operand == "grad_output")
+        for each in foreseen
+        for recipe in each.used(*GEMMS)
+        if isinstance(recipe, DelayedScaling)
+        for operand in OPERANDS
+        if (known.training or operand == "input")
+        and (operand != "weight" or not known.keeps_weights or each.site.parameter is None)
+    }
+    return len(pages)
 
 
 def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:

@@ -27,15 +27,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
-from typing import ClassVar, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import fx
 
 from fp8graph.analysis.refusals import site_of, why_not_cached
+from fp8graph.analysis.siblings import fits_in_group
 from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder, signature_of, sources_of
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
 from fp8graph.ir.naming import graph_inputs
@@ -50,8 +51,10 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.numerics import history
+from fp8graph.ir.sites import Foreseen
+from fp8graph.numerics import history, quantization
 from fp8graph.passes.connect_scales import PageLayout, connect_scales
+from fp8graph.recipes import LAYOUTS
 
 _TRANSPOSED = "columnwise"
 
@@ -104,6 +107,23 @@ def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether copies of weights are kept beside this graph, or why they are not is to be said: FSDP2 gathers some."""
     known = compilation.known
     return bool(known.keeps_weights or known.gathered) and bool(known.settings.cache_weights) and not known.subgraph
+
+
+def wanted_copies(foreseen: Sequence[Foreseen], known: Known) -> int:
+    """The tensors of the copies: data and scales for each layout. Linears that are fused have one copy."""
+    if not known.keeps_weights:
+        return 0
+    copies: dict[Any, int] = {}  # by the linears that one copy serves, and its recipe
+    for each in (each for each in foreseen if each.site.parameter is not None):
+        recipes = each.used("fprop", "dgrad") if known.training else each.used("fprop")
+        both = known.training and len(recipes) == 1 and None not in (each.recipes["fprop"], each.recipes["dgrad"])
+        for recipe in recipes:
+            weight, gradient = (recipe.quantizer(operand) for operand in ("weight", "grad_output"))
+            fits = fits_in_group(each.rows, (weight.block, gradient.block))
+            fused = known.settings.fuse_linears and each.hardware.multiplies(weight.scaling) and fits
+            names = quantization.output_names(weight.scaling, LAYOUTS if both else LAYOUTS[:1])
+            copies[each.kin if fused else each, recipe] = sum(name != "amax" for name in names)
+    return sum(copies.values())
 
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:

@@ -17,16 +17,17 @@ quantized copies of experts' operands, the bodies of higher-order ops, and with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import getitem
 from typing import Any, Final, cast
 
 from torch import fx
 
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, PASS_KEY, aten, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import Foreseen
 from fp8graph.passes.observe.measuring import Measuring, Names
 from fp8graph.recipes import GemmName
 
@@ -37,6 +38,11 @@ def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this variant of the graph is for observed steps."""
     asked = compilation.known.observed
     return asked is not None and not asked.candidates and not compilation.known.subgraph
+
+
+def wanted_statistics(foreseen: Sequence[Foreseen], known: Known) -> int:
+    """One tensor for forward, and one for backward."""
+    return 0 if known.observed is None else 1 + known.training
 
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
