@@ -76,7 +76,7 @@ def test_named_modules_exist() -> None:
     assert [(page, name) for page, name in sorted(named) if not resolves(name)] == []
 
 
-def test_what_is_looked_for() -> None:
+def test_paths_and_names_are_recognised() -> None:
     page = ROOT / "docs" / "architecture.md"
     assert {"fp8graph/ir/ops.py", "passes/match.py", "fp8graph/compat/"} <= set(paths(page))
     assert not exists("fp8graph/graph.py", page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def names_of_torch(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield ".".join([known[inner.id], *path]), inner.lineno
 
 
-def test_what_is_private_in_torch_has_a_name_in_compat() -> None:
+def test_private_names_of_torch_stand_in_compat() -> None:
     named = [
         f"{name}, line {line}: {text}"
         for name, file in MODULES.items()
@@ -176,3 +177,14 @@ def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
     )
     assert [place for place, text in described if text.split(" ")[0] in ("What", "How", "Why")] == []
+
+
+def test_a_test_is_named_by_subject_and_expectation() -> None:
+    """Its name is what a reader of a failure sees first: it does not begin with a question word, or with "it"."""
+    functions = (
+        (node.name, file)
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    )
+    assert [f"{file}: {name}" for name, file in functions if re.match("test_(what|how|why|it)_", name)] == []

@@ -74,7 +74,7 @@ REFUSALS: list[Any] = [
 
 
 @pytest.mark.parametrize(("module", "shape", "policy", "reason"), REFUSALS)
-def test_what_is_gathered_as_it_is(module: nn.Module, shape: Any, policy: Any, reason: str) -> None:
+def test_gather_in_high_precision_gives_its_reason(module: nn.Module, shape: Any, policy: Any, reason: str) -> None:
     dtype = next(module.parameters()).dtype
     report = report_of(module, torch.randn(shape, dtype=dtype), policy)
     assert reasons_of(report)[0].startswith(reason)

@@ -33,7 +33,7 @@ def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
         pytest.param(lambda x: x + 1, id="another value"),
     ],
 )
-def test_what_is_no_movement_of_rows_is_left_alone(turn: Any) -> None:
+def test_ops_that_do_not_move_rows_are_unchanged(turn: Any) -> None:
     report = report_of(Turned(turn), torch.randn(16, 32))
     assert reasons_of(report) == [""]
 

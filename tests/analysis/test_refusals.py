@@ -35,12 +35,12 @@ def test_a_plain_weight_has_no_reason() -> None:
 
 
 @pytest.mark.parametrize("operand", ["input", "grad_output"])
-def test_what_is_no_weight_has_no_reason(operand: str) -> None:
+def test_only_weights_have_a_reason(operand: str) -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), operand)
     assert why_not_cached(node, compilation) == ""
 
 
-def test_what_fsdp2_gathers() -> None:
+def test_weights_gathered_by_fsdp2_are_not_cached() -> None:
     """It is a parameter that is whole only while the graph runs; which one, the backend knows."""
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", gathered={0: (24, None)})
     reason = "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
@@ -53,7 +53,7 @@ def test_what_fsdp2_gathers() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_what_is_gathered_in_the_graph() -> None:
+def test_weights_gathered_in_the_graph_are_not_cached() -> None:
     """In high precision, that is: a shard that is quantized before it travels is kept."""
     reason = (
         "it is gathered from several ranks in the graph: a copy of all of it would take the memory that sharding saves"
@@ -78,7 +78,7 @@ def test_an_emulated_gemm_reads_it_through_what_decodes_it() -> None:
     assert site_of(node, compilation) is compilation.sites[0]
 
 
-def test_what_no_gemm_reads_has_no_site() -> None:
+def test_weights_that_no_gemm_reads_have_no_site() -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight")
     for output in node.users:
         for reader in output.users:

@@ -138,7 +138,7 @@ def test_results_that_can_be_slices(body: Any, slices: bool) -> None:
     [(lambda a, b: a.square() + b.square(), True), (lambda a, b: a * 2 + b.square(), False)],
     ids=["backward keeps both", "backward keeps one"],
 )
-def test_what_backward_keeps_keeps_its_neighbours(mix: Any, slices: bool) -> None:
+def test_slices_need_all_results_saved_for_backward(mix: Any, slices: bool) -> None:
     class Mixed(Two):
         def forward(self, x: Tensor) -> Tensor:
             return mix(self.gate(x), self.up(x))

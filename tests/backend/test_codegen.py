@@ -42,7 +42,7 @@ def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool)
     assert len(forward["inputs"]) > 4  # x, three weights; and copies, pages
 
 
-def test_what_quantizes_weights_asks_for_no_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_quantization_disables_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes into tensors that stay: torch would skip the graph, and warn."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(inductor_passes, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))

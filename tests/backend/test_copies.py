@@ -123,7 +123,7 @@ def test_explain_traces_a_compiled_model_and_leaves_it() -> None:
     assert not fp8graph.backend_of(model).report.graphs
 
 
-def test_what_cannot_be_pickled_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_pickling_without_the_compilation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = MLP()
     fp8graph.compile(model, ALL, compiler="eager", inductor_options={"joint_custom_pre_pass": lambda graph: None})
     with caplog.at_level(logging.WARNING, "fp8graph"):

@@ -86,7 +86,7 @@ def test_the_backend_of_a_model_whose_blocks_are_compiled() -> None:
 
 
 @pytest.mark.parametrize("first", ["whole", "regions", "by name"])
-def test_it_is_said_that_a_second_compilation_begins_anew(first: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_compilation_is_logged(first: str, caplog: pytest.LogCaptureFixture) -> None:
     """Its delayed scales too: nothing else would tell that they are gone."""
     model = nn.Sequential(MLP(), MLP())
     if first == "by name":

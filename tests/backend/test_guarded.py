@@ -38,7 +38,7 @@ def test_a_schedule_is_kept() -> None:
     assert policies.asked == own.policy.at_step(10)
 
 
-def test_what_is_saved_is_what_is_in_force() -> None:
+def test_saved_rules_are_the_current_rules() -> None:
     own, policies = guarded()
     assert own.entries() == {}
     own.apply([(FIRST, "first")])

@@ -41,7 +41,7 @@ def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
         ({"max_autotune": True}, 'Inductor\'s own options go into a dict: options={"inductor": {...}}'),
     ],
 )
-def test_what_is_no_option(options: dict[str, Any], message: str) -> None:
+def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
         NamedBackend().make(None, options)
 

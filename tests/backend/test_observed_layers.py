@@ -25,7 +25,7 @@ def test_one_text_or_several() -> None:
             texts("observe", "layers", wrong)
 
 
-def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_unmatched_layers_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     check = UnmatchedLayers("observe", ["up", "dwn"], lambda: {"up", "down"})
     check()
     check()

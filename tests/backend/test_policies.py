@@ -34,7 +34,7 @@ def test_a_recipe_takes_the_place_of_the_default_alone() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"recipe": "nosuch"}, {"policy": "nosuch.toml"}, {"policy": {"rule": []}}])
-def test_what_is_no_policy(wrong: dict[str, Any]) -> None:
+def test_invalid_policies_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         policies(**wrong)
 
@@ -83,7 +83,7 @@ def test_every_rule_of_a_family_is_in_its_policy(family: str) -> None:
         ("cls.predictions.decoder", "model.cls_token.up"),
     ],
 )
-def test_what_the_default_keeps_in_any_model(kept: str, rewritten: str) -> None:
+def test_default_policy_keeps_routers_and_adapters(kept: str, rewritten: str) -> None:
     policy = policies().current
     assert (in_fp8(policy, kept), in_fp8(policy, rewritten)) == (False, True)
 
@@ -100,7 +100,7 @@ def test_what_the_default_keeps_in_any_model(kept: str, rewritten: str) -> None:
         (Policy([Rule("up", None)], default="high_precision"), [], False),
     ],
 )
-def test_what_may_rewrite(policy: Policy, regions: list[Any], may: bool) -> None:
+def test_may_rewrite_by_policy_and_regions(policy: Policy, regions: list[Any], may: bool) -> None:
     assert policies(policy).now.may_rewrite(regions) == may
 
 

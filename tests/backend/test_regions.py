@@ -72,7 +72,7 @@ class Blocks(nn.Module):
         self.head = nn.Linear(32, 10)
 
 
-def test_what_is_a_region() -> None:
+def test_regions_are_repeated_blocks_and_the_rest() -> None:
     model: Any = Blocks()
     first, last = model.stages
     assert regions_of(model, "auto") == [*first["blocks"], model.stem, last, model.head]

@@ -52,7 +52,7 @@ def train(model: nn.Module, optimizers: list[Any], backend: fp8graph.Backend, st
 
 @first_fast("kwargs", [{}, {"fused": True}])
 @first_fast("backwards", [1, 3])
-def test_it_moves_on_by_itself(kwargs: dict[str, Any], backwards: int) -> None:
+def test_schedule_advances_by_optimizer_steps(kwargs: dict[str, Any], backwards: int) -> None:
     model, backend = model_and()
     seen, _ = train(model, [torch.optim.AdamW(model.parameters(), **kwargs)], backend, 4, backwards)
     assert seen == [False, False, True, True]

@@ -35,7 +35,7 @@ def test_situations_are_keys() -> None:
         ("nosuch", "unknown"),
     ],
 )
-def test_what_a_region_stands_for(region: Any, text: str) -> None:
+def test_region_text(region: Any, text: str) -> None:
     assert region_text(region) == text
 
 

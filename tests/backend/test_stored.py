@@ -47,7 +47,7 @@ def dumped(stored: Stored) -> bytes:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_what_is_kept_comes_back(recipe: str) -> None:
+def test_dumped_findings_are_loaded(recipe: str) -> None:
     kept = found(recipe)
     again = Stored.loaded(dumped(kept))
     assert again is not None
@@ -113,7 +113,7 @@ ERRORS = (MemoryError, OverflowError, AssertionError, RuntimeError, OSError)
 
 
 @pytest.mark.parametrize("change", [*OTHERS, *ERRORS])
-def test_what_another_version_wrote_is_not_there(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_entries_of_another_version_are_not_loaded(change: Any, caplog: pytest.LogCaptureFixture) -> None:
     pickled = zlib.decompress(dumped(found())[32:])
     changed = pickle.dumps(Raises(change)) if change in ERRORS else change(pickled)
     assert changed != pickled
@@ -122,7 +122,7 @@ def test_what_another_version_wrote_is_not_there(change: Any, caplog: pytest.Log
     assert "the graph is traced again" in caplog.text
 
 
-def test_what_cannot_be_pickled_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+def test_findings_that_cannot_be_pickled_are_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     kept = found()
     object.__setattr__(kept.findings, "sites", (lambda: None,))
     with caplog.at_level(logging.DEBUG, "fp8graph"):

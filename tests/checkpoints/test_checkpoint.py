@@ -81,7 +81,7 @@ def decoded_by_its_library(name: str, tensors: dict[str, Tensor], folder: Path) 
 
 
 @first_fast("name", SCHEMES)
-def test_what_libraries_write(name: str, written_by_its_library: Callable[[str], Path]) -> None:
+def test_decoded_weights_equal_those_of_the_library(name: str, written_by_its_library: Callable[[str], Path]) -> None:
     folder = written_by_its_library(name)
     checkpoint = Checkpoint(folder)
     checkpoint.check()
@@ -251,7 +251,9 @@ FP8 = torch.ones(128, 256).to(torch.float8_e4m3fn)
         ({"cache": FP8}, "tensor 'cache' is F8_E4M3, and no weight of a layer"),
     ],
 )
-def test_what_does_not_fit(tmp_path: Path, changed: dict[str, Tensor | None], message: str) -> None:
+def test_check_names_the_tensor_that_does_not_fit(
+    tmp_path: Path, changed: dict[str, Tensor | None], message: str
+) -> None:
     checkpoint = Checkpoint(folder_with(tmp_path, **changed))
     with pytest.raises(CheckpointError, match=message):
         checkpoint.check()

@@ -52,7 +52,7 @@ def test_the_library_reads_what_is_written(preset: str) -> None:
     assert parsed({**theirs.model_dump(mode="json"), "quantization_status": "compressed"}) == parsed(config)
 
 
-def test_what_the_presets_store() -> None:
+def test_layer_formats_of_the_presets() -> None:
     fp8, mx, fp4 = layer_format("FP8"), layer_format("mxfp8"), layer_format("NVFP4")
     assert fp8.names("a") == {"weight": "a.weight", "scale": "a.weight_scale", "input scale": "a.input_scale"}
     assert fp8.activation is not None
@@ -109,7 +109,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
         (changed("input_activations", num_bits=4), "num_bits is 4. The weights have 8"),
     ],
 )
-def test_what_is_refused(config: dict[str, Any], message: str) -> None:
+def test_unknown_configs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parsed(config)
 

@@ -92,7 +92,7 @@ def test_one_that_would_take_long_is_named() -> None:
         ("a*" * 600, "has 1200 characters"),
     ],
 )
-def test_what_is_refused_is_named(text: str, why: str) -> None:
+def test_refused_expressions_are_named(text: str, why: str) -> None:
     with pytest.raises(CheckpointError, match=f"^here: the expression '.*{why}") as caught:
         Expressions(["lm_head", text], "here")
     assert len(str(caught.value)) < 400

@@ -55,7 +55,7 @@ def test_deepseek_v3() -> None:
         ({"rotation": "hadamard"}, "rotation is 'hadamard'. fp8graph does not know this field"),
     ],
 )
-def test_what_is_refused(changed: dict[str, Any], message: str) -> None:
+def test_unknown_configs_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parsed(**changed)
 

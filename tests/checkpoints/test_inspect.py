@@ -113,7 +113,7 @@ def test_several_schemes(tmp_path: Path) -> None:
         ({"x.weight_scale_inv": torch.ones(1)}, "'x.weight_scale_inv' is a scale without a quantized layer", 3),
     ],
 )
-def test_what_does_not_fit_is_told_beside_the_rest(
+def test_problems_are_listed_beside_the_layers(
     tmp_path: Path, changed: dict[str, Tensor | None], message: str, left: int
 ) -> None:
     file = written(tmp_path) / "model.safetensors"

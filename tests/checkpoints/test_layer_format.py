@@ -105,7 +105,9 @@ def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         (NVFP4, PACKED | {"a.weight": fp8(8, 16)}, "tensor 'a.weight' is F8_E4M3, not uint8 or int8"),
     ],
 )
-def test_what_does_not_fit(tmp_path: Path, stored: LayerFormat, tensors: dict[str, Tensor], message: str) -> None:
+def test_read_refuses_tensors_that_do_not_fit(
+    tmp_path: Path, stored: LayerFormat, tensors: dict[str, Tensor], message: str
+) -> None:
     found = shards(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=message):
         stored.read("a", found.tensors, found.tensor)
@@ -163,7 +165,7 @@ def test_factors_become_divisors() -> None:
         (layer_format("NVFP4A16"), given(layer_format("NVFP4A16")), "it has no global scale"),
     ],
 )
-def test_what_cannot_be_written(stored: LayerFormat, weight: QuantizedWeight, message: str) -> None:
+def test_write_refuses_weights_of_another_format(stored: LayerFormat, weight: QuantizedWeight, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"layer 'a' cannot be written as {stored.scheme}: {message}"):
         list(stored.write("a", weight))
 

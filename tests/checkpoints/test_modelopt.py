@@ -63,7 +63,7 @@ def test_mixed_precision() -> None:
         ModelOpt.of({"a": layer_format("FP8_BLOCK")}, [])
 
 
-def test_what_the_algorithms_store() -> None:
+def test_layer_formats_of_the_algorithms() -> None:
     fp8, fp4 = ALGORITHMS["FP8"], ALGORITHMS["NVFP4"]
     assert fp8.names("a") == {"weight": "a.weight", "scale": "a.weight_scale", "input scale": "a.input_scale"}
     assert (fp8.block, fp8.scale_dims) == ((WHOLE, WHOLE), 0)
@@ -111,7 +111,7 @@ def test_excluded_modules() -> None:
         ),
     ],
 )
-def test_what_is_refused(config: dict[str, Any], message: str) -> None:
+def test_unknown_configs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         parsed(config)
 

@@ -34,7 +34,7 @@ def test_fields() -> None:
         (lambda _: Fields([1], "there"), r"there: \[1\] is not a table of fields."),
     ],
 )
-def test_what_is_not_known(ask: Callable[[Fields], Any], message: str) -> None:
+def test_fields_refuse_unknown_values(ask: Callable[[Fields], Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         ask(Fields({"a": 1}, "here"))
 

@@ -75,7 +75,7 @@ def test_fused_experts() -> None:
     assert torch.equal(dequantize(weight), torch.stack(alone))
 
 
-def test_what_numerics_quantizes() -> None:
+def test_quantized_nvfp4_weight_is_decoded() -> None:
     """A weight in NVFP4 that this library made is decoded as its own dequantize decodes it, up to the last rounding."""
     q = quantize(torch.randn(32, 64), NVFP4BlockScaling(), "weight", "rowwise")
     scales = q.scale_inv.repeat_interleave(16, 0) if q.quantizer.block[0] == 16 else q.scale_inv

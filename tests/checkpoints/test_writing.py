@@ -58,7 +58,7 @@ def test_nothing(tmp_path: Path) -> None:
     assert len(Shards(tmp_path)) == 0
 
 
-def test_what_is_held(tmp_path: Path) -> None:
+def test_writing_holds_one_shard_and_one_tensor(tmp_path: Path) -> None:
     """200 shards of 4 KiB; never more than one and the next tensor is alive. Read again, one tensor is."""
     alive = largest = 0
 
@@ -94,7 +94,7 @@ def test_what_is_held(tmp_path: Path) -> None:
         ([("a", torch.ones(1, device="meta"))], "tensor 'a' has no data: it is on the meta device"),
     ],
 )
-def test_what_cannot_be_written(tmp_path: Path, tensors: list[tuple[str, Tensor]], message: str) -> None:
+def test_repeated_or_meta_tensors_are_refused(tmp_path: Path, tensors: list[tuple[str, Tensor]], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         write_shards(tmp_path, tensors)
 

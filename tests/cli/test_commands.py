@@ -188,7 +188,7 @@ def test_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_what_decides_reaches_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_gets_policy_target_and_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
 
     def traced(_model: Any, _inputs: Any, **settings: Any) -> None:

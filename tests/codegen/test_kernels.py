@@ -194,7 +194,7 @@ def test_the_largest_kernels_of_a_layer(layer: str, data: dict[str, Any]) -> Non
     + [{"configuration": None}, {"ops": "silu"}, {"launches": 2}],
     ids=str,
 )
-def test_what_is_worse(change: dict[str, Any]) -> None:
+def test_any_worse_cost_is_noticed(change: dict[str, Any]) -> None:
     identity = {"graph": "forward", "loop": "poi", "ops": "mul", "launches": 1, "mib": 128}
     cost = {"configuration": "XBLOCK=1024 num_warps=4 num_stages=1", "registers": 64, "spills": 0, "instructions": 400}
     row = identity | cost | {"fp8_store": 8, "store": 8}

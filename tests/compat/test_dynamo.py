@@ -37,7 +37,7 @@ def test_names_of_sources(source: Any, name: str) -> None:
     assert node.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
 
 
-def test_what_dynamo_notes_on_a_module_goes_with_a_copy() -> None:
+def test_copied_module_keeps_parameter_sources() -> None:
     module, copied = (fx.GraphModule(nn.Module(), fx.Graph()) for _ in range(2))
     dynamo.keep_parameter_sources(module, copied)
     assert not hasattr(copied, "_param_name_to_source")

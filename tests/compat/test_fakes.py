@@ -27,7 +27,7 @@ def test_a_fake_without_dispatch_is_that_of_the_op(inside: bool) -> None:
     assert made.fake_mode is mode
 
 
-def test_what_stands_for_an_input() -> None:
+def test_fake_input_prefers_the_example_of_dynamo() -> None:
     """What Dynamo has for it, if it has something."""
     node, example = fx.Graph().placeholder("x"), torch.ones(2)
     assert fakes.fake_input(node, example, None) is example
@@ -78,7 +78,7 @@ def test_the_tensors_that_a_subclass_wraps() -> None:
     assert found[1] is b
 
 
-def test_what_a_subclass_holds_beside_tensors_is_no_tensor() -> None:
+def test_wrapped_tensors_skip_other_fields_of_a_subclass() -> None:
     """A DTensor lists its DeviceMesh; a subclass may wrap another."""
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -95,7 +95,7 @@ def test_what_a_subclass_holds_beside_tensors_is_no_tensor() -> None:
     assert [x is y for x, y in zip(found, (inner, inner.a, inner.b, outer.b), strict=True)] == [True] * 4
 
 
-def test_what_was_taken_for_granted_of_a_size_is_checked_when_the_graph_runs() -> None:
+def test_assumptions_about_sizes_are_checked_at_run_time() -> None:
     def chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         rows = x[mask]
         torch._check(rows.shape[0] >= 2)

@@ -18,7 +18,7 @@ needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch wi
 
 
 @needs_distributed
-def test_what_fsdp2_gathers_is_found() -> None:
+def test_gathered_lists_the_parameters_of_fsdp2() -> None:
     """One of two ranks; the other is made up."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -118,7 +118,7 @@ def _sharded_parameter(**changed: Any) -> _State:
         ({"_module_info": _State(shared_modules=[1])}, "another module has the same parameter"),
     ],
 )
-def test_why_fsdp2_cannot_gather_in_fp8(changed: dict[str, Any], reason: str | None) -> None:
+def test_reasons_against_gathering_in_fp8(changed: dict[str, Any], reason: str | None) -> None:
     found = fsdp.why_not_in_fp8(_sharded_parameter(**changed))
     assert found is None if reason is None else re.match(reason, found or "")
 

@@ -26,7 +26,7 @@ def test_arguments_have_names_however_they_are_given() -> None:
     assert named_arguments(node(aten.add.Tensor, self=x, other=y, alpha=2)) == wanted
 
 
-def test_what_is_not_given_has_its_default() -> None:
+def test_missing_arguments_have_their_defaults() -> None:
     x = fx.Graph().placeholder("x")
     assert named_arguments(node(aten.sum.dim_IntList, x, [0])) == {
         "self": x,

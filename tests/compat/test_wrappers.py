@@ -82,7 +82,7 @@ def test_a_compilation_around_one_in_place() -> None:
         assert bool(seen) == noted
 
 
-def test_what_is_held_lives_as_long_as_its_owner_and_is_not_copied() -> None:
+def test_held_object_lives_with_its_owner_and_is_not_copied() -> None:
     class Owner:
         pass
 

@@ -53,7 +53,7 @@ def is_group(value: object) -> bool:
     return isinstance(value, ModuleType) and f"{value.__name__.rpartition('.')[2]}.md" in {page.name for page in GROUPS}
 
 
-def test_what_counts_as_a_page() -> None:
+def test_groups_and_pages_are_recognised() -> None:
     assert is_group(numerics)
     assert is_group(planning)
     assert not is_group(fp8graph.models)  # it has a page of its own

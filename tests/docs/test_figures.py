@@ -91,7 +91,7 @@ def test_the_room_is_the_largest_of_the_last_amaxes(make: Any) -> None:
     assert amaxes[20] in clipped
 
 
-def test_what_each_gemm_reads(make: Any) -> None:
+def test_figure_shows_the_layouts_that_each_gemm_reads(make: Any) -> None:
     read = [[text.get_text() for text in axes.texts if "wise" in text.get_text()] for axes in make.gemms().axes]
     assert read == [
         ["x, rowwise", "w, rowwise"],

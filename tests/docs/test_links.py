@@ -64,7 +64,7 @@ def test_links() -> None:
     assert [(name_of(page), link) for page in PAGES for link in broken(page)] == []
 
 
-def test_what_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_links_are_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "report.md"
     text = "# A `heading`, twice\n# A heading, twice\n"
     text += "[a](#what) [b](no.md) [c](http://x.org) `[d](y)` [e](#a-heading-twice)"

@@ -45,7 +45,7 @@ def test_every_notebook_is_in_the_table_and_on_the_site() -> None:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda notebook: notebook.stem)
-def test_it_is_a_notebook(notebook: Path, tmp_path: Path) -> None:
+def test_notebooks_convert_to_ipynb_and_back(notebook: Path, tmp_path: Path) -> None:
     """Prose and code in turn, and the same text after a way through the file that ``jupytext --to ipynb`` writes."""
     text = notebook.read_text(encoding="utf-8")
     found = jupytext.reads(text, fmt="py:percent")

@@ -61,7 +61,7 @@ REASONS: list[tuple[str, str, torch.dtype, str | None]] = [
 
 
 @pytest.mark.parametrize(("recipe", "target", "dtype", "reason"), REASONS)
-def test_why_not(recipe: str, target: str, dtype: torch.dtype, reason: str | None) -> None:
+def test_obstacle_on_amd(recipe: str, target: str, dtype: torch.dtype, reason: str | None) -> None:
     device, found = hardware.from_target(target), named(recipe)
     assert device.obstacle(device.quantizer(found, "input"), device.quantizer(found, "weight"), dtype) == reason
 

@@ -22,7 +22,7 @@ from fp8graph.recipes import resolve_recipe
 from helpers import MLP, eager_backend, first_fast, step
 
 
-def test_what_a_cpu_multiplies() -> None:
+def test_cpu_multiplies_one_scale_per_tensor_or_row() -> None:
     cpu = hardware.of_device(torch.device("cpu"))
     assert cpu == hardware.from_target("cpu")
     assert (cpu.scalings, cpu.grouped, cpu.speed, cpu.is_gpu) == ({"tensor", "row"}, frozenset(), None, False)
@@ -143,7 +143,7 @@ def test_another_instruction_set_computes_the_same(tmp_path: Path) -> None:
             assert ((got.double() - other.double()).abs() <= slack).all()
 
 
-def test_what_is_multiplied_by_fp8graphs_own_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_product_needs_bf16_results(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = hardware.of_device(torch.device("cpu"))
 
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: True)
@@ -164,7 +164,7 @@ def test_what_is_multiplied_by_fp8graphs_own_op(monkeypatch: pytest.MonkeyPatch)
         (Float8BlockScaling(scale_format="ue8m0"), True),
     ],
 )
-def test_what_is_emulated_in_bf16_is_exact(recipe: Recipe, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_in_bf16_is_exact(recipe: Recipe, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = hardware.of_device(torch.device("cpu"))
     quantizers = [cpu.quantizer(recipe, operand) for operand in ("input", "weight")]
     monkeypatch.setattr(torch_build, "multiplies_bf16_on_cpu", lambda: True)

@@ -31,7 +31,7 @@ def test_examples_are_targets(name: str) -> None:
 
 
 @pytest.mark.parametrize("target", ["", "gpu", "sm_9", "sm90", "gfx", "GFX942", "cuda", 90])
-def test_what_is_no_target(target: Any) -> None:
+def test_unknown_targets_are_refused(target: Any) -> None:
     with pytest.raises(ConfigError, match="like 'sm_90' or 'gfx942'"):
         hardware.from_target(target)
 

@@ -218,7 +218,7 @@ CONDITIONS: list[tuple[str, str, tuple[int, ...] | None, torch.dtype, str | None
 
 
 @pytest.mark.parametrize(("recipe", "target", "cuda", "dtype", "reason"), CONDITIONS)
-def test_what_cublas_and_cutlass_multiply(
+def test_obstacle_on_nvidia(
     recipe: str, target: str, cuda: tuple[int, ...] | None, dtype: torch.dtype, reason: str | None
 ) -> None:
     device = dataclasses.replace(hardware.from_target(target), cuda=cuda)

@@ -59,7 +59,7 @@ def cost(scaling: Any, **operand: Any) -> float:
     return spent * at_once.bandwidth / (8192 * 4096)
 
 
-def test_what_quantization_costs() -> None:
+def test_quantization_cost_in_passes_over_the_tensor() -> None:
     assert cost("delayed") == pytest.approx(1)  # the FP8 copy
     assert cost("delayed", layouts=BOTH) == pytest.approx(2)
     assert cost("delayed", layouts=BOTH, users=2) == pytest.approx(1)
@@ -193,7 +193,7 @@ def test_the_bar_is_the_users() -> None:
     assert not any(g.recipe for g in explain(8192, 3.0).gemms)
 
 
-def test_what_is_left_for_speed_does_not_fail_the_check() -> None:
+def test_check_accepts_gemms_that_are_slower_in_fp8() -> None:
     """The rule names it: profitability is the one excuse."""
     report = explain(8192, 3.0)
     assert all(g.required for g in report.gemms)

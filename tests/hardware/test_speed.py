@@ -141,7 +141,7 @@ def test_low_precision_rates_are_those_of_the_scaling() -> None:
         ({"rates": {"row": 1.0}}, "give one number for each of tensor"),
     ],
 )
-def test_what_is_no_speed(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_speeds_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(fp8graph.ConfigError, match=message):
         dataclasses.replace(H200, **wrong)
 

@@ -110,7 +110,7 @@ def test_half_precision(tokens: int) -> None:
         assert torch.equal(found, sdpa)
 
 
-def test_what_it_leaves_to_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eager_bias_and_dropout_use_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """In eager, where a product of all pairs would be stored; a bias; dropout."""
     module, query, key, value = heads()
     calls: list[Any] = []

@@ -41,7 +41,7 @@ MODELS = {
 @pytest.mark.parametrize("exact_prefill", [False, True], ids=["stored", "exact"])
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_is_the_emulated_cache_bit_for_bit(name: str, static: bool, exact_prefill: bool) -> None:
+def test_cache_equals_the_emulated_cache(name: str, static: bool, exact_prefill: bool) -> None:
     model = MODELS[name]()
     settings: dict[str, Any] = {"exact_prefill": exact_prefill}
     caches: Any = (

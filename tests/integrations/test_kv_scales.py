@@ -44,7 +44,7 @@ CACHES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_what_is_stored_is_the_oracles(kind: str) -> None:
+def test_stored_keys_and_values_equal_the_oracle(kind: str) -> None:
     """Also after more tokens: nothing that is stored changes."""
     model = model_of("llama")
     cache = CACHES[kind](model.config, head_scales=HeadScales({0: SCALES, 1: SCALES}))
@@ -98,7 +98,7 @@ def test_calibrated_scales_hold_these_texts(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_generates_compiled_and_with_beams() -> None:
+def test_head_scales_with_beams_and_compiled() -> None:
     model = model_of("llama")
     scales = calibrate_head_scales(model, [IDS], margin=2)
     expected = generate(model, Fp8DynamicCache(model.config, head_scales=scales), num_beams=2)
@@ -177,7 +177,7 @@ NOT_SCALES: Any = {}
         (lambda c: calibrate_head_scales(model_of("llama"), [IDS], margin=0.5), "margin must be a number >= 1"),
     ],
 )
-def test_what_is_refused(make: Any, message: str) -> None:
+def test_invalid_head_scales_are_refused(make: Any, message: str) -> None:
     config = model_of("llama").config
     with pytest.raises(ConfigError, match=message):
         make(config)

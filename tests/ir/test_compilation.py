@@ -43,7 +43,7 @@ def gradient(parameter: int) -> Gradient:
     return Gradient(parameter=parameter, shape=(2, 2), device=torch.device("cpu"))
 
 
-def test_what_is_known_stays() -> None:
+def test_known_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         compilation().known.subgraph = True  # pyright: ignore[reportAttributeAccessIssue]
 

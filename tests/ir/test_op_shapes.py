@@ -31,7 +31,7 @@ def test_quantize_fp4(operand: OperandName, shape: tuple[int, ...], multiples: t
     assert len(promised) == 3 * sum(map(bool, multiples))  # data, scales of tiles, scale of the whole
 
 
-def test_what_fp4_needs_besides() -> None:
+def test_shapes_of_the_other_ops_of_fp4() -> None:
     x = torch.randn(3, 5).bfloat16()
     with FakeTensorMode():
         fakes = [ops.hadamard_matrix(torch.empty(3, 5).bfloat16(), 7), ops.random_seed(torch.device("cpu"))]

@@ -25,7 +25,7 @@ def node_of(*more: Any, **settings: Any) -> QuantizeNode:
     return QuantizeNode(insert(graph, ops.quantize, (x, FP8, False, 0.0, *more), like=x, kwargs=settings))
 
 
-def test_what_is_asked_for_has_names_and_defaults() -> None:
+def test_arguments_have_names_and_defaults() -> None:
     quantized = node_of([1, 16], [])
     asked = quantized.asked
     assert (asked.x, asked.dtype, asked.rowwise, asked.columnwise) == (quantized.node.args[0], FP8, [1, 16], [])
@@ -63,7 +63,7 @@ def test_readers_of_outputs_by_name() -> None:
     assert quantized.outputs == {"columnwise": made}
 
 
-def test_what_is_asked_for_can_be_changed() -> None:
+def test_ask_changes_arguments() -> None:
     """What is read afterwards is what the node says then; its value waits for ``update_value``."""
     quantized = node_of([1, 16], [])
     quantized.ask(rowwise=[], columnwise=[16, 16], keep_scales=True)

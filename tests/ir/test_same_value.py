@@ -59,7 +59,7 @@ def test_tensors_that_may_differ_have_two(body: Any) -> None:
         (lambda x: x.view(2, 4, 3), False),
     ],
 )
-def test_what_swaps_the_last_two_dims(body: Any, swaps: bool) -> None:
+def test_swaps_last_dims(body: Any, swaps: bool) -> None:
     (node,) = results(lambda x: [body(x)], (2, 3, 4))
     assert swaps_last_dims(node) == swaps
 

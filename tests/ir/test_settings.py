@@ -25,7 +25,7 @@ from fp8graph.ir import settings
     ],
 )
 @pytest.mark.parametrize("optimize", [0, 1], ids=["python", "python -O"])
-def test_what_cannot_be_used_raises(wrong: Any, message: str, optimize: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_settings_are_refused(wrong: Any, message: str, optimize: int, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("optimized_settings")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(Path(settings.__file__).read_bytes(), settings.__file__, "exec", optimize=optimize), vars(module))

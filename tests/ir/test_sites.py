@@ -29,7 +29,7 @@ def sites(module: nn.Module, *shape: int) -> list[Site]:
     ],
     ids=["addmm", "mm", "baddbmm", "bmm"],
 )
-def test_what_is_added(module: nn.Module, shape: tuple[int, ...], bias: bool) -> None:
+def test_bias_is_recognised(module: nn.Module, shape: tuple[int, ...], bias: bool) -> None:
     fprop, *others = sites(module, *shape)[0].gemms
     assert (fprop.bias is not None) == bias
     assert [gemm.bias for gemm in others] == [None, None]

@@ -32,7 +32,7 @@ def numbers(module: StoredLinear) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_dequantized_in_eager_and_multiplied_when_compiled(bias: bool) -> None:
+def test_stored_linear_dequantizes_in_eager_and_multiplies_when_compiled(bias: bool) -> None:
     module, x = layer(bias), torch.randn(32, K, dtype=torch.bfloat16, requires_grad=True)
     exact = nn.functional.linear(x.double(), numbers(module), module.bias.double() if bias else None)
     assert sqnr_db(exact.detach(), module(x).detach()) > 45
@@ -64,7 +64,7 @@ def test_copies(copied: Callable[[nn.Module], nn.Module]) -> None:
     assert list(module.state_dict()) == ["weight", "weight_scale_inv", "input_scale_inv"]
 
 
-def test_what_it_says_of_itself() -> None:
+def test_repr_of_stored_linear() -> None:
     assert repr(layer(bias=True)) == "StoredLinear(384, 256, block 128x128, activations=dynamic, bias=True)"
 
 

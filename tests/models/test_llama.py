@@ -67,7 +67,7 @@ def test_training_step_beside_bf16() -> None:
 
 
 @pytest.mark.slow
-def test_what_backward_keeps_is_fp8() -> None:
+def test_tensors_saved_for_backward_are_fp8() -> None:
     saved: list[Tensor] = []
     model, tokens = llama(1), ids()
     compiled = torch.compile(model, backend=eager_backend(None))

@@ -63,7 +63,7 @@ def test_rows_are_taken_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(whole, parts, rtol=1e-5, atol=0)
 
 
-def test_what_is_exact_has_no_error() -> None:
+def test_exact_product_has_no_error() -> None:
     ones = torch.ones(32, 64)
     recipe = resolve_recipe("mxfp8")
     assert recipe is not None

@@ -303,7 +303,7 @@ def test_an_operand_that_does_not_exist(operand: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", Float8CurrentScaling])
-def test_what_is_no_recipe(recipe: Any) -> None:
+def test_quantize_refuses_names_and_classes_of_recipes(recipe: Any) -> None:
     with pytest.raises(ValueError, match="recipe must be a recipe object like"):
         numerics.quantize(torch.zeros(2, 2), recipe, "input", "rowwise")
 

@@ -67,7 +67,7 @@ def test_a_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_a_recipe_makes_of_it(name: str, layout: Layout, operand: Any) -> None:
+def test_statistics_equal_those_of_the_decoded_tensor(name: str, layout: Layout, operand: Any) -> None:
     """Counted in the decoded numbers, one by one. The shape is ragged: what pads the data does not count."""
     x, recipe = wide(70, 100), resolve_recipe(name)
     assert recipe is not None

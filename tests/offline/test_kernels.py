@@ -20,7 +20,7 @@ from generated import (
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
 
-def test_what_a_kernel_compiles_to() -> None:
+def test_compiled_kernel_loads_and_stores_vectors() -> None:
     """A cast is stored as it is read along rows, 8 numbers per thread; no load or store is narrower than its tensor."""
     [kernel] = triton_kernels(
         generate(quantize_after("nothing", "delayed", "input", True, False), quantize_inputs(256, 1024)).kernels

@@ -15,7 +15,7 @@ def test_the_arguments_of_a_call() -> None:
     assert _read_call(call) == ("triton_poi_fused_0", ["buf1", "buf2", "", "s0"])
 
 
-def test_what_a_kernel_writes() -> None:
+def test_written_buffers_are_the_output_pointers() -> None:
     source = "\ndef triton_poi_fused_0(in_out_ptr0, in_ptr0, out_ptr1, xnumel, XBLOCK : tl.constexpr):\n    pass\n"
     assert _written("triton_poi_fused_0", source, ["buf1", "buf2", "buf3", ""]) == {"buf1", "buf3"}
 

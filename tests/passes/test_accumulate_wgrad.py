@@ -125,7 +125,7 @@ def with_main_grad(dtype: torch.dtype) -> nn.Module:
         (nn.Linear(32, 48, bias=False), Policy(default="blockwise"), "its wgrad is emulated"),
     ],
 )
-def test_what_is_left_to_autograd(module: nn.Module, policy: Any, reason: str) -> None:
+def test_gradients_left_to_autograd_have_a_reason(module: nn.Module, policy: Any, reason: str) -> None:
     found = view(module, x(16, module.in_features if isinstance(module, nn.Linear) else 32), policy)
     (text,) = set(refused(found).values())
     assert text.startswith(reason)

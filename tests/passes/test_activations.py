@@ -45,7 +45,7 @@ def test_a_result_that_is_quantized_as_it_is_is_no_function() -> None:
     assert functions(lambda g, u: [*quantized(g), *quantized(u)]) == []
 
 
-def test_what_is_measured_is_read_by_nobody_else() -> None:
+def test_statistics_do_not_count_as_readers() -> None:
     """On observed steps, statistics of a function's values change nothing about it."""
     found = functions(lambda g, u: [*quantized(g.relu()), ops.tensor_statistics(g, 32), ops.tensor_statistics(u, 32)])
     assert found == [(["mm", "relu"], "")]

@@ -67,7 +67,7 @@ def test_an_overflow_is_recorded_nowhere_and_forgotten(reduction: Reduction, bad
     assert history(page, 1) == [0, 0, 0, 4]
 
 
-def test_what_not_all_ranks_know_yet_waits(reduction: Reduction) -> None:
+def test_names_unknown_to_some_rank_are_not_reduced(reduction: Reduction) -> None:
     """On a GPU new names are awaited no longer after the first steps."""
     page = page_of(2.0, 4.0, names=[("a",), ("new",)])
     reduction.order = {"a": 0}

@@ -42,7 +42,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_decoded_lies_in_memory_as_it_did(name: str, recipe: str) -> None:
+def test_decoded_operand_keeps_its_strides(name: str, recipe: str) -> None:
     """Dense; torch gives the result of an op that reads q the same strides."""
     x = LAYOUTS[name]
     made, emit, _ = written(x, recipe)

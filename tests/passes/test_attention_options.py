@@ -244,7 +244,7 @@ def test_backward_keeps_probabilities_in_fp8() -> None:
     assert "dtype=e5m2" in line
 
 
-def test_what_the_report_says_of_backward() -> None:
+def test_report_row_of_fp8_backward() -> None:
     report = fp8graph.explain(sdpa(), *qkv(), policy=asking(HYBRID), training=True)
     forward, backward = report.attention
     assert "; the probabilities are quantized, too; emulated: " in forward.reason

@@ -67,7 +67,7 @@ def test_nvfp4_leaves_the_last_block_alone_under_the_default_policy() -> None:
     ],
     ids=["mxfp8", "own policy", "own rule", "own wgrad"],
 )
-def test_what_was_asked_for_is_not_changed(settings: dict[str, Any]) -> None:
+def test_last_blocks_only_apply_to_the_default_policy(settings: dict[str, Any]) -> None:
     assert all(recipe is not None for recipe, _ in recipes(**settings).values())
 
 

@@ -69,7 +69,7 @@ APART = [
 
 
 @pytest.mark.parametrize(("module", "settings"), APART)
-def test_what_is_judged_alone(module: nn.Module, settings: dict[str, Any]) -> None:
+def test_gemms_that_cannot_be_fused_are_judged_alone(module: nn.Module, settings: dict[str, Any]) -> None:
     found = choices_of(module, **settings)
     assert [len(choice.gemms) for choice in found] == [1] * 6
 
@@ -80,7 +80,7 @@ def test_a_weight_with_two_uses_is_judged_alone() -> None:
     assert [len(choice.gemms) for choice in choices_of(module)] == [1] * 6
 
 
-def test_what_has_no_recipe_is_no_choice() -> None:
+def test_gemm_without_recipe_is_not_a_choice() -> None:
     policy = Policy([Rule("up", None)], default="tensorwise", min_speedup=0)
     assert len(choices_of(Added(), policy=policy)) == 3
     assert choices_of(Added(), policy=Policy(default=None)) == []
@@ -92,7 +92,7 @@ def test_there_is_nothing_to_choose_without_a_speed() -> None:
     assert list(choices(compilation)) == []
 
 
-def test_what_is_emulated_has_no_speed() -> None:
+def test_emulated_gemm_has_no_speed() -> None:
     """Beside one that is native: it runs in FP8 whatever it takes."""
     policy = Policy([Rule("up", "mxfp8")], default="tensorwise", min_speedup=0)
     found = {choice.gemms[0].node.name: choice.speed for choice in choices_of(Added(), policy=policy)}
@@ -158,7 +158,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_judged_as_one_is_multiplied_as_one(how: str) -> None:
+def test_gemms_judged_together_are_fused(how: str) -> None:
     x = torch.empty(8192, 4096, device="meta", dtype=BF16, requires_grad=True)
     report = fp8graph.explain(Attention(how), x, policy=Policy(default="tensorwise", min_speedup=0), target="sm_90")
     judged: dict[tuple[str, float | None], list[str]] = {}

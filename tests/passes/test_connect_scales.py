@@ -95,7 +95,7 @@ def test_a_no_grad_region_is_read_only() -> None:
     assert line.startswith("updated_page: f32[2, 6]")  # one input and the weight: the region reads the same rows
 
 
-def test_what_runs_without_gradients_only_is_not_recorded() -> None:
+def test_amaxes_under_no_grad_are_not_recorded() -> None:
     class Teacher(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -60,7 +60,7 @@ def test_scales_of_rows_go_into_the_gradient() -> None:
     assert any("= aten.full([384, 1], 1.0" in line for line in found)
 
 
-def test_what_is_padded_is_copied_with_zeros() -> None:
+def test_padded_weight_is_copied_with_zeros() -> None:
     view = view_of(stored("row", 24, 40), x(16, 40), policy=DEFAULT, target="sm_90")
     assert "e4m3[32, 48] = fp8graph.columnwise" in view.after
     assert {gemm.recipe for gemm in view.gemms} == {"rowwise"}

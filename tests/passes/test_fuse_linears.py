@@ -174,7 +174,7 @@ APART: dict[str, tuple[nn.Module, dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("case", APART)
-def test_what_stays_apart(case: str) -> None:
+def test_linears_that_are_not_fused(case: str) -> None:
     torch._dynamo.reset()
     model, settings, count = APART[case]
     assert multiplied(model, x(16, 32), **settings) == count

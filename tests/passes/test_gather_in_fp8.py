@@ -141,7 +141,7 @@ def test_the_report_has_a_table_of_them(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_what_fsdp2_gathers_is_quantized_in_each_direction(recipe: str) -> None:
+def test_weights_gathered_by_fsdp2_are_quantized_in_each_direction(recipe: str) -> None:
     """Kept in FP8, or waiting in FP8 for backward, the weights of a model would be whole on every rank."""
     model = parallelism.Net()
     block = model.layers[0]

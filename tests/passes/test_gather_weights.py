@@ -41,7 +41,7 @@ def reasons(
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_what_can_be_sent(recipe: str) -> None:
+def test_plain_weight_can_be_sent(recipe: str) -> None:
     assert reasons(nn.Linear(256, 256, bias=False), recipe) == [None]
 
 
@@ -58,7 +58,9 @@ def test_what_can_be_sent(recipe: str) -> None:
         (nn.Linear(256, 256), "mxfp8", (128, None), "its two layouts in FP8 are as many bytes"),
     ],
 )
-def test_what_cannot(module: nn.Module, recipe: str, shard: tuple[int, str | None], reason: str) -> None:
+def test_weight_that_cannot_be_sent_has_a_reason(
+    module: nn.Module, recipe: str, shard: tuple[int, str | None], reason: str
+) -> None:
     (found,) = reasons(module, recipe, shard)
     assert found is not None
     assert found.startswith(reason)

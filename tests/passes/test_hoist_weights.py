@@ -101,7 +101,7 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("body", WEIGHTS)
-def test_what_is_computed_from_parameters_is_a_weight(body: Any) -> None:
+def test_tensors_computed_from_parameters_are_hoisted(body: Any) -> None:
     """What it was computed with leaves the graph too, where gradients do not need it."""
     before, after = around(Weight(body, 48, 32), x(16, 32), policy=EVERY_OP)
     assert len(quantized(before)) == 3
@@ -136,7 +136,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("body", "policy"), REFUSALS)
-def test_what_is_no_weight_stays_in_the_graph(body: Any, policy: Policy) -> None:
+def test_other_operands_stay_in_the_graph(body: Any, policy: Policy) -> None:
     before, after = around(Weight(body, 48, 32), x(16, 32), policy=policy)
     assert len(quantized(before)) >= 2
     assert after == before
@@ -213,7 +213,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
         pytest.param({"training": True}, id="a graph with a backward"),
     ],
 )
-def test_what_is_not_kept(known: dict[str, Any]) -> None:
+def test_weight_is_not_hoisted(known: dict[str, Any]) -> None:
     graph, refused = a_weight_and_spares(2), compilation(**known)
     before = graph_text(graph)
     if may_keep_weights(graph, refused):
@@ -223,7 +223,7 @@ def test_what_is_not_kept(known: dict[str, Any]) -> None:
     assert refused.known.spares.wanted == 0
 
 
-def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
+def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)})
     next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
     gather_weights(graph, found)
@@ -232,7 +232,7 @@ def test_what_fsdp2_may_gather_in_fp8_is_found() -> None:
     assert (asked.weight.parameters, asked.weight.outputs) == ((0,), ("rowwise", "scale_inv"))
 
 
-def test_what_fsdp2_gathered_in_fp8_is_taken() -> None:
+def test_weight_gathered_in_fp8_becomes_an_input() -> None:
     graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
     gather_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"

@@ -72,7 +72,7 @@ REFUSALS: list[Any] = [
 
 
 @pytest.mark.parametrize(("body", "args", "reason"), REFUSALS)
-def test_what_fp8_cannot_multiply(body: Any, args: list[Tensor], reason: str) -> None:
+def test_illegal_gemm_has_its_reason(body: Any, args: list[Tensor], reason: str) -> None:
     policy = Policy([Rule("*", "tensorwise", op="*")])
     (gemm,) = fp8graph.explain(Function(body), *args, policy=policy, training=False).gemms
     assert gemm.recipe is None
@@ -103,5 +103,5 @@ def test_one_of_several_matrices_waits_for_a_rule() -> None:
 
 
 @pytest.mark.parametrize("shapes", [((1, 8, 32), (1, 32, 16)), ((8, 32), (32, 16)), ((3, 8, 32), (32, 16))])
-def test_what_is_one_matrix_is_legal(shapes: Any) -> None:
+def test_product_with_one_matrix_is_legal(shapes: Any) -> None:
     assert decided(None, *shapes) == [(False, None)] * 3

@@ -33,7 +33,7 @@ def test_a_row_is_taken_once() -> None:
     assert loaded.take(NAME, 448.0) is None
 
 
-def test_what_was_not_loaded_is_not_there() -> None:
+def test_take_of_a_name_that_was_not_loaded() -> None:
     loaded = rows()
     assert loaded.take(OTHER, 448.0) is None
     assert list(loaded) == [NAME]
@@ -45,7 +45,7 @@ def test_another_state_dict_takes_the_place_of_the_first() -> None:
     assert list(loaded) == [OTHER]
 
 
-def test_what_waits_is_saved_again() -> None:
+def test_unused_rows_are_saved_again() -> None:
     entries = dict(rows().entries())
     assert set(entries) == {f"{NAME}|scale", f"{NAME}|amax_history"}
     assert entries[f"{NAME}|scale"].tolist() == [8.0]

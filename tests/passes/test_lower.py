@@ -95,7 +95,7 @@ def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
 
 
 @pytest.mark.usefixtures("bf16_gemm")
-def test_what_torch_runs_alone_has_no_op_of_ours() -> None:
+def test_lowering_for_torch_alone_leaves_only_ops_of_torch() -> None:
     graph = graph_with(ops.scaled_mm, FP8, FP8, ONE, ONE, None, torch.bfloat16, True)
     before = run(graph, FP8, FP8, ONE, ONE)
     lower_for_torch_alone(graph)

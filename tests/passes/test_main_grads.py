@@ -276,5 +276,5 @@ def test_another_parameter_has_another_buffer() -> None:
         (nn.Parameter(torch.ones(2, 3).t()), False, "it is not contiguous"),
     ],
 )
-def test_why_not_accumulated(weight: nn.Parameter, gathered: bool, reason: str | None) -> None:
+def test_reasons_against_accumulation(weight: nn.Parameter, gathered: bool, reason: str | None) -> None:
     assert why_not_accumulated(weight, gathered=gathered) == reason

@@ -48,7 +48,7 @@ def test_a_tensor_is_measured_once_for_each_name() -> None:
     assert not measuring.is_measured(("other", 0), "input")
 
 
-def test_what_has_no_statistics() -> None:
+def test_vectors_integers_and_empty_tensors_have_no_statistics() -> None:
     """Vectors; whole numbers; tensors without elements."""
     graph = torch.fx.Graph()
     with torch._subclasses.FakeTensorMode():

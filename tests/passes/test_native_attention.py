@@ -149,7 +149,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Any:
         ),
     ],
 )
-def test_it_is_emulated_with_its_reason(
+def test_emulated_attention_has_its_reason(
     module: nn.Module, sizes: dict[str, Any], settings: dict[str, Any], why: str
 ) -> None:
     report = report_of(module, *qkv(**{**BF16, **sizes}), **settings)

@@ -63,6 +63,6 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
         pytest.param({"subgraph": True, "settings": IN_GRAPH}, id="the body of a higher-order op"),
     ],
 )
-def test_what_is_not_noted(known: dict[str, Any]) -> None:
+def test_weight_is_not_noted(known: dict[str, Any]) -> None:
     _, found = passed(linear(), torch.randn(16, 32), last="note_weights", **known)
     assert noted(found) == []

@@ -60,7 +60,7 @@ def test_each_operand_and_result_is_measured_once() -> None:
     assert view.inputs[-3:] == ("statistics of forward", "statistics of backward", "tangents_1")
 
 
-def test_what_is_kept_for_backward_stays_as_it_is() -> None:
+def test_observation_does_not_change_saved_tensors() -> None:
     """Forward makes the columnwise copies, to measure them, and backward makes them again, from what is kept in FP8."""
     settings: dict[str, Any] = {"save": "memory", "save_activations_in_fp8": True}
     torch._dynamo.reset()

@@ -56,7 +56,7 @@ def test_each_gradient_draws_its_own_numbers() -> None:
         (Policy([Rule("*", "nvfp4", wgrad=None, dgrad=None)]), []),
     ],
 )
-def test_what_needs_nothing_is_left_alone(policy: Policy, left: list[str]) -> None:
+def test_only_operands_that_need_a_transform_or_a_seed_get_one(policy: Policy, left: list[str]) -> None:
     made = [line.partition("fp8graph.")[2].partition("(")[0] for line in prepared(policy)]
     assert [name for name in made if name != "quantize"] == left
 

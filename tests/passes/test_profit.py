@@ -21,7 +21,7 @@ def test_a_refused_gemm_pays_nothing() -> None:
     assert found[choices["wgrad"]] == first["wgrad"]
 
 
-def test_what_is_accepted_passes_together() -> None:
+def test_accepted_gemms_pass_together() -> None:
     for m in (256, 512, 1024, 2048):
         choices = linear(m, 2048, 2048, "tensor", REPLAYED)
         found = judge(list(choices.values()), 1.05)
@@ -36,7 +36,7 @@ def test_a_bar_of_zero_refuses_nothing() -> None:
     assert judge(choices, 0) == {c: c.seconds() / c.fp8_seconds(uses) for c in choices}
 
 
-def test_what_has_no_speed_runs_in_fp8_and_shares_the_cost() -> None:
+def test_gemm_without_speed_runs_in_fp8_and_shares_the_cost() -> None:
     """A GEMM of a device whose speed is not known is never refused; it pays its part of a quantization."""
     fprop = linear(64, 1024, 1024, "tensor", REPLAYED)["fprop"]
     of_unknown = dataclasses.replace(fprop, speed=None)

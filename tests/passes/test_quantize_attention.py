@@ -222,7 +222,7 @@ def test_each_op_and_its_backward_read_decoded_numbers(form: str) -> None:
     assert [", ".join(numbers[:3]) in lines[0], ", ".join(numbers[3:]) in lines[1], len(lines)] == [True, True, 2]
 
 
-def test_what_the_report_says() -> None:
+def test_report_rows_of_quantized_attention() -> None:
     report = fp8graph.explain(sdpa(), *qkv(), policy=TENSORWISE, training=True)
     forward, backward = report.attention
     assert forward.reason.startswith('rule "*" (op attention) -> tensorwise; emulated: ')

@@ -142,7 +142,7 @@ SCALES: dict[str, tuple[tuple[int, ...], Decode, str]] = {
 
 
 @pytest.mark.parametrize("name", SCALES)
-def test_what_is_not_understood_is_reported(name: str) -> None:
+def test_unknown_dequantization_is_reported(name: str) -> None:
     shape, decode, reason = SCALES[name]
     module = Written(stored("tensor", N, K).weight.detach(), torch.rand(shape) + 0.5, decode)
     backend = eager_backend(DEFAULT)

@@ -20,7 +20,7 @@ def x() -> torch.Tensor:
     return torch.randn(16, 32, requires_grad=True)
 
 
-def test_what_passes_do_has_no_reason() -> None:
+def test_applied_passes_report_no_refusals() -> None:
     every: dict[str, Any] = {"cache_weights": True, "save": "memory", "save_activations_in_fp8": True}
     assert view_of(MLP(), x(), **every).refusals == ()
     assert view_of(nn.Linear(32, 48), x(), cache_weights="update").refusals == ()

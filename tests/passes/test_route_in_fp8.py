@@ -142,7 +142,7 @@ def test_the_numbers_of_quantizing_afterwards(recipe: str, dtype: torch.dtype) -
     ],
     ids=str,
 )
-def test_what_is_quantized_afterwards_has_its_reason(
+def test_tokens_quantized_after_routing_have_a_reason(
     recipe: Any, copies: int, module: type[Routed], reason: str
 ) -> None:
     dtype = torch.bfloat16 if copies < 4 else torch.float32

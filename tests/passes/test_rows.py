@@ -39,7 +39,7 @@ def test_a_device_has_types_of_its_own() -> None:
     assert found[0].dtypes == ("e4m3fnuz", "e4m3fnuz", "bf16")
 
 
-def test_what_is_left_alone_has_its_own_types_and_a_reason() -> None:
+def test_row_of_a_gemm_in_high_precision() -> None:
     found = records(nn.Linear(32, 48), policy=Policy([Rule("*", None)]))
     assert {(r.recipe, r.execution, r.dtypes) for r in found} == {(None, "high precision", ("fp32", "fp32", "fp32"))}
     assert {(r.rule, r.reason, r.required, r.missing) for r in found} == {
@@ -48,7 +48,7 @@ def test_what_is_left_alone_has_its_own_types_and_a_reason() -> None:
 
 
 @pytest.mark.parametrize("policy", [ALL, Policy([Rule("*", "tensorwise")], min_speedup=0)])
-def test_what_a_user_asks_for_is_required(policy: Policy) -> None:
+def test_gemms_named_by_a_rule_are_required(policy: Policy) -> None:
     assert {r.required for r in records(nn.Linear(32, 48), policy=policy)} == {bool(policy.rules)}
 
 

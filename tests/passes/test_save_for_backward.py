@@ -79,7 +79,7 @@ def refused(module: Any, *args: Tensor, policy: Any = ALL) -> list[tuple[str, st
     return [(refusal.fqn, refusal.reason) for refusal in refusals if refusal.what == "quantized again"]
 
 
-def test_what_checkpoint_recomputes_is_not_quantized_again() -> None:
+def test_checkpointed_activations_are_not_quantized_again() -> None:
     model = MLP()
     found = refused(lambda x: checkpoint(model, x, use_reentrant=False), torch.randn(16, 32, requires_grad=True))
     assert set(found) == {

@@ -107,7 +107,7 @@ def test_the_gradients_are_those_of_high_precision() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_what_is_left_out_says_why() -> None:
+def test_unscored_site_has_a_reason() -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()

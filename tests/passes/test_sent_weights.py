@@ -164,13 +164,13 @@ def test_copies_that_are_kept_over_micro_batches_keep_the_scales_of_an_update(of
 
 
 @pytest.mark.slow
-def test_what_stands_for_whole_weights_is_one_matrix(of_ranks: Any) -> None:
+def test_whole_weights_share_one_placeholder(of_ranks: Any) -> None:
     for _, found in of_ranks(2, "tensorwise"):
         assert found["nan"] == 256 * 512
 
 
 @pytest.mark.parametrize(("ranks", "name"), [case(2, "offloaded"), case(2, "rowwise"), case(4, "to fewer ranks")])
-def test_what_is_not_sent_in_fp8_has_its_reason(ranks: int, name: str, of_ranks: Any) -> None:
+def test_weights_sent_in_high_precision_have_a_reason(ranks: int, name: str, of_ranks: Any) -> None:
     for expected, found in of_ranks(ranks, name):
         assert found["bytes"] == expected["bytes"]
         assert len(found["reasons"]) in (2 * 2, 2 * 3)  # where gate and up are not emulated, they are multiplied as one

@@ -49,7 +49,7 @@ def test_rows_of_ranks_are_those_of_the_whole_weight(kind: str) -> None:
             assert torch.equal(torch.cat(found[name]).to(torch.float32), expected.to(torch.float32))
 
 
-def test_what_stands_for_whole_weights_grows_to_the_largest() -> None:
+def test_placeholder_of_whole_weights_grows_to_the_largest() -> None:
     memory, device = Memory(), torch.device("cpu")
     small, large = (memory.nan(torch.Size((rows, 8)), torch.float32, device) for rows in (2, 4))
     again = memory.nan(torch.Size((2, 8)), torch.float32, device)

@@ -121,7 +121,7 @@ def test_experts_are_not_smoothed() -> None:
     assert reasons == {"experts share one matmul, and each has tokens of its own"}
 
 
-def test_what_is_observed_is_the_programs() -> None:
+def test_statistics_are_of_the_unscaled_tensors() -> None:
     """Not the scaled input and weight, nor the gradient before it is scaled back."""
     module, x = SwiGLU(), torch.randn(16, 64)
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_what_is_observed_is_the_programs() -> None:
     assert found["input"] == pytest.approx(inner.abs().max().item(), rel=1e-5)
 
 
-def test_what_is_not_combined_is_in_the_report() -> None:
+def test_smoothed_weight_is_not_accumulated() -> None:
     backend = eager_backend(Policy([Rule("down", SMOOTH)], default=None), accumulate_wgrad=True)
     compiled_step(SwiGLU(), torch.randn(16, 64, requires_grad=True), backend)
     assert any("smoothed_back" in refusal.reason for refusal in backend.report.refusals), backend.report.refusals

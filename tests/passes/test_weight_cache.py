@@ -251,7 +251,7 @@ def test_first_used_under_inference_mode() -> None:
         pytest.param(lambda w, x: x @ (w + x[0]).t(), 0, id="reads an input"),
     ],
 )
-def test_what_counts_as_a_weight(body: Any, cached: int) -> None:
+def test_cached_weights(body: Any, cached: int) -> None:
     model = Weight(body, 48, 32)
     x = torch.randn(16, 32, requires_grad=True)
     run, backend = compiled(model, Policy([Rule("*", "tensorwise", op="*")]))

@@ -139,7 +139,7 @@ def another_weight(model: MLP, _run: Callable[[], Any]) -> Any:
 
 
 @first_fast("change", [pruned, pruned_for_good, another_layer, another_weight])
-def test_what_was_there_before_has_no_state_any_more(change: Callable[[MLP, Callable[[], Any]], Any]) -> None:
+def test_replaced_weight_has_no_state(change: Callable[[MLP, Callable[[], Any]], Any]) -> None:
     model, x = MLP(), torch.randn(16, 32)
     fp8graph.compile(model, recipe="delayed", compiler="eager")
 

@@ -60,7 +60,7 @@ def found_in(module: Any, **sizes: Any) -> list[Found]:
 
 
 @pytest.mark.parametrize("name", FOUND)
-def test_it_is_found(name: str) -> None:
+def test_written_out_attention_is_found(name: str) -> None:
     module, masked = FOUND[name]
     (attention,) = found_in(module)
     assert (attention.form, attention.masked) == ("written out", masked)
@@ -83,7 +83,7 @@ def test_each_matmul_reads_what_it_should() -> None:
 
 
 @pytest.mark.parametrize("name", NOT_FOUND)
-def test_it_is_not_attention(name: str) -> None:
+def test_similar_programs_are_not_attention(name: str) -> None:
     assert found_in(Attention(NOT_FOUND[name])) == []
 
 

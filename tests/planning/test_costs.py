@@ -45,7 +45,7 @@ def test_linears_that_share_an_input_share_its_cost() -> None:
     assert seconds(gradient, recipe, device, 1) == seconds(gradient, recipe, device, 3)
 
 
-def test_what_a_device_cannot_multiply_has_no_time() -> None:
+def test_unsupported_gemm_has_no_time() -> None:
     device = hardware.from_target("sm_90")
     assert seconds(FOUND, resolve_recipe("mxfp8"), device, 1) is None
     wgrad = dataclasses.replace(FOUND, gemm="wgrad")

@@ -69,7 +69,7 @@ class Attention(nn.Module):
         return self.up(self.o(self.q(x) * self.k(x))).square().mean()
 
 
-def test_what_an_error_of_dgrad_reaches() -> None:
+def test_upstream_linears_of_dgrad() -> None:
     """The linears before the tensor that one reads: none for q and k, which do not reach each other."""
     found = run(Attention(), [X.clone().requires_grad_()])
     assert {one.site: one.upstream for one in found} == {"q": 0, "k": 0, "o": 2, "up": 3}
@@ -89,7 +89,7 @@ def test_dropout_is_seeded() -> None:
     assert first == again != other
 
 
-def test_what_is_no_loss() -> None:
+def test_model_must_return_a_loss() -> None:
     with pytest.raises(ConfigError, match="the model returns NoneType, and not a loss"):
         run(_Nothing(), [X])
 

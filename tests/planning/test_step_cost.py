@@ -204,7 +204,7 @@ def test_sequence_parallel_sends_what_tensor_parallel_sends() -> None:
     assert activations == sum(tensor.values())
 
 
-def test_what_is_gathered_in_fp8_is_half_as_wide() -> None:
+def test_fp8_all_gathers_send_half_the_bytes() -> None:
     """Forward gathers the inputs of q/k/v and of gate/up, backward the gradients of o's and down's outputs."""
     work = llama_8b()
     layers = 32 * 4 * bytes_sent("all_gather", 8192 * 4096, 8)  # in bytes of one
@@ -345,7 +345,7 @@ def test_published_figures() -> None:
         ("tp=8,sp", "tp=8 does not divide the 100 tokens"),
     ],
 )
-def test_what_tp_must_divide(mesh: str, message: str) -> None:
+def test_tp_must_divide_heads_and_tokens(mesh: str, message: str) -> None:
     with pytest.raises(fp8graph.ConfigError, match=message):
         plan(llama_8b(seq=100), mesh)
 

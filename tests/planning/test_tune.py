@@ -118,7 +118,7 @@ def test_a_llama_decides_by_groups_and_the_policy_loads(tmp_path: Path, target: 
 
 
 @pytest.mark.slow
-def test_what_was_chosen_is_what_runs(target: str) -> None:
+def test_chosen_recipes_run(target: str) -> None:
     torch.manual_seed(0)
     model = causal_lm("Llama")(2).bfloat16()
     ids = torch.randint(0, 256, (2, 32))
@@ -163,7 +163,7 @@ def test_the_model_is_left_as_it_was(target: str) -> None:
 
 
 @pytest.mark.slow
-def test_it_resumes(tmp_path: Path, target: str) -> None:
+def test_tune_resumes(tmp_path: Path, target: str) -> None:
     torch.manual_seed(0)
     model, path = Wide(), tmp_path / "measured.json"
 

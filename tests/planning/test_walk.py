@@ -32,12 +32,12 @@ def every_choice(decisions: Decisions) -> list[tuple[float, float]]:
     ]
 
 
-def test_what_is_worse_in_both_is_not_on_the_hull() -> None:
+def test_dominated_option_is_not_on_the_hull() -> None:
     options = [option(0, 10, None), option(1, 5, 1), option(2, 6, 2), option(3, 1, 3)]
     assert [o.choice for o in hull(options)] == [None, 1, 3]
 
 
-def test_what_saves_less_per_error_than_the_next_step_is_skipped() -> None:
+def test_option_below_the_hull_is_skipped() -> None:
     options = [option(0, 10, None), option(1, 9.5, 1), option(2, 2, 2)]
     assert [o.choice for o in hull(options)] == [None, 2]
 

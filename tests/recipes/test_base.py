@@ -20,7 +20,7 @@ class Own(Recipe):
     tiles: Any = (1, 2)
 
 
-def test_what_a_file_says_is_what_code_says() -> None:
+def test_recipe_from_strings_and_lists_equals_the_typed_one() -> None:
     """TOML and JSON have neither formats nor tuples."""
     arguments: dict[str, Any] = {"fp8_format": "E4M3", "use_fast_accum": [False, True, False]}
     assert Own(**arguments) == Own(fp8_format=Format.E4M3, use_fast_accum=(False, True, False))
@@ -47,7 +47,7 @@ def test_code_cannot_be_written_to_a_file() -> None:
         Own(tiles=max).to_dict()
 
 
-def test_how_operands_are_quantized_a_recipe_says_itself() -> None:
+def test_base_recipe_has_no_quantizer() -> None:
     with pytest.raises(NotImplementedError):
         Own().quantizer("input")
 

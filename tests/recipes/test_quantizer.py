@@ -24,7 +24,7 @@ from fp8graph.recipes import resolve_recipe
         ({"fp8_format": "HYBRID"}, [torch.float8_e4m3fn, torch.float8_e4m3fn, torch.float8_e5m2]),
     ],
 )
-def test_what_a_quantizer_gets(fields: dict[str, Any], expected: list[torch.dtype]) -> None:
+def test_quantizer_has_the_fields_of_its_recipe(fields: dict[str, Any], expected: list[torch.dtype]) -> None:
     recipe = Float8CurrentScaling(**fields, power_2_scale=True, amax_epsilon=0.25)
     quantizers = [recipe.quantizer(operand) for operand in recipes.OPERANDS]
     assert [q.dtype for q in quantizers] == expected

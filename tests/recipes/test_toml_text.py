@@ -20,7 +20,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("settings", [{}, {"default": None}, {"extends": "default"}, {"keep_heads": True}])
-def test_it_is_read_back(settings: dict[str, object]) -> None:
+def test_written_policy_is_read_back(settings: dict[str, object]) -> None:
     policy = Policy(RULES, **settings)  # pyright: ignore[reportArgumentType]
     assert Policy.from_dict(tomllib.loads(policy_toml(policy))).identity() == policy.identity()
 

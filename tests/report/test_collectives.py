@@ -53,7 +53,7 @@ def test_a_collective_that_a_pass_added_says_what_for() -> None:
     assert (record.ranks, record.bytes_sent) == (1, 0)  # a group that is unknown here
 
 
-def test_what_is_computed_from_gradients_is_of_backward() -> None:
+def test_collective_of_a_gradient_is_in_backward() -> None:
     graph = graph_of(collectives.ALL_GATHER, (8, 8), 2, "0")
     next(iter(graph.nodes)).target = "tangents_1"
     assert [record.direction for record in collective_records(graph)] == ["backward"]

@@ -177,6 +177,6 @@ def test_losses_by_step() -> None:
 
 
 @pytest.mark.parametrize("losses", [5, ["high"], {"a": 1.0}])
-def test_what_is_no_loss(losses: Any) -> None:
+def test_losses_must_be_one_number_per_step(losses: Any) -> None:
     with pytest.raises(ConfigError, match="Give one number per step, or a mapping from step to loss"):
         statistics_data([], losses)

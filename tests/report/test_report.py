@@ -234,7 +234,7 @@ def test_before_the_first_call_it_says_why_it_is_empty() -> None:
     assert report.notes() == ["no graph yet: nothing is compiled before the model is called"]
 
 
-def test_it_counts_the_graphs_under_the_policy_in_force() -> None:
+def test_summary_counts_graphs_of_the_current_policy() -> None:
     """After a warm-up in high precision, a schedule's or the user's: what ran before is listed, and not counted."""
     model, x = MLP(), torch.randn(8, 32)
     backend = eager_backend(fp8graph.Policy([fp8graph.Rule("down", "rowwise")], default=None))

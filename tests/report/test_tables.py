@@ -98,7 +98,7 @@ def test_dtypes_are_those_of_the_device() -> None:
         assert (forward.dtypes, backward.dtypes) == ((dtype, "fp32"), ("fp32", "fp32"))
 
 
-def test_it_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
+def test_attention_survives_json_and_reaches_the_page(tmp_path: Path) -> None:
     report = report_of(sdpa())
     view = report.graphs[0]
     assert GraphView.from_dict(json.loads(json.dumps(view.to_dict()))) == view

@@ -29,7 +29,7 @@ class Layer(nn.Module):
         self.merged_adapters: list[str] = []
 
 
-def test_what_is_merged_is_seen_once() -> None:
+def test_merge_is_noticed_once() -> None:
     adapters, model = Adapters(), nn.Sequential(Layer(), Layer())
     assert not adapters.changed()
     adapters.watch(model)
@@ -102,7 +102,7 @@ def test_unloading_is_said(method: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.slow
-def test_what_is_compiled_in_it_stays_compiled(caplog: pytest.LogCaptureFixture) -> None:
+def test_model_stays_compiled_after_unload(caplog: pytest.LogCaptureFixture) -> None:
     from peft import LoraConfig, get_peft_model
 
     inner: Any = causal_lm("Llama")(1)

@@ -116,7 +116,7 @@ def test_a_watch_looks_once_in_many_calls_and_waits_in_none(monkeypatch: pytest.
     assert device.pauses == 0
 
 
-def test_what_has_not_changed_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_tensors_are_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     device, tensors = Device(monkeypatch), [torch.randn(16, 16)]
     watch = device.watch(tensors)
     for _ in range(10 * EVERY):

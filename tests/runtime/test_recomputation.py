@@ -155,7 +155,7 @@ def test_a_call_too_many() -> None:
         run(of_different_moments, x, reentrant=True)
 
 
-def test_what_is_not_recomputed_is_not_remembered() -> None:
+def test_forward_without_recomputation_is_forgotten() -> None:
     calls = Calls()
     calls(torch.randn(4))
     with torch.autograd.graph.save_on_cpu():

@@ -27,7 +27,7 @@ def trained(recipe: Any = RECIPE, module: nn.Module | None = None) -> tuple[Any,
     return model, backend
 
 
-def test_what_is_in_it() -> None:
+def test_state_dict_entries() -> None:
     _model, backend = trained()
     state = backend.state_dict()
     assert len(state) == 1 + 9 * 2  # three layers, three operands
@@ -116,7 +116,7 @@ def test_another_model_is_named_when_it_is_there_already() -> None:
     del model
 
 
-def test_what_nothing_asked_for_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+def test_unused_state_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
     """Loaded before the first step, state waits for its layers; what has another recipe by then is logged."""
     first, source = trained()
     rules = [Rule("up", DelayedScaling(amax_history_len=8)), Rule("down", None)]
@@ -221,7 +221,7 @@ def test_two_weights_of_one_module_have_two_names(bind: bool) -> None:
     assert names == {f"{layer}.{o}" for layer in layers for o in ("input", "weight", "grad_output")}
 
 
-def test_it_is_read_like_a_dict_and_pickled_as_one() -> None:
+def test_state_reads_and_pickles_like_a_dict() -> None:
     """``weights_only=True`` refuses everything else; a Mapping torch.distributed.checkpoint would take apart."""
     _model, backend = trained()
     state = backend.state_dict()

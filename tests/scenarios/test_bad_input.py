@@ -26,7 +26,7 @@ def compiled(module: nn.Module, **kwargs: Any) -> tuple[Any, fp8graph.Backend]:
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_what_is_not_finite_shows(recipe: str) -> None:
+def test_nonfinite_values_reach_every_result(recipe: str) -> None:
     """An inf or NaN of any operand in every result that has it in high precision; in the other rows nothing changes.
 
     The step after is, bit for bit, the one before.

@@ -216,7 +216,7 @@ def of_a_library(function: Any, x: Tensor) -> Tensor:
         return function(x)
 
 
-def test_what_cannot_be_known_is_refused() -> None:
+def test_unknown_region_of_a_recomputation_is_refused() -> None:
     run = Run(of_a_library)
     with pytest.raises(fp8graph.Fp8GraphError, match="cannot be known which.*Open the region inside"):
         run(recipe="rowwise").sum().backward()

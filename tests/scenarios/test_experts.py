@@ -195,7 +195,7 @@ def test_weights_of_experts_are_quantized_once_per_update() -> None:
         ("sm_100", "rowwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per row"),
     ],
 )
-def test_what_a_gpu_multiplies(target: str, recipe: str, execution: list[str], reason: str) -> None:
+def test_grouped_gemms_by_gpu_and_recipe(target: str, recipe: str, execution: list[str], reason: str) -> None:
     with torch.device("meta"):
         module = Experts(torch.bfloat16)
         x, offs = torch.empty(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.empty(4, dtype=torch.int32)

@@ -73,7 +73,7 @@ def test_operand_dtypes_are_in_the_graph(recipe: Any, fmt: Format) -> None:
         assert f"dtype={gradient if line.startswith('quantize_grad') else 'e4m3'}" in line
 
 
-def test_why_emulated_is_in_the_report() -> None:
+def test_report_says_why_a_gemm_is_emulated() -> None:
     reasons = {
         name: fp8graph.explain(nn.Linear(64, 32), torch.randn(16, 64), policy=Policy(default=name), target=target)
         .gemms[0]

@@ -42,7 +42,7 @@ def test_the_tests_that_are_named_exist() -> None:
     assert all(fault.tests for fault in FAULTS)
 
 
-def test_what_is_recorded_is_of_these_faults() -> None:
+def test_recorded_mutants_are_the_current_faults() -> None:
     rows = mutants.recorded()
     assert {*rows} == {fault.name for fault in FAULTS}
     assert {name for name, row in rows.items() if row["killed_by"] is None} == {*SURVIVORS}

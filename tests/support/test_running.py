@@ -33,7 +33,7 @@ def test_a_test_without_a_mark_is_fast(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("fast")
 
 
-def test_what_is_kept_is_made_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_results_are_made_again_when_a_source_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "FOLDER", tmp_path)
     made: list[str] = []
 

@@ -90,7 +90,7 @@ def test_experts_and_tied_weights(family: str, tmp_path: Path) -> None:
         ({"vocab_size": 2**62}, "transformers cannot build LlamaForCausalLM: "),
     ],
 )
-def test_what_is_not_compared(whole: Path, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+def test_unusable_config_has_a_reason(whole: Path, config: dict[str, Any], reason: str, tmp_path: Path) -> None:
     names, problems = compared(changed(whole, tmp_path, **config))
     assert names.startswith("The names were not compared with those of a model: ")
     assert reason in names

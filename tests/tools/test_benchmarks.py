@@ -50,7 +50,7 @@ def test_cheap_sections_run(tmp_path: Path) -> None:
     assert report.load(tmp_path) == []  # a tiny run is no result
 
 
-def test_what_fails_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
     """One contender that does not compile, one option that Inductor lacks; the others are measured."""
     run = tiny(tmp_path / "run.jsonl")
 

@@ -69,7 +69,7 @@ def test_doctor_compares_this_machines(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert f"no tests ran on them. They ran on {RUNS[0]}; " in capsys.readouterr().out
 
 
-def test_what_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> str:
         raise doctor.importlib.metadata.PackageNotFoundError(name)
 

@@ -59,7 +59,7 @@ def test_explain_a_config_with_a_policy(tmp_path: Path, capsys: pytest.CaptureFi
 @first_fast("recipe", ["tensorwise", "delayed"])
 @first_fast("made_in", CONTEXTS)
 @first_fast("read_in", CONTEXTS, others=pytest.mark.release)
-def test_what_a_report_loads_later_is_of_the_mode_it_was_made_in(made_in: Any, read_in: Any, recipe: str) -> None:
+def test_lazy_parts_of_a_report_keep_its_grad_mode(made_in: Any, read_in: Any, recipe: str) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     policy = fp8graph.Policy(default=recipe, min_speedup=0)
     with made_in():

@@ -82,7 +82,7 @@ def test_the_bytes_and_scales_are_those_of_fprop(
 
 
 @first_slow("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_what_is_written_is_what_the_next_forward_multiplies(recipe: str) -> None:
+def test_exported_weights_are_those_of_the_next_forward(recipe: str) -> None:
     model = trained(recipe)
     backend = fp8graph.backend_of(model)
     found = {weight.layer: weight for weight in multiplied_by(backend, model)}

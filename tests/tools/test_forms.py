@@ -86,7 +86,7 @@ def test_experts_are_linears_by_the_names_of_the_checkpoint() -> None:
     assert torch.equal(up.rows, torch.arange(inner, 2 * inner))
 
 
-def test_what_no_checkpoint_has_as_linears_is_left_out() -> None:
+def test_modules_without_separate_linears_have_no_parts() -> None:
     config = transformers.GptOssConfig(
         num_hidden_layers=1, hidden_size=64, intermediate_size=64, num_local_experts=2, vocab_size=64,
         num_attention_heads=2, num_key_value_heads=2, head_dim=32,

@@ -103,7 +103,7 @@ def test_several_files_are_one_text(tmp_path: Path) -> None:
         batches_of(letters, files, 1, 2, 8)
 
 
-def test_what_is_no_text(tmp_path: Path) -> None:
+def test_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
     with pytest.raises(ConfigError, match="cannot be read as text"):
         batches_of(letters, [tmp_path / "picture.png"], 1, 1, 1)

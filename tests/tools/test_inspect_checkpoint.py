@@ -45,7 +45,9 @@ def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found["problems"] == []
 
 
-def test_what_does_not_fit(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_problems_are_counted_and_the_first_listed(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     held = load_file(folder / "model.safetensors")
     for i in range(60):
         held[f"lost.{i}.weight_scale_inv"] = torch.ones(1)

@@ -130,7 +130,7 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
         ),
     ],
 )
-def test_what_does_not_fit_changes_nothing(given: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+def test_refused_checkpoint_changes_nothing(given: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     model = Model()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     with pytest.raises(CheckpointError, match=message) as raised:
@@ -147,7 +147,7 @@ def test_tensors_that_one_side_lacks_may_be_left(tmp_path: Path, caplog: pytest.
     assert said == ["the checkpoint lacks norm.bias", "the model has no place for up.k_scale"]
 
 
-def test_what_would_stay_on_the_meta_device(tmp_path: Path) -> None:
+def test_tensors_left_on_meta_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Model()
         model.register_buffer("frequencies", torch.ones(3), persistent=False)

@@ -34,7 +34,7 @@ def test_runs_are_compared_with_bf16_of_their_seed() -> None:
     assert [line.split(" | ")[0] for line in lines(rows(runs))] == ["| tensorwise", "| rowwise (1 of 2 seeds)"]
 
 
-def test_what_is_said_of_the_ingredients_of_nvfp4() -> None:
+def test_page_names_the_only_significant_ingredient_of_nvfp4() -> None:
     """Of what is left out, beside nvfp4 itself: one difference excludes zero, and the page names it."""
     runs = read(RESULTS / "train_recipes_cpu")
     less = [name for name in runs if name.startswith("nvfp4, ")]
