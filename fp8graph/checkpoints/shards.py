@@ -1,18 +1,18 @@
 """The tensors of a checkpoint, by name, read one at a time: one safetensors file, or shards with an index.
 
-Opening a folder reads the headers of all shards, and no tensor. Each header is compared with its file and with the
-index, and safetensors opens each file, so that a folder that opens can be read to its end. safetensors reads the
-tensors. Headers are parsed here first, as most of its errors name neither the file nor the tensor, and a stranger's
-header may take very long.
+Opening a folder reads the headers of all shards, and no tensor. safetensors compares each header with its file, and
+here it is compared with the index, so that a folder that opens can be read to its end. Its errors name neither the file
+nor the tensor: both are added.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
 import os
-from collections import Counter
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,22 +39,20 @@ _TYPES: Final[Mapping[str, torch.dtype]] = {  # by safetensors' names
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_ONLY_LISTED: Final = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}  # bits; torch has no such type
-_LARGEST_HEADER: Final = 100_000_000  # bytes of a header: safetensors' own limit
+_LARGEST_HEADER: Final = 100_000_000  # bytes: safetensors' limit
 _MOST: Final = 100_000  # tensors of one file; a shard of the largest models has 5,000
 _LONGEST_NAME: Final = 1_000  # characters of a tensor's name
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a file. ``dtype``: None if torch has none. ``start``: its first byte, behind the header."""
+    """One tensor of a file. ``dtype``: None if torch has none."""
 
     name: str
     file: Path
     dtype: torch.dtype | None
     stored_as: str
     shape: tuple[int, ...]
-    start: int
     bytes: int
 
 
@@ -79,9 +77,6 @@ class Shards:
         index, files = _found(path)
         self._where = _of_files(files) if index is None else _of_index(index)
         self._open: tuple[Path, Any] | None = None
-        for file in self.files:  # it finds overlaps, holes and sizes that no tensor has
-            self._opened(file)
-        self.close()
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -122,22 +117,13 @@ class Shards:
             raise CheckpointError(
                 f"{info.file}: tensor {name!r} has dtype {info.stored_as!r}, which torch cannot hold."
             )
-        opened = self._opened(info.file)
+        if self._open is None or self._open[0] != info.file:
+            self._open = None  # unmapped before the next one is mapped
+            self._open = info.file, _opened(info.file)
         try:
-            return opened.get_tensor(name)
+            return self._open[1].get_tensor(name)
         except (imported_safetensors().SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: tensor {name!r} cannot be read ({error}).") from None
-
-    def _opened(self, file: Path) -> Any:
-        """The file, mapped by safetensors; the one before is unmapped."""
-        if self._open is None or self._open[0] != file:
-            self._open = None
-            safetensors = imported_safetensors()
-            try:
-                self._open = file, safetensors.safe_open(file, framework="pt")
-            except (safetensors.SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: damaged ({error}). Download it again.") from None
-        return self._open[1]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors, file by file."""
@@ -155,83 +141,61 @@ def tensors_of(file: Path) -> list[TensorInfo]:
     Raises:
         CheckpointError: the file cannot be read, its header is damaged, or it is shorter or longer than it says.
     """
-    try:
-        size = file.stat().st_size
-        if not file.is_file():  # a pipe would wait for its writer
-            raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-                raise CheckpointError(
-                    f"{file}: damaged. Its header should have {length} bytes, and the file has {size}. "
-                    "Download it again."
-                )
-            text = opened.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}).") from None
-    found = sorted((_tensor(file, name, entry) for name, entry in _entries(file, text)), key=lambda one: one.start)
-    end = max((one.start + one.bytes for one in found), default=0)
-    held = size - 8 - length
-    if end > held:
-        first = next(one.name for one in found if one.start + one.bytes > held)
-        raise CheckpointError(
-            f"{file}: truncated. Its tensors need {end} bytes, and {held} are there; {first!r} is the first that is "
-            "not whole. Download it again."
-        )
-    if end < held:
-        raise CheckpointError(f"{file}: damaged. Its tensors end after {end} bytes, and {held} are there.")
+    found: list[TensorInfo] = []
+    with _opened(file) as opened:
+        names: list[str] = opened.offset_keys()
+        if len(names) > _MOST:
+            raise CheckpointError(
+                f"{file}: its header has {len(names)} tensors. At most {_MOST} are read from one file."
+            )
+        for name in names:
+            if len(name) > _LONGEST_NAME:
+                raise CheckpointError(f"{file}: damaged. A tensor has a name of {len(name)} characters: {name!r:.100}.")
+            entry = opened.get_slice(name)
+            kind, shape = entry.get_dtype(), tuple(entry.get_shape())
+            size = math.prod(shape) * _bits(kind) // 8
+            info = TensorInfo(name=name, file=file, dtype=_TYPES.get(kind), stored_as=kind, shape=shape, bytes=size)
+            found.append(info)
     return found
 
 
-def _entries(file: Path, text: bytes) -> list[tuple[str, Any]]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) < len(pairs):
-            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise CheckpointError(f"{file}: damaged. Its header names {twice!r:.200} twice.")
-        return table
+def _bits(stored_as: str) -> int:
+    """The size of a number, which the name of its type says: 16 for "BF16"."""
+    return 8 if stored_as == "BOOL" else int(re.findall(r"\d+", stored_as)[0])
 
-    if (count := text.count(b'"data_offsets"')) > _MOST:
-        raise CheckpointError(f"{file}: its header has {count} tensors. At most {_MOST} are read from one file.")
+
+def _opened(file: Path) -> Any:
+    """The file, mapped by safetensors."""
+    safetensors = imported_safetensors()
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:  # of the encoding, too
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file}: damaged. Its header is not JSON ({error}). Download it again.") from None
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: damaged. Its header is not a table of tensors.")
-    if long := next((name for name in header if len(name) > _LONGEST_NAME), None):
-        raise CheckpointError(f"{file}: damaged. A tensor has a name of {len(long)} characters: {long!r:.100}.")
-    return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        if file.exists() and not file.is_file():  # a pipe would wait for its writer
+            raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
+        return safetensors.safe_open(file, framework="pt")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}).") from None
+    except safetensors.SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CheckpointError(f"{file}: damaged{_damage(file)} ({reason:.300}). Download it again.") from None
 
 
-def _tensor(file: Path, name: str, entry: Any) -> TensorInfo:
-    def damaged(what: str) -> CheckpointError:
-        return CheckpointError(f"{file}: damaged. {what} of tensor {name!r} is {entry!r:.200}.")
-
-    try:
-        stored_as, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        raise damaged("The entry") from None
-    if not isinstance(stored_as, str) or stored_as not in (*_TYPES, *_ONLY_LISTED):
-        known = ", ".join((*_TYPES, *_ONLY_LISTED))
-        raise CheckpointError(f"{file}: tensor {name!r} has dtype {stored_as!r:.200}. Known: {known}.")
-    if not all(type(size) is int and size >= 0 for size in (*shape, start, end)):
-        raise damaged("The entry")
-    dtype = _TYPES.get(stored_as)
-    bits = _ONLY_LISTED[stored_as] if dtype is None else 8 * dtype.itemsize
-    if (end - start) * 8 != math.prod(shape) * bits:
-        raise damaged("The number of bytes")
-    return TensorInfo(
-        name=name,
-        file=file,
-        dtype=dtype,
-        stored_as=stored_as,
-        shape=shape,
-        start=start,
-        bytes=end - start,
-    )
+def _damage(file: Path) -> str:
+    """A sentence, after a full stop, on the first tensor that is not whole; or nothing, if the header is not one."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError), file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(min(length, _LARGEST_HEADER)))
+        held = file.stat().st_size - 8 - length
+        for name, entry in header.items():
+            try:
+                (start, stop), shape = entry["data_offsets"], entry["shape"]
+                sizes = all(type(size) is int and size >= 0 for size in (start, stop, *shape))
+                sound = sizes and (stop - start) * 8 == math.prod(shape) * _bits(entry["dtype"])
+            except (TypeError, KeyError, ValueError, IndexError):
+                sound, stop = name == "__metadata__", 0
+            if not sound:
+                return f". The entry of tensor {name!r:.100} is {entry!r:.200}"
+            if stop > held:
+                return f". It is truncated: tensor {name!r:.100} ends after {stop} bytes, and {held} are there"
+    return ""
 
 
 def _found(path: Path) -> tuple[Path | None, list[Path]]:

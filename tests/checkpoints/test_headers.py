@@ -1,10 +1,9 @@
-"""What is told of a damaged file, before any tensor is read."""
+"""A damaged file is refused before any tensor is read, and the error names file and tensor."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,9 @@ def test_a_sound_file(file: Path) -> None:
     a, b = sorted(tensors_of(file), key=lambda one: one.name)
     assert (a.name, a.dtype, a.shape, a.bytes) == ("a", torch.float32, (2, 3), 24)
     assert (b.name, b.dtype, b.stored_as, b.shape, b.bytes) == ("b", torch.float8_e4m3fn, "F8_E4M3", (4, 8), 32)
-    assert {a.start, b.start} in ({0, 24}, {0, 32})
 
 
-def test_types_that_torch_lacks_are_told(file: Path) -> None:
+def test_types_that_torch_lacks_are_listed(file: Path) -> None:
     change = with_header(lambda header: header["b"].update(dtype="F4", shape=[4, 16]))
     file.write_bytes(change(file.read_bytes()))
     (b,) = (one for one in tensors_of(file) if one.name == "b")
@@ -54,33 +52,34 @@ def test_types_that_torch_lacks_are_told(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: content[:-1], r"truncated. Its tensors need 56 bytes, and 55 are there; '[ab]' is the first"),
-        (lambda content: content[:30], "damaged. Its header should have"),
-        (lambda content: content[:4], "damaged. Its header should have"),
-        (lambda content: b"", "damaged. Its header should have 0 bytes, and the file has 0"),
-        (lambda content: content + b"more", "damaged. Its tensors end after 56 bytes, and 60 are there"),
-        (lambda content: b"\xff" * 8 + content[8:], "damaged. Its header should have 18446744073709551615 bytes"),
-        (with_header(lambda _: b"{not json"), "damaged. Its header is not JSON"),
-        (with_header(lambda _: b"\xff\xfe"), "damaged. Its header is not JSON"),
-        (with_header(lambda _: b"[]"), "damaged. Its header is not a table of tensors"),
-        (with_header(lambda _: b'{"a": 1, "a": 2}'), "damaged. Its header names 'a' twice"),
-        (with_header(lambda h: h["a"].update(dtype="F12")), "tensor 'a' has dtype 'F12'. Known: BOOL, "),
-        (with_header(lambda h: h["a"].update(dtype=["F32"])), "tensor 'a' has dtype .'F32'.. Known: BOOL, "),
-        (with_header(lambda _: b'{"a":' + b"[" * 100_000), "damaged. Its header is not JSON .*recursion"),
+        (lambda content: content[:-1], r"It is truncated: tensor '[ab]' ends after 56 bytes, and 55 are there \("),
+        (lambda content: content[:30], r" \(invalid header length\)"),
+        (lambda content: content[:4], r" \(header too small\)"),
+        (lambda content: b"", r" \(header too small\)"),
+        (lambda content: content + b"more", r" \(incomplete metadata, file not fully covered\)"),
+        (lambda content: b"\xff" * 8 + content[8:], r" \(header too large\)"),
+        (with_header(lambda _: b"{not json"), r" \(invalid JSON in header: key must be a string"),
+        (with_header(lambda _: b"\xff\xfe"), r" \(invalid UTF-8 in header"),
+        (with_header(lambda _: b"[]"), r" \(invalid JSON in header: invalid type: sequence"),
+        (with_header(lambda _: b'{"a": 1, "a": 2}'), r"The entry of tensor 'a' is 2 \(invalid JSON"),
+        (with_header(lambda h: h["a"].update(dtype="F12")), "The entry of tensor 'a' is .*unknown variant `F12`"),
+        (with_header(lambda h: h["a"].update(dtype=["F32"])), "The entry of tensor 'a' is "),
+        (with_header(lambda _: b'{"a":' + b"[" * 100_000), r" \(invalid JSON in header: recursion limit"),
         (
-            with_header(lambda h: h.update({"x" * 5000: h["a"]})),
-            "damaged. A tensor has a name of 5000 characters: 'xxx",
+            with_header(lambda h: h.update({"x" * 5000: h["a"] | {"data_offsets": [56, 56], "shape": [0]}})),
+            " A tensor has a name of 5000 characters: 'xxx",
         ),
-        (with_header(lambda h: h["a"].update(shape=[True, 6])), "damaged. The entry of tensor 'a' is"),
-        (with_header(lambda h: h["a"].pop("shape") and None), "damaged. The entry of tensor 'a' is {'dtype'"),
-        (with_header(lambda h: h["a"].update(shape=[2, -3])), "damaged. The entry of tensor 'a' is"),
-        (with_header(lambda h: h["a"].update(shape=[7])), "damaged. The number of bytes of tensor 'a' is"),
+        (with_header(lambda h: h["a"].update(shape=[True, 6])), "The entry of tensor 'a' is"),
+        (with_header(lambda h: h["a"].pop("shape") and None), "The entry of tensor 'a' is {'dtype'"),
+        (with_header(lambda h: h["a"].update(shape=[2, -3])), "The entry of tensor 'a' is"),
+        (with_header(lambda h: h["a"].update(shape=[7])), "The entry of tensor 'a' is"),
     ],
 )
 def test_damage_is_named(file: Path, damage: Callable[[bytes], bytes], message: str) -> None:
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(CheckpointError, match=f"model.safetensors: {message}"):
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: damaged\.? ?{message.lstrip()}") as caught:
         tensors_of(file)
+    assert len(str(caught.value)) < 1000
 
 
 def test_no_file(tmp_path: Path) -> None:
@@ -94,15 +93,6 @@ def header(entries: Iterable[tuple[str, str]]) -> bytes:
 
 
 EMPTY = '{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
-
-
-def test_a_name_twice_is_found_without_comparing_all_pairs(file: Path) -> None:
-    """2.3 MB took more than 20 s."""
-    file.write_bytes(header((f"t{min(i, 39_998)}", EMPTY) for i in range(40_000)))
-    started = time.process_time()
-    with pytest.raises(CheckpointError, match="Its header names 't39998' twice"):
-        tensors_of(file)
-    assert time.process_time() - started < 5  # 0.3 s; all pairs: half a minute
 
 
 def test_a_header_that_is_only_long(file: Path) -> None:
