@@ -12,7 +12,7 @@ if __name__ != "fp8graph.passes":
     raise ImportError(f"import fp8graph.passes, not {__name__}")
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -21,6 +21,7 @@ from fp8graph.ir.sites import Foreseen
 from fp8graph.passes.accumulate_wgrad import MainGrads, accumulate_wgrad, accumulates, wanted_gradients
 from fp8graph.passes.assign import assign
 from fp8graph.passes.attention.find import find_attention, may_have_attention
+from fp8graph.passes.attention.ops import active_implementation
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import State
@@ -55,6 +56,7 @@ class Pass(NamedTuple):
     needed: Callable[[fx.Graph, Compilation], bool] = lambda graph, compilation: True
     wants: Callable[[Sequence[Foreseen], Known], int] = lambda foreseen, known: 0  # how many inputs it may take
     again: str = ""  # the name of a second run
+    reads: Callable[[], Any] = lambda: None  # the part of the process that decides, too: it is in the cache key
 
     @property
     def name(self) -> str:
@@ -68,7 +70,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(recognize, has_fp8_inputs),
     Pass(match),
     Pass(assign),
-    Pass(find_attention, may_have_attention),
+    Pass(find_attention, may_have_attention, reads=active_implementation),
     Pass(score, is_scored),
     Pass(smooth, smooths),
     Pass(quantize),

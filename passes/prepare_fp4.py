@@ -25,6 +25,7 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.nodes import is_backward, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.transforms import hadamard_matrix
 
 
 def rotates_or_draws(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -50,7 +51,7 @@ def prepare_fp4(graph: fx.Graph, compilation: Compilation) -> None:
         asked, x = quantized.asked, value(quantized.asked.x)
         if asked.rotation is not None and asked.columnwise:
             kind = asked.rotation, x.dtype, x.device
-            changes["matrix"] = once(node, ops.hadamard_matrix, asked.x, asked.rotation, key=kind)
+            changes["matrix"] = once(node, hadamard_matrix, asked.x, asked.rotation, key=kind)
         if asked.stochastic:
             seed = changes["seed"] = once(node, ops.random_seed, x.device, key=x.device)
             changes["draw"] = draws[seed] = draws.get(seed, -1) + 1

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.stored import stored_weight
-from fp8graph.ir import ops
+from fp8graph.ir import transforms
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import GROUPED, aten, value, value_key
@@ -98,7 +98,7 @@ def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[Any, Scales], compilation: 
 
 def _scales(source: OperandView, emit: Callable[..., fx.Node]) -> Scales:
     x = _rowwise(source, emit)  # [M, K]
-    both = emit(ops.smoothing, (x,), name="smoothing")
+    both = emit(transforms.smoothing, (x,), name="smoothing")
     scale, inverse = (
         emit(getitem, (both, i), name=name) for i, name in enumerate(("smooth_scale", "smooth_scale_inv"))
     )

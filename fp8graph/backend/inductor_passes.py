@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.compat import attention, dynamo, inductor, torch_build
+from fp8graph.compat import dynamo, inductor, torch_build
 from fp8graph.compat.autograd import unnoticed_writes
 from fp8graph.compat.fakes import TracingContext, assert_sizes, detect_fake_mode
 from fp8graph.compat.inductor import CustomGraphPass, compile_fx
@@ -48,9 +48,10 @@ def source_hash() -> str:
 def code_identity() -> str:
     """A text that differs where our passes may make other code of one graph: another source, CPU or process.
 
-    Whatever they read of those has its place here, unless torch's own key reads it.
+    Whatever they read of those has its place here or in ``Pass.reads``, unless torch's own key reads it.
     """
-    return repr((source_hash(), torch_build.multiplies_bf16_on_cpu(), attention.active_implementation()))
+    read = [each.reads() for each in JOINT_PIPELINE]
+    return repr((source_hash(), torch_build.multiplies_bf16_on_cpu(), read))
 
 
 def hash_of(package: Path) -> str:
@@ -299,7 +300,7 @@ def compile_backward(
     Those in FP8 are dialect nodes, which are lowered. A matmul that is left was left by the policy, or belongs to a
     forward that was not compiled.
     """
-    decided = any(node.target in ops.DIALECT for node in module.graph.nodes)
+    decided = any(node.target in ops.REFERENCE for node in module.graph.nodes)
     options = {**(inductor.codegen_patches(settings.hardware, inputs) if decided else {}), **settings.inductor}
     first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
     options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), first)

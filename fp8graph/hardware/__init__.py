@@ -77,11 +77,6 @@ def scaled_grouped_mm(a: Tensor, *args: Any, **settings: Any) -> Tensor:
     return (vendor_of(a.device) or Hardware).scaled_grouped_mm(a, *args, **settings)
 
 
-def scaled_attention(q: Tensor, *args: Any, **settings: Any) -> Tensor:
-    """``Hardware.scaled_attention`` on the device of ``q``."""
-    return (vendor_of(q.device) or Hardware).scaled_attention(q, *args, **settings)
-
-
 def multiplies_groups(device: torch.device) -> bool:
     """Whether ``scaled_grouped_mm`` is one kernel on ``device``; else it is a loop over groups."""
     return (vendor_of(device) or Hardware).multiplies_groups

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Final, Self, cast
+from typing import ClassVar, Final, Self, cast
 
 import torch
 from torch import Tensor
 
 from fp8graph.compat import ops
 from fp8graph.hardware.speed import Speed
-from fp8graph.numerics import attention, matmul
+from fp8graph.numerics import matmul
 from fp8graph.numerics.experts import padded_offsets
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Quantizer, Recipe
@@ -106,10 +106,6 @@ class Hardware:
     def emulation_dtype(self, operands: Sequence[Quantizer], out_dtype: torch.dtype) -> torch.dtype:
         """The dtype in which decoded ``operands`` are multiplied; the result is rounded once, to ``out_dtype``."""
         return torch.float32
-
-    def attention_obstacle(self, head_size: int | None) -> str | None:
-        """The reason for which torch has no FP8 attention with heads of ``head_size`` (None: dynamic) here, or None."""
-        return f"{self.name} has no FP8 attention in torch"
 
     # The multiplication.
 
@@ -237,8 +233,3 @@ class Hardware:
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
         )
-
-    @classmethod
-    def scaled_attention(cls, *args: Any, **settings: Any) -> Tensor:
-        """``numerics.attention.scaled_attention``, on the vendor's own kernel if it has one."""
-        return attention.scaled_attention(*args, **settings)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from fp8graph.compat import attention, torch_build
+from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
@@ -153,23 +153,6 @@ class NVIDIA(Hardware):
     def _mx(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         return "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
 
-    def attention_obstacle(self, head_size: int | None) -> str | None:
-        """FlashAttention-3's kernel is for Hopper, and a user's program activates it.
-
-        Source: ``_fa3_common_support_error`` in torch/nn/attention/_fa3.py; ``mha_fwd`` in hopper/flash_api.cpp of
-        flash-attention: heads of a multiple of 16 elements, at most 256.
-        """
-        if self.name.removesuffix("a") != "sm_90":
-            return f"torch's FP8 attention is FlashAttention-3, for sm_90 only; this is {self.name}"
-        if not attention.HAS_QUANTIZED_ATTENTION:
-            return f"torch {torch.__version__} has no op for FP8 attention"
-        if (active := attention.active_implementation()) != "FA3":
-            now = f"{active} is" if active else "it is not"
-            return f'FlashAttention-3 must be active: torch.nn.attention.activate_flash_attention_impl("FA3"); {now}'
-        if head_size is None or head_size % 16 or head_size > 256:
-            return f"FlashAttention-3 takes heads of 16, 32, ..., 256 elements, not {head_size or 'a dynamic size'}"
-        return None
-
     @property
     def _is_old(self) -> bool:
         return self.cuda is not None and self.cuda < (12, 9)
@@ -188,10 +171,6 @@ class NVIDIA(Hardware):
         if torch.float8_e5m2 in (a.dtype, b.dtype):
             return "grouped FP8 GEMMs only take E4M3"
         return None
-
-    @classmethod
-    def scaled_attention(cls, *args: Any, **settings: Any) -> Tensor:
-        return attention.quantized_attention(*args, **settings)
 
     @classmethod
     def has_kernel(cls, gemm: str) -> bool:

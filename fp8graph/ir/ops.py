@@ -4,13 +4,9 @@
     scaled_mm(a [m, k], b [n, k], scale_inv_a, scale_inv_b, bias, out_dtype, use_fast_accum, *, scaling, ...) -> [m, n]
     scaled_grouped_mm(a, b, scale_inv_a, scale_inv_b, offs, out_dtype, native, *, ...) -> one GEMM per group
     grouped_mm(a, b, offs) -> the same in high precision, for what aten._grouped_mm does not take
-    scaled_attention(q, k, v, scale_inv_q, scale_inv_k, scale_inv_v, is_causal, scale) -> softmax(q @ k.T) @ v
-    rounded_attention(q, k, v, mask, is_causal, scale, dtype, ...) -> round(softmax(q @ k.T)) @ v
-    rounded_attention_backward(grad, q, k, v, ...) -> [dq, dk, dv]
     dequantize(data, scale_inv, dtype, *, scaling, block, ...) -> the numbers
     stored_weight(data, scale_inv, dtype, *, scaling, block, activations, ...) -> the numbers, in the program's words
-    hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x;  random_seed(device) -> [1]
-    smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
+    random_seed(device) -> [1]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
     tensor_statistics(x, block_size, *, ...) -> [numbers]
@@ -23,6 +19,9 @@
 Each op runs its reference function from ``numerics``, which ``lower`` traces as well (``REFERENCE``); scaled matmuls
 run the device's own kernel (``hardware``). The fakes compute only shapes, since running a reference on fakes costs a
 millisecond per node; tests/ir/test_ops.py compares them with the references.
+
+``define`` adds an op, with what ``lower`` and ``verify`` must know of it: ``ir/transforms.py`` and features in
+``passes/`` have ops of their own.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from fp8graph import hardware
 from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.numerics import (
-    attention,
     experts,
     history,
     quantization,
     random_bits,
     stats,
     tiles,
-    transforms,
 )
 from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
+
+Check = Callable[[fx.Node], str | None]  # the reason why a node is not valid
 
 _library = torch.library.Library("fp8graph", "DEF")
 
@@ -61,6 +60,7 @@ def _read_scales(page: Tensor, _copy: bool) -> Tensor:
 
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
 SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # fakes whose results are contiguous
+CHECKS: Final[dict[Any, Check]] = {}  # of nodes, by ``verify``; those of the ops here stand there
 
 
 # Fakes. They read only ``shape``, ``dtype``, ``ndim`` and ``new_empty`` of their arguments (``fake_results``).
@@ -103,20 +103,6 @@ def _shape_of_grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[2]) if b.ndim == 3 else (offs.shape[0], a.shape[0], b.shape[1]))
 
 
-def _shape_of_scaled_attention(q: Tensor, *_arguments: Any) -> Tensor:
-    return torch.empty_like(q, dtype=torch.bfloat16)
-
-
-def _shape_of_rounded_attention(q: Tensor, _k: Tensor, v: Tensor, *_arguments: Any) -> Tensor:
-    return q.new_empty([*q.shape[:3], v.shape[3]])
-
-
-def _shape_of_rounded_attention_backward(
-    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any
-) -> list[Tensor]:
-    return [x.new_empty(x.shape) for x in (q, k, v)]
-
-
 def _shape_of_dequantize(
     data: Tensor, _scale_inv: Tensor, dtype: torch.dtype, *, scaling: str = "tensor", **_kwargs: Any
 ) -> Tensor:
@@ -125,24 +111,12 @@ def _shape_of_dequantize(
     return torch.empty_like(data, dtype=dtype)
 
 
-def _shape_of_hadamard(like: Tensor, _signs: int) -> Tensor:
-    return like.new_empty((transforms.SIZE, transforms.SIZE))
-
-
-def _shape_of_rotate(x: Tensor, _matrix: Tensor, _dim: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 def _shape_of_random_seed(device: torch.device) -> Tensor:
     return torch.empty((1,), dtype=torch.int64, device=device)
 
 
 def _shape_of_amax(x: Tensor) -> Tensor:
     return x.new_empty((1,), dtype=torch.float32)
-
-
-def _shape_of_smoothing(x: Tensor) -> list[Tensor]:
-    return [x.new_empty((x.shape[1],)) for _ in range(2)]
 
 
 def _shape_of_scales(amax: Tensor, *_settings: Any) -> Tensor:
@@ -170,18 +144,30 @@ def _shape_of_parts(names: Sequence[str]) -> Callable[..., Any]:
     return fake
 
 
-def _define(
+def define(
     name: str,
     schema: str,
     *,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
     run: Callable[..., Any] | None = None,
+    check: Check | None = None,
     lowered: bool = True,
     contiguous: bool = True,
     tags: tuple[torch.Tag, ...] = (),
 ) -> Any:
-    """One op. ``run``: the function that it runs, if not ``reference``; ``lowered``: whether ``lower`` replaces it."""
+    """Define one op, ``fp8graph::name``, and return it.
+
+    Args:
+        schema: its arguments and results, as torch writes them.
+        reference: computes it; ``lower`` puts the aten nodes of this function in the place of a node.
+        fake: the same in shapes alone.
+        run: the function that it runs, if not ``reference``.
+        check: says why a node that a pass inserted is not valid; None: it is.
+        lowered: whether ``lower`` replaces it.
+        contiguous: whether its results are.
+        tags: of torch's, more than ``pt2_compliant_tag``.
+    """
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
     _library.impl(name, run or reference, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fp8graph::{name}", fake, lib=_library)
@@ -190,6 +176,8 @@ def _define(
         REFERENCE[op] = reference
     if contiguous:
         SHAPES[op] = fake
+    if check is not None:
+        CHECKS[op] = check
     return op
 
 
@@ -217,13 +205,13 @@ def _schema_of(arguments: Any, returns: str) -> str:
     return f"({', '.join(written)}) -> {returns}"
 
 
-quantize = _define(
+quantize = define(
     "quantize",
     _schema_of(QuantizeArguments, returns="Tensor[]"),
     reference=quantization.quantize_layouts,
     fake=_shape_of_quantize,
 )
-scaled_mm = _define(
+scaled_mm = define(
     "scaled_mm",
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, ScalarType out_dtype,"
     ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
@@ -231,7 +219,7 @@ scaled_mm = _define(
     reference=hardware.scaled_mm,
     fake=_shape_of_scaled_mm,
 )
-scaled_grouped_mm = _define(
+scaled_grouped_mm = define(
     "scaled_grouped_mm",
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs, ScalarType out_dtype,"
     ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
@@ -239,36 +227,14 @@ scaled_grouped_mm = _define(
     reference=hardware.scaled_grouped_mm,
     fake=_shape_of_scaled_grouped_mm,
 )
-grouped_mm = _define(
+grouped_mm = define(
     "grouped_mm",
     "(Tensor a, Tensor b, Tensor offs) -> Tensor",
     reference=experts.grouped_mm,
     fake=_shape_of_grouped_mm,
     lowered=False,
 )
-scaled_attention = _define(
-    "scaled_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor scale_inv_q, Tensor scale_inv_k, Tensor scale_inv_v, bool is_causal,"
-    " float? scale) -> Tensor",
-    reference=hardware.scaled_attention,
-    fake=_shape_of_scaled_attention,
-    contiguous=False,
-)
-rounded_attention = _define(
-    "rounded_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
-    " bool power_2_scale, float amax_epsilon, str scaling) -> Tensor",
-    reference=attention.rounded_attention,
-    fake=_shape_of_rounded_attention,
-)
-rounded_attention_backward = _define(
-    "rounded_attention_backward",
-    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
-    " ScalarType grad_dtype, bool power_2_scale, float amax_epsilon, str scaling) -> Tensor[]",
-    reference=attention.rounded_attention_backward,
-    fake=_shape_of_rounded_attention_backward,
-)
-dequantize = _define(
+dequantize = define(
     "dequantize",
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     " Tensor? global_scale_inv=None) -> Tensor",
@@ -276,7 +242,7 @@ dequantize = _define(
     fake=_shape_of_dequantize,
     contiguous=False,
 )
-stored_weight = _define(
+stored_weight = define(
     "stored_weight",
     '(Tensor data, Tensor scale_inv, ScalarType dtype, *, str scaling="tensor", int[] block=[],'
     ' Tensor? global_scale_inv=None, str activations="dynamic", Tensor? input_scale_inv=None) -> Tensor',
@@ -284,19 +250,7 @@ stored_weight = _define(
     fake=_shape_of_dequantize,
     contiguous=False,
 )
-hadamard_matrix = _define(
-    "hadamard",
-    "(Tensor like, int signs) -> Tensor",
-    reference=transforms.hadamard,
-    fake=_shape_of_hadamard,
-)
-rotate = _define(
-    "rotate",
-    "(Tensor x, Tensor matrix, int dim) -> Tensor",
-    reference=transforms.rotate,
-    fake=_shape_of_rotate,
-)
-random_seed = _define(
+random_seed = define(
     "random_seed",
     "(Device device) -> Tensor",
     reference=random_bits.random_seed,
@@ -305,44 +259,38 @@ random_seed = _define(
     contiguous=False,
     tags=(torch.Tag.nondeterministic_seeded,),
 )
-amax = _define(
+amax = define(
     "amax",
     "(Tensor x) -> Tensor",
     reference=quantization.reducible_amax,
     fake=_shape_of_amax,
 )
-smoothing = _define(
-    "smoothing",
-    "(Tensor x) -> Tensor[]",
-    reference=transforms.smoothing,
-    fake=_shape_of_smoothing,
-)
-scales = _define(
+scales = define(
     "scales",
     "(Tensor amax, ScalarType dtype, bool power_2_scale, float amax_epsilon) -> Tensor",
     reference=quantization.scales_of_amax,
     fake=_shape_of_scales,
 )
-columnwise = _define(
+columnwise = define(
     "columnwise",
     "(Tensor data, int[] multiples, *, Tensor? offs=None) -> Tensor",
     reference=tiles.columnwise_copy,
     fake=_shape_of_columnwise,
 )
-tensor_statistics = _define(
+tensor_statistics = define(
     "tensor_statistics",
     "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_tensor,
     fake=_shape_of_parts(stats.TENSOR_PARTS),
 )
-quantization_statistics = _define(
+quantization_statistics = define(
     "quantization_statistics",
     '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
     " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
     reference=stats.of_copy,
     fake=_shape_of_parts(stats.QUANTIZED_PARTS),
 )
-what_if_statistics = _define(
+what_if_statistics = define(
     "what_if_statistics",
     "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
     ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
@@ -350,7 +298,7 @@ what_if_statistics = _define(
     reference=stats.of_other_copy,
     fake=_shape_of_parts(stats.QUANTIZED_PARTS),
 )
-error_of_gemm = _define(
+error_of_gemm = define(
     "gemm_error",
     "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales,"
     " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
@@ -359,27 +307,26 @@ error_of_gemm = _define(
     fake=_shape_of_parts(ERROR_PARTS),
     lowered=False,
 )
-read_scales = _define(
+read_scales = define(
     "read_scales",
     "(Tensor page, bool copy) -> Tensor",
     reference=history.read_scales,
     fake=_shape_of_read_scales,
     run=_read_scales,
 )
-stage_amaxes = _define(
+stage_amaxes = define(
     "stage_amaxes",
     "(Tensor page, Tensor[] amaxes) -> Tensor",
     reference=history.staged_page,
     fake=_shape_of_update_page,
 )
-update_page = _define(
+update_page = define(
     "update_page",
     "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
     reference=history.updated_page,
     fake=_shape_of_update_page,
 )
 
-DIALECT: Final = frozenset(REFERENCE)
 MEASURES: Final = (tensor_statistics, quantization_statistics, what_if_statistics)  # they change nothing
 
 

@@ -45,11 +45,11 @@ def verify(
         if not lowered and PASS_KEY in node.meta and not is_backward(node):
             if "partitioner_tag" in node.meta and any(is_backward(s) for s in node.all_input_nodes):
                 fail(node, "a forward node that reads from backward")
-        if node.target in _CHECKS:
-            if lowered and node.target in ops.DIALECT and not ops.stays(node):
-                fail(node, "a dialect node that was not lowered")
+        if lowered and node.target in ops.REFERENCE and not ops.stays(node):
+            fail(node, "a dialect node that was not lowered")
+        if (check := _CHECKS.get(node.target) or ops.CHECKS.get(node.target)) is not None:
             if PASS_KEY in node.meta:
-                problem = _CHECKS[node.target](node)
+                problem = check(node)
                 if problem is None and hardware_of is not None and node.target in _CHECKS_OF_DEVICES:
                     problem = _CHECKS_OF_DEVICES[node.target](node, hardware_of(node))
                 if problem is not None:
@@ -231,17 +231,6 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
     return None
 
 
-def _scaled_attention(node: fx.Node) -> str | None:
-    given = named_arguments(node)
-    q, k, v, *scales = (value(given[name]) for name in "q k v scale_inv_q scale_inv_k scale_inv_v".split())
-    if any(x.dtype not in FP8_MAX or x.ndim != 4 or x.stride(-1) != 1 for x in (q, k, v)):
-        return f"attention of {q.dtype} {tuple(q.shape)} with strides {q.stride()}, {k.stride()} and {v.stride()}"
-    wanted = k.shape[:2]  # one scale for each head of k and v, of q as well
-    if any(s.dtype != torch.float32 or s.ndim != 2 or not all(map(known_equal, s.shape, wanted)) for s in scales):
-        return f"scales {[tuple(scale.shape) for scale in scales]} for {tuple(wanted)} heads"
-    return None
-
-
 def _dequantize(node: fx.Node) -> str | None:
     data = value(named_arguments(node)["data"])
     return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
@@ -264,7 +253,6 @@ _CHECKS: dict[Any, Any] = {
     ops.quantize: _quantize,
     ops.scaled_mm: _scaled_mm,
     ops.scaled_grouped_mm: _scaled_grouped_mm,
-    ops.scaled_attention: _scaled_attention,
     ops.dequantize: _dequantize,
     ops.stored_weight: _stored_weight,
     aten._scaled_mm.default: _aten_scaled_mm,

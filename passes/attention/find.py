@@ -46,6 +46,7 @@ from fp8graph.passes.attention.occurrences import (
     read_elsewhere,
     written_attentions,
 )
+from fp8graph.passes.attention.ops import why_no_kernel
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import DISABLED
 from fp8graph.records import AttentionRecord
@@ -199,7 +200,7 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
 
 def _why_emulated(attention: Attention, device: Hardware) -> str | None:
     """The reason why no kernel of ``device`` reads the quantized q, k and v of this attention; None if one does."""
-    if (obstacle := device.attention_obstacle(static_size(attention.sizes.head_size))) is not None:
+    if (obstacle := why_no_kernel(device, static_size(attention.sizes.head_size))) is not None:
         return obstacle
     if attention.backward:
         return "FP8 attention in torch is forward only, this is training"

@@ -40,7 +40,7 @@ import torch
 from torch import fx
 
 from fp8graph.compat.ops import OpOverload, named_arguments
-from fp8graph.ir import ops
+from fp8graph.ir import ops, transforms
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place, update_value, update_views
 from fp8graph.ir.nodes import (
@@ -56,6 +56,7 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.sites import Attention, Operand, Read, Sizes
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.passes.attention.ops import rounded_attention, rounded_attention_backward, scaled_attention
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer
 
 _ROTATED: Final = ("query", "key")
@@ -100,7 +101,7 @@ def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None
     """Replace the op by one that reads FP8."""
     (node,) = attention.forward
     emit, sizes = functools.partial(_emit, like=node), attention.sizes
-    matrix = emit(ops.hadamard_matrix, attention.reads[0].argument, HADAMARD_SIGNS) if rotates else None
+    matrix = emit(transforms.hadamard_matrix, attention.reads[0].argument, HADAMARD_SIGNS) if rotates else None
     made, own = dict[Any, QuantizedTensor](), list[QuantizedTensor]()
     for read in attention.reads:
         rotation = (matrix, 3) if matrix is not None and read.operand in _ROTATED else None
@@ -112,7 +113,7 @@ def _multiply(attention: Attention, quantizer: Quantizer, rotates: bool) -> None
     scales = [quantized.scale_per_head(sizes, batch, emit) for quantized in own]
     data = [quantized.in_place(quantized.data, emit) for quantized in own]
     scale = named_arguments(node).get("scale")
-    result = emit(ops.scaled_attention, *data, *scales, attention.causal, scale, name="attention")
+    result = emit(scaled_attention, *data, *scales, attention.causal, scale, name="attention")
     for output in [user for user in node.users if user.target is getitem and user.args[1] == 0]:
         take_place(result, output)
 
@@ -129,7 +130,7 @@ def _emulate(
         if key not in made:
             rotation = None
             if key[1]:
-                matrix = emit(ops.hadamard_matrix, tensor, HADAMARD_SIGNS) if matrix is None else matrix
+                matrix = emit(transforms.hadamard_matrix, tensor, HADAMARD_SIGNS) if matrix is None else matrix
                 transposed = attention.written_out and read.position == len(read.node.args) - 1  # q @ k.T
                 rotation = matrix, value(tensor).ndim - 1 - (transposed != flipped)
             own = of_gradients if read.operand.startswith("grad") else quantizer
@@ -157,7 +158,7 @@ def _rotate_gradients(attention: Attention) -> None:
     for node in filter(found.__contains__, list(attention.result.graph.nodes)):
         readers, emit = list(node.users), functools.partial(_emit, like=node, before=node.next)
         if matrix is None:
-            matrix = emit(aten.permute.default, emit(ops.hadamard_matrix, node, HADAMARD_SIGNS), [1, 0])
+            matrix = emit(aten.permute.default, emit(transforms.hadamard_matrix, node, HADAMARD_SIGNS), [1, 0])
         result = rotated(node, matrix, value(node).ndim + found[node], emit)
         for reader in readers:
             reader.replace_input_with(node, result)
@@ -172,14 +173,14 @@ def _round_all(attention: Attention, quantizer: Quantizer, of_gradients: Quantiz
     how = quantizer.power_2_scale, quantizer.amax_epsilon, quantizer.scaling
     for backward in attention.backward:
         args = *backward.args[:4], *shared, of_gradients.dtype, *how  # the gradient, q, k and v
-        results = _emit(ops.rounded_attention_backward, *args, like=backward)
+        results = _emit(rounded_attention_backward, *args, like=backward)
         for user in sorted(backward.users, key=lambda user: cast(int, user.args[1])):
             if user.users:
                 emit = functools.partial(_emit, like=user)
                 take_place(_in_memory_as(emit(getitem, results, user.args[1]), user, emit), user)
         _erase(backward)
     emit = functools.partial(_emit, like=node)
-    result = emit(ops.rounded_attention, *node.args[:3], *shared, *how, name="attention")
+    result = emit(rounded_attention, *node.args[:3], *shared, *how, name="attention")
     for output in [user for user in node.users if user.args[1] == 0]:
         take_place(_in_memory_as(result, output, emit), output)
     _erase(node)
@@ -267,7 +268,7 @@ def quantized_tensor(
     source = _contiguous(tensor, emit) if per_head else _permuted(tensor, order, emit)
     if rotation is not None:
         matrix, dim = rotation
-        source = emit(ops.rotate, source, matrix, dim if per_head else order.index(dim))
+        source = emit(transforms.rotate, source, matrix, dim if per_head else order.index(dim))
     if per_head:
         source = emit(aten.view.default, source, _heads(sizes, x))
     args = (source, *quantization.quantizer_args(quantizer), [1, 1], [])
@@ -285,7 +286,7 @@ def quantized_tensor(
 def rotated(tensor: fx.Node, matrix: fx.Node, dim: int, emit: Emit) -> fx.Node:
     """``tensor``, transformed along ``dim``, with its strides."""
     order = _order_in_memory(value(tensor))
-    result = emit(ops.rotate, _permuted(tensor, order, emit), matrix, order.index(dim))
+    result = emit(transforms.rotate, _permuted(tensor, order, emit), matrix, order.index(dim))
     return _permuted(result, [order.index(dim) for dim in range(len(order))], emit)
 
 

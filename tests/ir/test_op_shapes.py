@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fp8graph import NVFP4BlockScaling
 from fp8graph.ir import ops
+from fp8graph.ir.transforms import hadamard_matrix
 from fp8graph.numerics import quantization
 from fp8graph.recipes import OperandName
 
@@ -34,5 +35,5 @@ def test_quantize_fp4(operand: OperandName, shape: tuple[int, ...], multiples: t
 def test_shapes_of_the_other_ops_of_fp4() -> None:
     x = torch.randn(3, 5).bfloat16()
     with FakeTensorMode():
-        fakes = [ops.hadamard_matrix(torch.empty(3, 5).bfloat16(), 7), ops.random_seed(torch.device("cpu"))]
-    assert described(fakes) == described([ops.hadamard_matrix(x, 7), ops.random_seed(x.device)])
+        fakes = [hadamard_matrix(torch.empty(3, 5).bfloat16(), 7), ops.random_seed(torch.device("cpu"))]
+    assert described(fakes) == described([hadamard_matrix(x, 7), ops.random_seed(x.device)])

@@ -61,7 +61,7 @@ def test_lowering_changes_no_bit(target: Any, args: tuple[Any, ...]) -> None:
     tensors = [a for a in args if isinstance(a, Tensor)]
     before = run(graph, *tensors)
     lower(graph)
-    assert not list(nodes(graph, ops.DIALECT))
+    assert not list(nodes(graph, ops.REFERENCE))
     graph.lint()
     assert same_bits(before, run(graph, *tensors))
 
@@ -116,7 +116,7 @@ def test_the_scale_and_its_inverse_are_true_divisions() -> None:
 
 def test_metadata_of_the_dialect_node_is_kept() -> None:
     graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
-    (node,) = nodes(graph, ops.DIALECT)
+    (node,) = nodes(graph, ops.REFERENCE)
     node.meta["partitioner_tag"] = "is_backward"
     lower(graph)
     made = [n for n in graph.nodes if n.op == "call_function"]
@@ -129,7 +129,7 @@ def test_metadata_of_the_dialect_node_is_kept() -> None:
 def test_each_node_carries_the_names_of_what_it_computes() -> None:
     """Of the dialect node that it was made for, and of the result that it is; a node that was there, its own."""
     graph = graph_with(ops.quantize, X, torch.float8_e4m3fn, False, 0.0, [1, 16], [16, 16])
-    (quantize,) = nodes(graph, ops.DIALECT)
+    (quantize,) = nodes(graph, ops.REFERENCE)
     rowwise, columnwise, scale_inv = quantize.users
     outputs = graph.output_node()
     with graph.inserting_before(outputs):
@@ -160,7 +160,7 @@ def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
     original = module._trace  # pyright: ignore
     monkeypatch.setattr(module, "_trace", lambda node, *of: (traced.append(node), original(node, *of))[1])
     graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
-    (node,) = nodes(graph, ops.DIALECT)
+    (node,) = nodes(graph, ops.REFERENCE)
     with graph.inserting_after(node):
         for dtype in (torch.float32, torch.bfloat16):
             insert(graph, ops.dequantize, (*node.args[:2], dtype), like=node)

@@ -22,14 +22,14 @@ from fp8graph import (
     Fp8GraphError,
     Policy,
     Rule,
-    hardware,
     offline,
 )
 from fp8graph.backend import inductor_passes
 from fp8graph.compat import attention
 from fp8graph.compat.attention import HAS_QUANTIZED_ATTENTION
-from fp8graph.ir import ops, verify
+from fp8graph.ir import verify
 from fp8graph.numerics import sqnr_db
+from fp8graph.passes.attention.ops import attend, scaled_attention
 from fp8graph.tools import explain
 from helpers import first_fast, graph_inputs_for
 
@@ -118,7 +118,7 @@ def test_the_generated_code_calls_flash_attention_3(recipe: str) -> None:
 def test_torchs_own_rules_take_it(size: int) -> None:
     q, k, v = (torch.empty(2, heads, 16, size, dtype=torch.float8_e4m3fn, device="meta") for heads in (4, 2, 2))
     scale = torch.empty(2, 2, device="meta")
-    out = hardware.scaled_attention(q, k, v, scale, scale, scale, True, 0.125)
+    out = attend(q, k, v, scale, scale, scale, True, 0.125)
     assert (out.shape, out.dtype, out.device.type) == (q.shape, torch.bfloat16, "meta")
 
 
@@ -218,7 +218,7 @@ def test_a_valid_node(q: Tensor, scale: Tensor, problem: str) -> None:
         graph = torch.fx.Graph()
         k = fp8(2, 2, 8, 16)
         args = graph_inputs_for(graph, [q, k, k, scale, scale, scale, False, None])
-        node = graph.call_function(ops.scaled_attention, tuple(args))
+        node = graph.call_function(scaled_attention, tuple(args))
         node.meta |= {"fp8graph_pass": "test", "val": args[0].meta["val"]}
         graph.output([node])
         return graph

@@ -136,10 +136,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a query that cannot see one key sees none",
-        f"{_NUMERICS}/attention.py",
+        "passes/attention/ops.py",
         "(scores == -math.inf).all(-1, keepdim=True)",
         "(scores == -math.inf).any(-1, keepdim=True)",
-        ("tests/numerics/test_attention.py", "tests/passes/test_quantize_attention.py"),
+        ("tests/passes/test_attention_ops.py", "tests/passes/test_quantize_attention.py"),
     ),
     Fault(
         "the Hadamard matrix is not orthogonal",

@@ -23,6 +23,8 @@ PUBLIC = (
     "fp8graph/ir/settings.py",
 )
 
+TRANSFORMS = ("fp8graph/numerics/transforms.py", "fp8graph/ir/transforms.py")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
@@ -51,7 +53,8 @@ FEATURES: dict[str, Feature] = {
     ),
     "attention": Feature(
         names=r"\w*[Aa]ttention\w*",
-        places=("passes/attention/", "fp8graph/numerics/attention.py", "fp8graph/compat/attention.py"),
+        # a plan and caches name the attention of a model, which this compiler need not see
+        places=("passes/attention/", "fp8graph/compat/attention.py", "fp8graph/planning/", "fp8graph/integrations/"),
     ),
     "delayed scaling": Feature(
         names="DelayedScaling|[Dd]elayed|PageLayout|StateRow|TakesPart|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"
@@ -63,14 +66,14 @@ FEATURES: dict[str, Feature] = {
         "|refresh_weights|weight_bytes",
         places=("passes/hoist_weights", "passes/gather_weights/"),
     ),
-    "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py", "fp8graph/numerics/transforms.py")),
+    "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py", *TRANSFORMS)),
     "guard": Feature(
         names="[Gg]uard(s|ed|Settings)?|saved_guard",
         places=("fp8graph/backend/guard.py", "fp8graph/backend/findings.py"),
     ),
     "NVFP4's transform": Feature(
         names=r"\w*hadamard\w*|rotat\w+|prepare_fp4|RHT",
-        places=("passes/prepare_fp4.py", "fp8graph/numerics/transforms.py"),
+        places=("passes/prepare_fp4.py", "passes/attention/", *TRANSFORMS),  # which has its own transform, of q and k
     ),
 }
 

@@ -1,24 +1,73 @@
-"""Attention in FP8, in the words of torch: what a kernel of a device computes, and what backward would read in FP8.
+"""The dialect's attention in FP8: its ops, in the words of torch, and the kernel that computes one of them.
+
+    scaled_attention(q, k, v, scale_inv_q, scale_inv_k, scale_inv_v, is_causal, scale) -> softmax(q @ k.T) @ v
+    rounded_attention(q, k, v, mask, is_causal, scale, dtype, ...) -> round(softmax(q @ k.T)) @ v
+    rounded_attention_backward(grad, q, k, v, ...) -> [dq, dk, dv]
+
+With
 
     S = softmax(scale * q @ k.T);  o = S @ v                                    (forward)
     dv = S.T @ do;  dS = do @ v.T;  dP = softmax_backward(S, dS);  dq = scale * dP @ k;  dk = scale * dP.T @ q
 
-q, k, v, S, do and dP are operands of products, and can be quantized.
+q, k, v, S, do and dP are operands of products, and can be quantized. The kernel is FlashAttention-3's, for Hopper. A
+user's program activates it.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from fp8graph.compat import attention
+from fp8graph.compat.ops import named_arguments
+from fp8graph.hardware import Hardware, vendor_of
+from fp8graph.ir.nodes import known_equal, value
+from fp8graph.ir.ops import define
 from fp8graph.numerics.quantization import quantize_layouts
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import FP8_MAX
+
+_DEVICE: Final = "sm_90"  # that the kernel is for
 
 
-def scaled_attention(
+def active_implementation() -> str | None:
+    """The flash attention of this process, which decides whether a kernel reads FP8."""
+    return attention.active_implementation()
+
+
+def why_no_kernel(device: Hardware, head_size: int | None) -> str | None:
+    """The reason why no kernel of ``device`` reads FP8 heads of ``head_size`` (None: dynamic); None if one does.
+
+    Source: ``_fa3_common_support_error`` in torch/nn/attention/_fa3.py; ``mha_fwd`` in hopper/flash_api.cpp of
+    flash-attention: heads of a multiple of 16 elements, at most 256.
+    """
+    if _DEVICE not in device.architectures:
+        return f"{device.name} has no FP8 attention in torch"
+    if device.name.removesuffix("a") != _DEVICE:
+        return f"torch's FP8 attention is FlashAttention-3, for {_DEVICE} only; this is {device.name}"
+    if not attention.HAS_QUANTIZED_ATTENTION:
+        return f"torch {torch.__version__} has no op for FP8 attention"
+    if (active := active_implementation()) != "FA3":
+        now = f"{active} is" if active else "it is not"
+        return f'FlashAttention-3 must be active: torch.nn.attention.activate_flash_attention_impl("FA3"); {now}'
+    if head_size is None or head_size % 16 or head_size > 256:
+        return f"FlashAttention-3 takes heads of 16, 32, ..., 256 elements, not {head_size or 'a dynamic size'}"
+    return None
+
+
+def attend(q: Tensor, *args: Any) -> Tensor:
+    """:func:`attend_in_torch`, on the kernel where the device of ``q`` may have it."""
+    vendor = vendor_of(q.device)
+    if vendor is not None and _DEVICE in vendor.architectures:
+        return attention.quantized_attention(q, *args)
+    return attend_in_torch(q, *args)
+
+
+def attend_in_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -55,7 +104,7 @@ def scaled_attention(
     return result.permute(order).contiguous().permute([order.index(dim) for dim in range(q.ndim)])
 
 
-def rounded_attention(
+def attend_rounded(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,7 +137,7 @@ def rounded_attention(
     return (rounded @ _repeated(v, q)).to(q.dtype)
 
 
-def rounded_attention_backward(
+def gradients_rounded(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -102,7 +151,7 @@ def rounded_attention_backward(
     amax_epsilon: float,
     scaling: str,
 ) -> list[Tensor]:
-    """The gradients of q, k and v of :func:`rounded_attention`, in their dtypes.
+    """The gradients of q, k and v of :func:`attend_rounded`, in their dtypes.
 
     ``grad`` [batch, heads, queries, size of v] and the gradient of the scores are quantized; the softmax and its
     gradient read the probabilities as they were before. No product reads an unrounded number.
@@ -163,3 +212,54 @@ def _repeated(x: Tensor, q: Tensor) -> Tensor:
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient of ``x`` from that of its repeated heads."""
     return gradient.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _check(node: fx.Node) -> str | None:
+    given = named_arguments(node)
+    q, k, v, *scales = (value(given[name]) for name in "q k v scale_inv_q scale_inv_k scale_inv_v".split())
+    if any(x.dtype not in FP8_MAX or x.ndim != 4 or x.stride(-1) != 1 for x in (q, k, v)):
+        return f"attention of {q.dtype} {tuple(q.shape)} with strides {q.stride()}, {k.stride()} and {v.stride()}"
+    wanted = k.shape[:2]  # one scale for each head of k and v, of q as well
+    if any(s.dtype != torch.float32 or s.ndim != 2 or not all(map(known_equal, s.shape, wanted)) for s in scales):
+        return f"scales {[tuple(scale.shape) for scale in scales]} for {tuple(wanted)} heads"
+    return None
+
+
+# Fakes, see ``ir/ops.py``.
+
+
+def _shape_of_scaled(q: Tensor, *_arguments: Any) -> Tensor:
+    return torch.empty_like(q, dtype=torch.bfloat16)
+
+
+def _shape_of_rounded(q: Tensor, _k: Tensor, v: Tensor, *_arguments: Any) -> Tensor:
+    return q.new_empty([*q.shape[:3], v.shape[3]])
+
+
+def _shape_of_gradients(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_arguments: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
+
+
+scaled_attention = define(
+    "scaled_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor scale_inv_q, Tensor scale_inv_k, Tensor scale_inv_v, bool is_causal,"
+    " float? scale) -> Tensor",
+    reference=attend,
+    fake=_shape_of_scaled,
+    check=_check,
+    contiguous=False,
+)
+rounded_attention = define(
+    "rounded_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
+    " bool power_2_scale, float amax_epsilon, str scaling) -> Tensor",
+    reference=attend_rounded,
+    fake=_shape_of_rounded,
+)
+rounded_attention_backward = define(
+    "rounded_attention_backward",
+    "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float? scale, ScalarType dtype,"
+    " ScalarType grad_dtype, bool power_2_scale, float amax_epsilon, str scaling) -> Tensor[]",
+    reference=gradients_rounded,
+    fake=_shape_of_gradients,
+)
