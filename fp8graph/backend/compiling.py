@@ -94,8 +94,7 @@ class Compiler:
             spares=SpareInputs(indices=range(first, first + spares)),
             gathered=graph.gathered,
             facts=graph.facts,
-            sent=situation.sent,
-            observed=situation.observed,
+            conditions=situation.conditions,
             parameters=graph.parameters(names),
         )
 
@@ -268,9 +267,8 @@ class Decided:
             old.recipes == new.recipes and old.by_user == new.by_user
             for old, new in zip(self.resolutions, resolutions, strict=True)
         )
-        if known.observed is not None:
-            takes = [[known.observed.takes(site.fqn) for site in of] for of in (sites, called)]
-            alike &= takes[0] == takes[1]
+        for each in known.conditions:
+            alike &= [each.says_of(site.fqn) for site in sites] == [each.says_of(site.fqn) for site in called]
         if not alike or _modules(sites) != _modules(called) or self.findings.has_subgraphs:
             return None
         renamed: _Sites = {
@@ -362,9 +360,9 @@ class Shared:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @functools.cached_property
-    def measuring(self) -> Sequence[Store]:
-        """The stores that may measure what a call does."""
-        return [store for store in self.stores.values() if type(store).measures is not Store.measures]
+    def deciding(self) -> Sequence[Store]:
+        """The stores that may have a condition."""
+        return [store for store in self.stores.values() if type(store).condition is not Store.condition]
 
     def decides(self, *, training: bool) -> str:
         """All that decides about the rewriting of graphs, line by line, for a comparison with other ranks."""

@@ -16,7 +16,7 @@ from fp8graph.backend.policies import InForce
 from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
-from fp8graph.ir.compilation import Observed
+from fp8graph.ir.compilation import Condition
 from fp8graph.ir.naming import Parameter, split_source
 from fp8graph.models.general import families_of
 from fp8graph.passes import STORES
@@ -151,7 +151,7 @@ class Moment(NamedTuple):
     region: str | Recipe | None
     amax_group: str | None
     in_force: InForce
-    observed: Observed | None
+    conditions: tuple[Condition, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,9 +161,18 @@ class Situation:
     policy: str
     region: str | Recipe | None
     amax_group: str | None  # process group of the amax reduction
-    sent: frozenset[int] = frozenset()  # parameters that FSDP2 gathered in FP8
-    observed: Observed | None = None  # what is measured, on the steps that ask for it
+    conditions: tuple[Condition, ...] = ()  # what stores say of the call
     in_force: InForce = dataclasses.field(repr=False, compare=False)  # what ``policy`` is the identity of
+
+    @property
+    def passes(self) -> bool:
+        """Whether it is an exception, which a report does not show beside the rule."""
+        return any(each.passes for each in self.conditions)
+
+    def without(self, *, passing: bool) -> Situation:
+        """The same situation without the conditions that pass, or without those that last."""
+        kept = tuple(each for each in self.conditions if each.passes != passing)
+        return dataclasses.replace(self, conditions=kept)
 
 
 def region_text(region: Any) -> str:

@@ -18,7 +18,7 @@ from fp8graph.backend.policies import Policies, Schedule
 from fp8graph.backend.statistics import Steps, UnmatchedLayers, records, texts
 from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError, Fp8GraphError, StateError
-from fp8graph.ir.compilation import Observed
+from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GemmName, RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import Policy

@@ -22,7 +22,7 @@ from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Moment, Situation
 from fp8graph.compat import checkpointing, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
-from fp8graph.ir.compilation import Findings, Observed
+from fp8graph.ir.compilation import Arrived, Condition, Findings
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
@@ -76,7 +76,7 @@ class Program:
         _alive.add(self)
         if inputs is not None:
             moment = self._moment(shared.recomputations.of_call(is_made=False))
-            situation = self._situation(moment, self._sent(inputs))
+            situation = self._situation(moment, self._arrived(inputs))
             self._variant(situation, self._names(inputs), inputs)
             self._use(situation.policy)
 
@@ -89,14 +89,14 @@ class Program:
     def views(self) -> list[GraphView]:
         """The report's view of each variant, repeated for each layer that runs it.
 
-        Once FSDP2 gathers weights in FP8, the variant for weights gathered in high precision is not run any more. The
-        variants that measure have the GEMMs of those that do not, and are listed where there is none of these.
+        A condition that lasts is the rule from then on: the variant without it is not run any more. One that passes is
+        an exception, whose variant has the GEMMs of the one without it, and is listed where that is not there.
         """
-        sent = [(situation, names) for situation, names in self._variants if situation.sent]
-        gathered = {(dataclasses.replace(situation, sent=frozenset()), names) for situation, names in sent}
-        plain = {key: (dataclasses.replace(key[0], observed=None), key[1]) for key in self._variants}
-        own = {key: v for key, v in self._variants.items() if plain[key] == key or plain[key] not in self._variants}
-        return [variant.decided.view for key, variant in own.items() if key not in gathered]
+        rule = {key: (key[0].without(passing=True), key[1]) for key in self._variants}
+        listed = {key: v for key, v in self._variants.items() if rule[key] == key or rule[key] not in self._variants}
+        before = {key: (key[0].without(passing=False), key[1]) for key in self._variants}
+        past = {other for key, other in before.items() if other != key}
+        return [variant.decided.view for key, variant in listed.items() if key not in past]
 
     @property
     def backend(self) -> Any:
@@ -127,16 +127,17 @@ class Program:
             self._shared.steps.switch(gradients=self._graph.gradients)
         if self._shared.schedule.due:
             self._shared.schedule.advance()
-        observed = checkpointed = None
-        for store in self._shared.measuring:
-            observed = store.measures(gradients=self._graph.gradients) or observed
+        conditions, checkpointed = (), None
+        for store in self._shared.deciding:
+            if (condition := store.condition(gradients=self._graph.gradients)) is not None:
+                conditions = (*conditions, condition)
         if checkpointing.matters():
             checkpointed = self._shared.recomputations.of_call()
-            moment = self._moment(checkpointed, observed)
+            moment = self._moment(checkpointed, conditions)
         else:
             if (region := current_region()) is not None:
                 self._shared.recomputations.regions.add(region)
-            moment = region, self._shared.groups.now(), self._shared.policies.now, observed
+            moment = region, self._shared.groups.now(), self._shared.policies.now, conditions
         call = self._prepared.get(args, moment)
         if call is None:
             with checkpointing.without_modes():
@@ -145,13 +146,14 @@ class Program:
             checkpointed.keep(Moment(*moment), records=self._graph.gradients)
         return call.act(args, checkpointed) if call.acting else call.run(*args, *call.more)
 
-    def _moment(self, checkpointed: Checkpointed | None, observed: Observed | None = None) -> Moment:
+    def _moment(self, checkpointed: Checkpointed | None, conditions: tuple[Condition, ...] = ()) -> Moment:
         """The moment of a call. A forward that runs again has that of its first time."""
         if checkpointed is not None and (first := checkpointed.first) is not None:
-            return first.moment if first.records == self._graph.gradients else first.moment._replace(observed=observed)
+            repeats = first.records == self._graph.gradients
+            return first.moment if repeats else first.moment._replace(conditions=conditions)
         region = current_region()
         self._shared.recomputations.check(region)
-        return Moment(region, self._shared.groups.now(), self._shared.policies.now, observed)
+        return Moment(region, self._shared.groups.now(), self._shared.policies.now, conditions)
 
     def _prepare(self, args: Sequence[Any], moment: Moment) -> Prepared:
         """Find the variant and the extra inputs of a call, and keep them for later calls that need the same."""
@@ -159,12 +161,12 @@ class Program:
         if shared.groups.look():
             moment = moment._replace(amax_group=shared.groups.now())
         shared.schedule.meets(args[index] for index in self._graph.positions)
-        sent, names = self._sent(args), self._names(args)
+        arrived, names = self._arrived(args), self._names(args)
         while True:
-            situation = self._situation(moment, sent)
+            situation = self._situation(moment, arrived)
             variant, epoch = self._find(situation, names), shared.epoch.now
             findings = variant.findings
-            caller = Caller(args=args, gradients=self._graph.gradients, group=moment.amax_group, arrived=sent)
+            caller = Caller(args=args, gradients=self._graph.gradients, group=moment.amax_group, arrived=arrived)
             try:
                 slots = [
                     (store.slot(asked, caller), findings.places[name])
@@ -173,7 +175,7 @@ class Program:
                 ]
                 break
             except ArrivesOtherwise as found:
-                sent = {index: owner for index, owner in sent.items() if index not in found.positions}
+                arrived = {index: owner for index, owner in arrived.items() if index not in found.positions}
         self._called.note(args, (situation.policy, findings))
         more = [self._empty] * variant.spares
         for slot, places in slots:
@@ -205,9 +207,11 @@ class Program:
             dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
             return variant.run(*args, *taken, *dead)
 
-    def _situation(self, moment: Moment, sent: Mapping[int, Any]) -> Situation:
+    def _situation(self, moment: Moment, arrived: Mapping[int, Any]) -> Situation:
         _, policy = moment.in_force.of(self._graph.families)
-        return Situation(policy=policy, sent=frozenset(sent), **moment._asdict())
+        if arrived:
+            moment = moment._replace(conditions=(*moment.conditions, Arrived(frozenset(arrived))))
+        return Situation(policy=policy, **moment._asdict())
 
     def _find(self, situation: Situation, names: tuple[str, ...]) -> Variant:
         variant = self._variants.get((situation, names))
@@ -236,12 +240,12 @@ class Program:
         _forget(self._shared, dropped)
         self._prepared.drop_outdated()
 
-    def _sent(self, args: Sequence[Any]) -> dict[int, Any]:
-        """The parameters that FSDP2 gathered in FP8 for this call, by position."""
-        sent: dict[int, Any] = {}
+    def _arrived(self, args: Sequence[Any]) -> dict[int, Any]:
+        """The parameters that this call has as a copy alone, by position."""
+        arrived: dict[int, Any] = {}
         for store in self._shared.stores.values() if self._graph.gathered else ():
-            sent |= store.arrived(args, self._graph.gathered)
-        return sent
+            arrived |= store.arrived(args, self._graph.gathered)
+        return arrived
 
     def _names(self, args: Sequence[Any]) -> tuple[str, ...]:
         """The names that the graph's parameters are bound to, "" for an unbound one; () if nothing is bound."""
@@ -258,12 +262,12 @@ class Program:
                 break
         else:
             known.append(variant := self._compiler.variant(situation, names, inputs))
-            if situation.observed is None:
+            if not situation.passes:
                 announce(variant.decided.view)
         self._variants[situation, names] = variant
         self._shared.names.note_graph(names, bound=bool(names or not self._graph.positions))
         self._taken.append(variant.findings)
-        if situation.observed is None:
+        if not situation.passes:
             self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
             check_records([*variant.decided.view.gemms, *variant.decided.view.attention])

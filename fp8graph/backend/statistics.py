@@ -20,10 +20,10 @@ import torch.distributed as dist
 from fp8graph.backend.policies import Schedule
 from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError, did_you_mean
-from fp8graph.ir.compilation import Observed
 from fp8graph.ir.settings import choices
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS, Parts, finished
+from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Measured, Observation, Request
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import check_op

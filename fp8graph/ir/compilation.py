@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import fx
@@ -24,29 +23,28 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
 
 Kind = TypeVar("Kind", bound=ExtraInput)
+OneCondition = TypeVar("OneCondition", bound="Condition")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observed:
-    """The statistics that a graph computes: of the operands and results of GEMMs, and of more.
+class Condition:
+    """A part of a call's situation that a store decides. It is frozen, and its text is in the key of compiled code.
 
-    Args:
-        layers: globs of the sites' names.
-        copies: of the copies that the GEMMs read.
-        block_size: of the blocks whose dynamic range is measured; 0: it is not.
-        what_if: of copies that other recipes would make. None of these recipes has a state.
-        candidates: recipes whose error in the result of each GEMM is measured, in place of all the above.
+    Attributes:
+        passes: calls under it are exceptions: a report shows the graphs of the others.
     """
 
-    layers: tuple[str, ...] = ("*",)
-    copies: bool = True
-    block_size: int = 32
-    what_if: tuple[Recipe, ...] = ()
-    candidates: tuple[Recipe, ...] = ()
+    passes: ClassVar[bool] = False
 
-    def takes(self, fqn: str) -> bool:
-        """Whether the site called ``fqn`` is measured."""
-        return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.layers)
+    def says_of(self, fqn: str) -> Any:
+        """Its meaning for the site called ``fqn``. Layers share code if it means the same for the sites of both."""
+        return None
+
+
+@dataclass(frozen=True)
+class Arrived(Condition):
+    """The parameters, by graph input, that the call has as a copy alone."""
+
+    parameters: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +58,9 @@ class Known:
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     # parameters that are whole only while the graph runs (FSDP2): what is known of their shards
     gathered: Mapping[int, Shard] = field(default_factory=dict[int, Shard])
-    sent: frozenset[int] = frozenset()  # those of them that were gathered in FP8
     # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
-    observed: Observed | None = None  # what is measured in this variant
+    conditions: tuple[Condition, ...] = ()  # what stores say of the calls of this variant
     subgraph: bool = False  # the body of a higher-order op
     training: bool = False  # the graph has a backward
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
@@ -74,6 +71,10 @@ class Known:
     def keeps_weights(self) -> bool:
         """Whether the graph takes kept FP8 copies of its weights, and does not quantize them itself."""
         return self.settings.keeps_weights(training=self.training)
+
+    def condition(self, kind: type[OneCondition]) -> OneCondition | None:
+        """The condition of a kind; None without one."""
+        return next((each for each in self.conditions if isinstance(each, kind)), None)
 
 
 @dataclass(kw_only=True)

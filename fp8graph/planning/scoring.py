@@ -21,9 +21,9 @@ from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Operand, gemm_seconds
-from fp8graph.ir.compilation import Observed
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS
+from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, GemmName, Recipe
 from fp8graph.recipes.policy import Policy

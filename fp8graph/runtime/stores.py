@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 
 from torch import Tensor, fx
 
-from fp8graph.ir.compilation import Observed
+from fp8graph.ir.compilation import Condition
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
@@ -51,8 +51,8 @@ class Store(ABC):
         """Its numbers in the report, by field; those of several stores are added up."""
         return {}
 
-    def measures(self, *, gradients: bool) -> Observed | None:
-        """The measurements of the call of a graph that begins now; read in every call."""
+    def condition(self, *, gradients: bool) -> Condition | None:
+        """A condition of the call of a graph that begins now; read in every call. A repetition has that of the call."""
         return None
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> Mapping[int, Any]:

@@ -23,7 +23,7 @@ from torch import fx
 from fp8graph.analysis.gather_legality import scale_may_differ
 from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.compilation import Arrived, Compilation
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import NOT_SENT_KEY, OPERAND_KEY, nodes, value
@@ -66,7 +66,8 @@ def are_gathered(graph: fx.Graph, compilation: Compilation) -> bool:
 def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
     gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in known.gathered}
-    sent = {node: index for node, index in gathered.items() if index in known.sent}
+    arrived = known.condition(Arrived)
+    sent = {node: index for node, index in gathered.items() if arrived is not None and index in arrived.parameters}
     if len(sent) < len(gathered) and known.settings.target is None:
         found = why_not_sent(graph, gathered, compilation)
         for node, reason in found.items():

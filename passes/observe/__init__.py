@@ -28,7 +28,7 @@ from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, PASS_KEY, aten, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
-from fp8graph.passes.observe.measuring import Measuring, Names
+from fp8graph.passes.observe.measuring import Measuring, Names, Observed
 from fp8graph.recipes import GemmName
 
 _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
@@ -36,17 +36,17 @@ _RESULTS: Final = {"fprop": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
 
 def is_observed(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether this variant of the graph is for observed steps."""
-    asked = compilation.known.observed
+    asked = compilation.known.condition(Observed)
     return asked is not None and not asked.candidates and not compilation.known.subgraph
 
 
 def wanted_statistics(foreseen: Sequence[Foreseen], known: Known) -> int:
     """One tensor for forward, and one for backward."""
-    return 0 if known.observed is None else 1 + known.training
+    return 0 if known.condition(Observed) is None else 1 + known.training
 
 
 def observe(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.observed
+    asked = compilation.known.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     results = _results(graph, compilation)
@@ -121,7 +121,7 @@ def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
 
 def _names(positions: Iterable[int], compilation: Compilation) -> Names:
     sites = [compilation.sites[position] for position in dict.fromkeys(positions)]
-    asked = compilation.known.observed
+    asked = compilation.known.condition(Observed)
     return tuple((site.fqn, site.index) for site in sites if asked is not None and asked.takes(site.fqn))
 
 

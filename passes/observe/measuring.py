@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +14,43 @@ from torch import fx
 
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation, Observed
+from fp8graph.ir.compilation import Compilation, Condition
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
 from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS
-from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer
+from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer, Recipe
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(Condition):
+    """The statistics that a graph computes: of the operands and results of GEMMs, and of more.
+
+    Args:
+        layers: globs of the sites' names.
+        copies: of the copies that the GEMMs read.
+        block_size: of the blocks whose dynamic range is measured; 0: it is not.
+        what_if: of copies that other recipes would make. None of these recipes has a state.
+        candidates: recipes whose error in the result of each GEMM is measured, in place of all the above.
+    """
+
+    passes: ClassVar = True
+    layers: tuple[str, ...] = ("*",)
+    copies: bool = True
+    block_size: int = 32
+    what_if: tuple[Recipe, ...] = ()
+    candidates: tuple[Recipe, ...] = ()
+
+    def says_of(self, fqn: str) -> bool:
+        return self.takes(fqn)
+
+    def takes(self, fqn: str) -> bool:
+        """Whether the site called ``fqn`` is measured."""
+        return any(fnmatch.fnmatchcase(fqn, pattern) for pattern in self.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +92,7 @@ class Measuring:
     """The nodes that measure, each behind the last of its inputs, and what each of them measures."""
 
     def __init__(self, graph: fx.Graph, asked: Observed) -> None:
-        self._graph, self._asked = graph, asked
+        self._graph, self.asked = graph, asked
         self._order = {node: position for position, node in enumerate(graph.nodes)}
         self._seen: set[tuple[tuple[str, int], str]] = set()  # sites whose tensor is measured
         self.found: dict[fx.Node, ObservedTensor] = {}
@@ -74,7 +102,7 @@ class Measuring:
         new = tuple(name for name in names if (name, tensor) not in self._seen)
         self._seen.update((name, tensor) for name in new)
         what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
-        self._insert(ops.tensor_statistics, (x, self._asked.block_size), joined, what, like)
+        self._insert(ops.tensor_statistics, (x, self.asked.block_size), joined, what, like)
 
     def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
         """Whether :meth:`tensor` was called for it."""
@@ -94,7 +122,7 @@ class Measuring:
     ) -> None:
         """The copy of ``x`` that a quantize node makes. ``outputs``: those of them that are read."""
         data, scale_inv = outputs.get(layout), outputs.get("scale_inv") or outputs.get(f"{layout}_scale_inv")
-        if not self._asked.copies or data is None or scale_inv is None:
+        if not self.asked.copies or data is None or scale_inv is None:
             return
         if (global_scale_inv := outputs.get(f"{layout}_global_scale_inv")) is not None:
             settings["global_scale_inv"] = global_scale_inv
@@ -114,7 +142,7 @@ class Measuring:
         **joined: Any,
     ) -> None:
         """The copies of ``x`` that other recipes than ``recipe`` would make on ``device``."""
-        for other in self._asked.what_if:
+        for other in self.asked.what_if:
             if other.name != recipe:
                 quantizer = device.quantizer(other, operand)
                 args = (x, *quantizer_args(quantizer), layout == "columnwise")

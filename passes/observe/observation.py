@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
-from fp8graph.ir.compilation import Observed
 from fp8graph.numerics.stats import Parts, merged, named
-from fp8graph.passes.observe.measuring import StatisticsPage
+from fp8graph.passes.observe.measuring import Observed, StatisticsPage
 from fp8graph.runtime.slots import Caller, Run, Slot
 from fp8graph.runtime.stores import Store
 
@@ -130,7 +129,7 @@ class Observation(Store):
             if not request.keeps:
                 self._requests.remove(request)
 
-    def measures(self, *, gradients: bool) -> Observed | None:
+    def condition(self, *, gradients: bool) -> Observed | None:
         if self._asked is None:
             return None
         now = self._step_now()

@@ -25,18 +25,19 @@ from torch import fx
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
-from fp8graph.passes.observe.measuring import Measuring
+from fp8graph.passes.observe.measuring import Measuring, Observed
 
 _WHAT: Final = "score"
 
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether recipes are tried out in this variant of the graph."""
-    return compilation.known.observed is not None and bool(compilation.known.observed.candidates)
+    asked = compilation.known.condition(Observed)
+    return asked is not None and bool(asked.candidates)
 
 
 def score(graph: fx.Graph, compilation: Compilation) -> None:
-    asked = compilation.known.observed
+    asked = compilation.known.condition(Observed)
     assert asked is not None
     measuring = Measuring(graph, asked)
     groups: dict[Any, str] = {}  # the tensor that linears read -> the first of them
@@ -86,8 +87,7 @@ def _measure(
 ) -> None:
     device = compilation.hardware_of(gemm.node)
     a, b = matmul_arguments(gemm.node)
-    assert compilation.known.observed is not None
-    for index, recipe in enumerate(compilation.known.observed.candidates):
+    for index, recipe in enumerate(measuring.asked.candidates):
         quantizers = [device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b)]
         name = site.fqn, site.index
         measuring.error((a, b, reference), name, gemm.gemm, index, quantizers, group, like=_last(site))

@@ -158,7 +158,7 @@ def test_unobserved_steps_run_what_they_ran() -> None:
     graphs = [[(v.before, v.stages, v.after) for v in backend.report.graphs] for backend in (plain, watched)]
     assert graphs[0] == graphs[1]
     (program,) = watched.programs
-    assert len({situation.observed for situation, _ in program._variants}) == 2  # one variant measures for both
+    assert len({situation.conditions for situation, _ in program._variants}) == 2  # one variant measures for both
 
 
 def test_a_guard_and_statistics_have_steps_and_layers_of_their_own() -> None:
@@ -172,7 +172,7 @@ def test_a_guard_and_statistics_have_steps_and_layers_of_their_own() -> None:
     assert {*backend._shared.services.store(Observation)._found} == {0, 3, 5}  # 1 was judged; nobody wants it any more
     guard.stop()
     statistics.stop()
-    assert backend._shared.services.store(Observation).measures(gradients=True) is None
+    assert backend._shared.services.store(Observation).condition(gradients=True) is None
 
 
 def test_micro_batches_are_judged_together() -> None:

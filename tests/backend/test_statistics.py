@@ -216,7 +216,7 @@ def test_nothing_is_compiled_before_it_is_asked_for() -> None:
     statistics = backend.observe(start=10)
     step(torch.compile(linear, backend=backend), x, parameters=linear.parameters())
     (program,) = backend.programs
-    assert [situation.observed for situation, _ in program._variants] == [None]
+    assert [situation.conditions for situation, _ in program._variants] == [()]
     assert list(statistics) == []
 
 

@@ -16,7 +16,7 @@ from fp8graph import Backend, DelayedScaling, Policy, Rule
 from fp8graph.compat import aot
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Arrived, Compilation, Known
 from fp8graph.ir.edit import insert
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
@@ -29,6 +29,7 @@ from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, graph_te
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
 DELAYED = Policy(default=DelayedScaling(amax_history_len=4))
+ARRIVED = (Arrived(frozenset({0})),)
 
 
 def x(*shape: int, requires_grad: bool = False) -> Tensor:
@@ -233,14 +234,14 @@ def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
 
 
 def test_weight_gathered_in_fp8_becomes_an_input() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, conditions=ARRIVED)
     gather_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     assert [*map(type, found.extra_inputs)] == [GatheredWeight]
 
 
 def test_a_reader_in_high_precision_is_found() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, sent=frozenset({0}))
+    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, conditions=ARRIVED)
     (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
     output.args = ([*output.args[0], parameter],)
     gather_weights(graph, found)

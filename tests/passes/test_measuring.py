@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8graph.ir.compilation import Observed
 from fp8graph.ir.nodes import is_backward
-from fp8graph.passes.observe.measuring import Measuring
+from fp8graph.passes.observe.measuring import Measuring, Observed
 from helpers import Weight, view_of
 
 NAMES = (("layer", 0),)

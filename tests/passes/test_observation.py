@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8graph.ir.compilation import Observed
 from fp8graph.numerics.stats import TENSOR_PARTS, finished, tensor_parts
 from fp8graph.passes.observe import observation as module
-from fp8graph.passes.observe.measuring import ObservedTensor, StatisticsPage
+from fp8graph.passes.observe.measuring import Observed, ObservedTensor, StatisticsPage
 from fp8graph.passes.observe.observation import Measured, Observation, Request
 
 
@@ -39,14 +38,14 @@ def key(step: int, site: str = "layer", operand: str = "input") -> Measured:
 
 def test_only_on_steps_that_are_due() -> None:
     observation, clock, request = with_request()
-    assert observation.measures(gradients=True) is not None
+    assert observation.condition(gradients=True) is not None
     clock.now = 1
-    assert observation.measures(gradients=True) is None
+    assert observation.condition(gradients=True) is None
     clock.now = 2
-    assert observation.measures(gradients=True) is not None
-    assert observation.measures(gradients=False) is None  # an evaluation
+    assert observation.condition(gradients=True) is not None
+    assert observation.condition(gradients=False) is None  # an evaluation
     observation.stop(request)
-    assert observation.measures(gradients=True) is None
+    assert observation.condition(gradients=True) is None
 
 
 def test_each_call_has_tensors_of_its_own_and_they_are_merged() -> None:
@@ -80,7 +79,7 @@ def test_tensors_that_nobody_reads_do_not_pile_up(monkeypatch: pytest.MonkeyPatc
 
 
 def measure(observation: Observation) -> None:
-    if observation.measures(gradients=True) is not None:
+    if observation.condition(gradients=True) is not None:
         observation.tensors([page()])[0].copy_(tensor_parts(torch.ones(2, 2)))
 
 
@@ -94,9 +93,9 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
         over.append,
         keeps=False,
     )
-    asked = {observation.measures(gradients=True)}
+    asked = {observation.condition(gradients=True)}
     for clock.now in range(5):
-        asked.add(observation.measures(gradients=True))
+        asked.add(observation.condition(gradients=True))
         measure(observation)
     assert asked == {Observed(layers=("*", "layer")), None}
     assert over == [2, 3]
@@ -104,7 +103,7 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
     assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
     assert {key.step for key in observation.found() if second.takes(key)} == {1, 2}
     observation.stop(first)
-    assert observation.measures(gradients=True) is None
+    assert observation.condition(gradients=True) is None
     assert {key.step for key in observation.found() if first.takes(key)} == {0, 2, 4}
 
 

@@ -24,7 +24,7 @@ def observed_view(
     compiled = torch.compile(module, backend=backend)
     compiled(*args)
     (program,) = backend.programs
-    (variant,) = [variant for (situation, _), variant in program._variants.items() if situation.observed is not None]
+    (variant,) = [variant for (situation, _), variant in program._variants.items() if situation.conditions]
     return variant.decided.view
 
 

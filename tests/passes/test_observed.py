@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.ir.compilation import Observed
+from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import together
 from fp8graph.recipes import MXFP8BlockScaling
 
