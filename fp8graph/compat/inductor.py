@@ -60,7 +60,7 @@ def codegen_patches(target: Any, example_inputs: Sequence[Any]) -> dict[str, Any
     A graph for a GPU may run on a CPU, and then gets the options of both.
     """
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
-    on_gpu = "cuda" in devices if target is None else target.is_gpu
+    on_gpu = bool(devices - {"cpu", "meta"}) if target is None else target.is_gpu
     return {**cpu_codegen_patches(example_inputs), **(gpu_codegen_patches() if on_gpu else {})}
 
 
@@ -226,7 +226,7 @@ def lower_to_exact_quotient(op: Any) -> None:
     """``op(a, b)`` is a / b, elementwise, one IEEE division on every device."""
 
     def quotient(a: Any, b: Any) -> Any:
-        return make_pointwise(_rounded_to_nearest if a.get_device().type == "cuda" else ops.truediv)(a, b)
+        return make_pointwise(ops.truediv if a.get_device().type == "cpu" else _rounded_to_nearest)(a, b)
 
     register_lowering(op, type_promotion_kind=None, broadcast=True)(quotient)
 

@@ -26,10 +26,12 @@ CUDA_VERSION: Final = _numbers(torch.version.cuda)
 ROCM_VERSION: Final = _numbers(torch.version.hip)
 
 
-def without_cuda(device: torch.device) -> torch.device:
-    """``device``, or meta in place of a CUDA device that this build of torch knows by name only.
+def traceable(device: torch.device) -> torch.device:
+    """``device``, or meta in place of a GPU that this build of torch knows by name only.
 
     Indexing, ``.contiguous()`` and other Python-level methods of a fake CUDA tensor need a device guard, which a
-    CPU build does not have (torch 2.11 to 2.15). Meta tensors follow CUDA's rules.
+    CPU build does not have (torch 2.11 to 2.15). Meta tensors follow a GPU's rules.
     """
-    return torch.device("meta") if device.type == "cuda" and not torch.backends.cuda.is_built() else device
+    built = torch.accelerator.current_accelerator()
+    is_there = device.type in ("cpu", "meta") or (built is not None and device.type == built.type)
+    return device if is_there else torch.device("meta")

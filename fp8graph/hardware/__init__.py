@@ -50,10 +50,21 @@ def _named(target: str, device_name: str = "") -> Hardware | None:
     return next(filter(None, (vendor.from_target(target, device_name) for vendor in VENDORS)), None)
 
 
-def of_machine() -> Hardware:
-    """The hardware that a model will most likely run on: the current GPU, or the CPU."""
+def current_device() -> torch.device:
+    """The device that a model will most likely run on: the GPU, if it is one of ``VENDORS``, or the CPU."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    return of_device(gpu if gpu is not None and vendor_of(gpu) is not None else torch.device("cpu"))
+    return gpu if gpu is not None and vendor_of(gpu) is not None else torch.device("cpu")
+
+
+def of_machine() -> Hardware:
+    """The hardware behind :func:`current_device`."""
+    return of_device(current_device())
+
+
+def device_name(device: torch.device) -> str:
+    """The vendor's name of a device, like "NVIDIA H100"; that of its type if it has none."""
+    named: Any = getattr(torch.get_device_module(device), "get_device_name", None)
+    return device.type if named is None else named(device)
 
 
 def of_device(device: torch.device) -> Hardware:

@@ -139,8 +139,8 @@ def trace(function: Callable[..., Any], arguments: Sequence[fx.Node]) -> fx.Grap
     values = [value(argument) for argument in arguments]
     with fake_mode_of(arguments[0]), torch.no_grad():
         # new ones: make_fx distinguishes its inputs by identity, and two nodes may share one fake tensor
-        devices = {torch_build.without_cuda(v.device): v.device for v in values}
-        fresh = [v.new_empty_strided(v.size(), v.stride(), device=torch_build.without_cuda(v.device)) for v in values]
+        devices = {torch_build.traceable(v.device): v.device for v in values}
+        fresh = [v.new_empty_strided(v.size(), v.stride(), device=torch_build.traceable(v.device)) for v in values]
         graph = make_fx(function, decomposition_table=select_decomp_table())(*fresh).graph
         if any(stand_in != device for stand_in, device in devices.items()):
             _move(graph, devices)

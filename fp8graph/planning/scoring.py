@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, fx, nn
 
+from fp8graph import hardware
 from fp8graph.backend import Backend
 from fp8graph.backend.copies import uncompiled_copy
 from fp8graph.backend.dynamo_graph import DynamoGraph
@@ -288,6 +289,8 @@ def _tuple(batch: Any) -> tuple[Any, ...]:
 @contextlib.contextmanager
 def _seeded(seed: int) -> Generator[None]:
     """Dropout that is the same in each run of a batch."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    kind = hardware.current_device().type
+    gpus = () if kind == "cpu" else range(torch.accelerator.device_count())
+    with torch.random.fork_rng(gpus, device_type=kind):
         torch.manual_seed(seed)
         yield

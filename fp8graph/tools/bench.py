@@ -40,7 +40,7 @@ def fp8_gpu() -> torch.device:
     Raises:
         ConfigError: there is no GPU, or it does not multiply FP8.
     """
-    device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    device = hardware.current_device()
     found = hardware.of_device(device)
     if not found.is_gpu or not found.scalings:
         raise ConfigError(
@@ -51,7 +51,7 @@ def fp8_gpu() -> torch.device:
 
 def elapsed(run: Callable[[], Any], iterations: int) -> float:
     """The seconds per call, over ``iterations`` consecutive calls."""
-    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else (lambda: None)
     wait()
     start = time.perf_counter()
     for _ in range(iterations):
@@ -100,7 +100,7 @@ def calibrate(device: torch.device, found: Hardware, *, size: int = SIZE, copy: 
     target = torch.empty_like(source)
     one = torch.ones((), device=device)
     speed = Speed(
-        name=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        name=hardware.device_name(device),
         bf16_flops=rate(torch.bfloat16),
         fp32_flops=rate(torch.float32),
         fp8_flops=fp8,

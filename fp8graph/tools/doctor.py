@@ -120,13 +120,18 @@ def machine() -> list[tuple[str, str]]:
         *([("transformers", transformers)] if transformers is not None else []),
         ("these versions", remark(of_torch, python, transformers)),
     ]
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.device("cuda", index)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    gpus = (
+        []
+        if accelerator is None
+        else [torch.device(accelerator.type, i) for i in range(torch.accelerator.device_count())]
+    )
+    for gpu in gpus:
         found = hardware.of_device(gpu)
         fast = "" if found.scalings else ": no FP8 GEMMs, every recipe is emulated"
-        rows.append((str(gpu), f"{torch.cuda.get_device_name(gpu)}, {found.name}{fast}"))
-    if not torch.cuda.is_available():
-        rows.append(("cuda", "no GPU: the CPU gives the right numbers, but not faster than bf16"))
+        rows.append((str(gpu), f"{hardware.device_name(gpu)}, {found.name}{fast}"))
+    if not gpus:
+        rows.append(("GPU", "none: the CPU gives the right numbers, but not faster than bf16"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
     rows += [("Trainer", line) for line in trainer()]

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor
 
 from fp8graph.errors import ConfigError, did_you_mean
+from fp8graph.hardware import current_device
 
 # What a config without "architectures" is taken for, whole models before parts of them: Whisper and BART have a
 # causal LM too, which is their decoder alone.
@@ -210,7 +211,7 @@ def language_model(folder: Path) -> tuple[Any, Any]:
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)[:200]
         raise ConfigError(f"{folder}: transformers cannot load a causal language model from it: {reason}") from None
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").train(), tokenizer
+    return model.to(current_device()).train(), tokenizer
 
 
 def batches_of(

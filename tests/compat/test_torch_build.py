@@ -8,14 +8,15 @@ import torch
 from fp8graph.compat import torch_build
 
 
-@pytest.mark.parametrize(("cuda_is_built", "stand_in"), [(True, "cuda:1"), (False, "meta")])
-def test_a_cuda_device_that_is_only_a_name_is_meta(
-    cuda_is_built: bool, stand_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: cuda_is_built)
-    assert torch_build.without_cuda(torch.device("cuda:1")) == torch.device(stand_in)
-    for other in ("cpu", "meta", "xpu"):
-        assert torch_build.without_cuda(torch.device(other)) == torch.device(other)
+@pytest.mark.parametrize("built", ["cuda", "xpu", None])
+def test_a_gpu_that_is_only_a_name_is_meta(built: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = None if built is None else torch.device(built)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: accelerator)
+    for kind in ("cuda", "xpu"):
+        device = torch.device(kind, 1)
+        assert torch_build.traceable(device) == (device if kind == built else torch.device("meta"))
+    for other in ("cpu", "meta"):
+        assert torch_build.traceable(torch.device(other)) == torch.device(other)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
 import pytest
 import torch
 
+import test_layers
 from fp8graph import hardware
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import VENDORS, vendor_of
 from fp8graph.hardware.amd import AMD
 from fp8graph.hardware.cpu import CPU
 from fp8graph.hardware.nvidia import NVIDIA
+from fp8graph.tools import bench, doctor
 
 
 @pytest.mark.parametrize(("target", "vendor"), [("cpu", CPU), ("sm_90", NVIDIA), ("gfx942", AMD)])
@@ -84,3 +89,71 @@ def test_architectures_that_do_not_exist(target: str) -> None:
 @pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_121", "gfx90a", "gfx1100"])
 def test_architectures_that_exist(target: str) -> None:
     assert hardware.from_target(target).name == target
+
+
+class XPU(hardware.Hardware):
+    """A vendor as a file of its own would describe it."""
+
+    is_gpu = True
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        return cls(name="xe3", scalings=frozenset({"tensor"})) if target == "xe3" else None
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        return cls(name="xe3", scalings=frozenset({"tensor"}))
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        return device.type == "xpu"
+
+
+def test_another_vendor_is_one_class_and_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    xpu = torch.device("xpu")
+    monkeypatch.setattr(hardware, "VENDORS", (*VENDORS, XPU))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: xpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    module = SimpleNamespace(get_device_name=lambda device: f"an XPU, {device}")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    assert hardware.current_device() == bench.fp8_gpu() == xpu
+    assert hardware.of_machine().name == "xe3"
+    assert dict(doctor.machine())["xpu:0"] == "an XPU, xpu:0, xe3"
+    assert hardware.supports("tensorwise")
+    assert not hardware.supports("rowwise")
+
+
+# Modules that name a vendor's devices, outside of the vendor's own file, and the reason.
+MAY_NAME_A_VENDOR = {
+    "hardware.amd": "AMD's file",
+    "hardware.nvidia": "NVIDIA's file",
+    "compat.torch_build": "the toolkits that torch was built with",
+    "compat.dynamo": "the interface that an absent GPU takes over, for offline",
+    "offline.generate": "Inductor's code for NVIDIA's GPUs, which need not be present",
+    "offline.pretend": "the same",
+    "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
+    "runtime.contents": "a CUDA graph is being captured",
+    "passes.connect_scales.amax_reduction": "an event of CUDA's",
+}
+VENDORS_NAMES = ("cuda", "hip", "xpu", "mps", "is_cuda")
+
+
+def vendors_named(tree: ast.AST) -> Iterator[str]:
+    """Devices of one vendor that a file names: torch.cuda, torch.version.hip, "cuda", "cuda:0", x.is_cuda."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in VENDORS_NAMES:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and str(node.value).partition(":")[0] in VENDORS_NAMES:
+            yield str(node.value)
+        elif isinstance(node, ast.Import) and any(set(n.name.split(".")) & {*VENDORS_NAMES} for n in node.names):
+            yield ast.unparse(node)
+
+
+def test_few_files_name_a_vendor() -> None:
+    trees = {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in test_layers.MODULES.items()}
+    assert {name for name, tree in trees.items() if any(vendors_named(tree))} == {*MAY_NAME_A_VENDOR}
+
+
+def test_a_vendors_name_is_recognised() -> None:
+    text = 'import torch.cuda; torch.version.hip; x.device.type == "cuda"; f("xpu:1"); x.is_cuda; y = "triton.cuda"'
+    assert {*vendors_named(ast.parse(text))} == {"import torch.cuda", "hip", "cuda", "xpu:1", "is_cuda"}
