@@ -63,6 +63,6 @@ dcp.load(parts, checkpoint_id=folder[0])
 set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optim"])
 train(model, optimizer, range(4, 8))
 if rank == 0:
-    print(f"loaded scales that nothing used: {backend.state.unused}")
+    print(f"loaded scales that nothing used: {backend.report.unused_state}")
     print(backend.report.summary())
 dist.destroy_process_group()

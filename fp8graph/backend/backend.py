@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import fx
@@ -24,8 +23,6 @@ from fp8graph.compat import dynamo
 from fp8graph.errors import expect
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.passes import STORES
-from fp8graph.passes.connect_scales.scaling_state import State
-from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
@@ -33,7 +30,7 @@ from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups, agree
 from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.state_dict import ScalingState, saved_guard, saved_step, step_entry
+from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
 from fp8graph.runtime.stores import Services, Store
 
 _Store = TypeVar("_Store", bound=Store)
@@ -84,8 +81,6 @@ class Backend(Watched):
         services = Services(
             settings=self.settings, epoch=epoch, names=names, steps=steps, groups=groups, compile=compile
         )
-        self.state: Final = services.store(State)
-        self.weights: Final = services.store(Weights)
         shared = Shared(
             settings=self.settings,
             policies=policies,
@@ -118,6 +113,16 @@ class Backend(Watched):
     def names(self) -> Names:
         """The names of the parameters of bound models."""
         return self._shared.names
+
+    @property
+    def steps(self) -> Steps:
+        """The updates of parameters that it knows of."""
+        return self._shared.steps
+
+    @property
+    def weights(self) -> Any:
+        """The store of FP8 copies of weights: their ``bytes``, and how many it has ``quantized`` so far."""
+        return self._shared.stores["weights"]
 
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
@@ -185,10 +190,11 @@ class Backend(Watched):
         expect("Backend.bind", "name", name, str, "a string")
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
         self.names.bind(model, name)
-        self.state.rename(self.names)
+        for store in self._shared.stores.values():
+            store.rename(self.names)
         self._shared.steps.adapters.watch(model)
 
-    def state_dict(self) -> ScalingState:
+    def state_dict(self) -> BackendState:
         """The scaling state: the scale and amax history of each tensor whose recipe is stateful.
 
         A flat dict of tensors. If no recipe is stateful, it contains only a version. ``torch.save`` writes it as a
@@ -200,13 +206,14 @@ class Backend(Watched):
         Raises:
             StateError: two layers have one name (see :meth:`bind`).
         """
-        state, schedule = self.state.state_dict(), self._shared.schedule
-        step = step_entry(schedule.step()) if schedule.runs or schedule.counts else {}
-        stage = self._shared.groups.in_stage
-        place = stage.stage if stage is not None and len(state) > 1 else None  # the first entry is the version
-        return ScalingState({**dict(state), **step, **self._shared.guarded.entries()}, state.not_shared, place)
+        shared, stores = self._shared, self._shared.stores.values()
+        kept = {name: x for store in stores for name, x in store.entries().items()}
+        not_shared = next(filter(None, (store.not_shared() for store in stores)), "")
+        more = {**shared.schedule.entries(), **shared.guarded.entries()}
+        place = shared.groups.in_stage.stage if kept and shared.groups.in_stage is not None else None
+        return BackendState({VERSION_KEY: torch.tensor([VERSION]), **kept, **more}, not_shared, place)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | BackendState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.
 
         Entries of layers that are not compiled yet are kept until they are. ``str(backend.report)`` lists the entries
@@ -216,10 +223,7 @@ class Backend(Watched):
             StateError: the state has another version or is truncated, a scale is not finite and positive, or a layer
                 that is already compiled is missing. The message says which; the old state is then intact.
         """
-        step, apply_rules = saved_step(state_dict), self._shared.guarded.loader(saved_guard(state_dict))
-        self.state.load_state_dict(state_dict)
-        self._shared.schedule.load(step)
-        apply_rules()
+        loader(state_dict, self._shared.keepers)()
         self._shared.steps.refresh()  # their scales have changed
 
     @property
@@ -230,9 +234,10 @@ class Backend(Watched):
     @property
     def report(self) -> Report:
         """A report on every graph compiled so far, including those from a warm compile cache or of freed models."""
-        numbers = Counter[str]()
+        of_stores: dict[str, Any] = {}
         for store in self._shared.stores.values():
-            numbers.update(store.report())
+            for field, found in store.report().items():
+                of_stores[field] = of_stores[field] + found if field in of_stores else found
         return Report(
             graphs=self.programs.views(),
             forgotten=self.programs.forgotten,
@@ -240,12 +245,10 @@ class Backend(Watched):
             identities=self._shared.policies.identities(),
             eager_frames=self._eager_frames.texts(),
             skipped_frames=dynamo.skipped_frames(self._eager_frames.created),
-            reductions=self.state.reductions(),
-            unused_state=self.state.unused,
             **self.names.in_no_graph(),
             pass_seconds=self.pass_seconds,
             weights_until_updated=self.settings.keeps_weights(training=True),
-            **cast(dict[str, Any], numbers),
+            **of_stores,
             guard=self._shared.guarded.texts,
         )
 

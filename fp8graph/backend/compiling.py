@@ -55,6 +55,7 @@ from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Recomputations
 from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.state_dict import Keeper
 from fp8graph.runtime.stores import Services, Store
 
 
@@ -358,6 +359,11 @@ class Shared:
     guarded: Guarded
     recomputations: Recomputations = field(default_factory=Recomputations)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @functools.cached_property
+    def keepers(self) -> Sequence[Keeper]:
+        """Whatever has entries in a state dict, in the order of the entries."""
+        return [*self.stores.values(), self.schedule, self.guarded]
 
     @functools.cached_property
     def deciding(self) -> Sequence[Store]:

@@ -6,27 +6,31 @@ The rules that guards put into the policy are applied once, reported, and saved 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final, cast
 
+import torch
 from torch import Tensor
 
 from fp8graph.backend.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
 from fp8graph.backend.policies import Policies, Schedule
 from fp8graph.backend.statistics import Steps, UnmatchedLayers, records, texts
 from fp8graph.compat import distributed
-from fp8graph.errors import ConfigError, Fp8GraphError, StateError
+from fp8graph.errors import ConfigError, Fp8GraphError
 from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GemmName, RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule, rule_from_dict
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.state_dict import guard_entry
+from fp8graph.runtime.state_dict import refusal
 
 _log = logging.getLogger("fp8graph")
+
+_KEY: Final = "fp8graph.guard"  # of the entry of a state dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,17 +109,28 @@ class Guarded:
         return [text for _, text in self._in_force]
 
     def entries(self) -> dict[str, Tensor]:
-        """Its entries of a state dict."""
-        return guard_entry([{"rule": rule.to_dict(), "text": text} for rule, text in self._in_force])
+        """Its entry of a state dict: the rules, as JSON in UTF-8; none without rules."""
+        rules = [{"rule": rule.to_dict(), "text": text} for rule, text in self._in_force]
+        return {_KEY: torch.tensor([*json.dumps(rules).encode()], dtype=torch.uint8)} if rules else {}
 
-    def loader(self, saved: list[Any]) -> Callable[[], None]:
-        """Apply the rules of a state dict when the result is called. Raises StateError now, if they are no rules."""
+    def recognizes(self, name: str) -> bool:
+        return name == _KEY
+
+    def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
+        """See :class:`~fp8graph.runtime.state_dict.Keeper`."""
+        if _KEY not in entries:
+            return lambda: None
         try:
-            rules = [(rule_from_dict(i, entry["rule"]), str(entry["text"])) for i, entry in enumerate(saved)]
+            saved = json.loads(bytes(entries[_KEY].tolist()))
+            if not isinstance(saved, list):
+                raise TypeError(f"found {saved!r}")
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise refusal(f"{_KEY!r} is not a list of rules ({error})") from None
+        try:
+            each = enumerate(cast("list[Any]", saved))
+            rules = [(rule_from_dict(i, entry["rule"]), str(entry["text"])) for i, entry in each]
         except (Fp8GraphError, KeyError, TypeError) as error:
-            raise StateError(
-                f"not a valid fp8graph state dict: a rule of a guard cannot be read ({error}). Nothing was loaded."
-            ) from None
+            raise refusal(f"a rule of a guard cannot be read ({error})") from None
         return lambda: self.apply(rules) if rules else None
 
 

@@ -64,7 +64,7 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
         for weight in (*findings.of(QuantizedWeight), *noted):
             parameters = [called[index] for index in weight.parameters]
             if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
-                for made in _made(weight, parameters, names, backend.state, data):
+                for made in _made(weight, parameters, names, backend.store(State), data):
                     if made.parameter not in seen:
                         seen.add(made.parameter)
                         yield made

@@ -155,7 +155,7 @@ class ModelBackends:
 
     def _new(self, model: nn.Module) -> Backend:
         backend = self._models[model] = self._make()
-        backend.weights.steps.adapters.watch(model)
+        backend.steps.adapters.watch(model)
         return backend
 
     def _backend_of_functions(self) -> Backend:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from typing import Any, Final
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,6 +23,7 @@ from fp8graph.recipes.autocast import DISABLED, POLICY
 from fp8graph.recipes.policy import Policy
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -117,6 +118,8 @@ class Policies:
 
 _log = logging.getLogger("fp8graph")
 
+_STEP_KEY: Final = "fp8graph.step"  # of training, under a policy with a schedule
+
 
 class Schedule:
     """Moves a policy with a schedule on, one step of training at a time.
@@ -174,7 +177,24 @@ class Schedule:
         """Count a step that no optimizer makes."""
         self._start, self._asked = self._start + 1, None
 
-    def load(self, step: int | None) -> None:
+    def entries(self) -> dict[str, torch.Tensor]:
+        """Its entry of a state dict: the step of training, where that matters."""
+        return {_STEP_KEY: torch.tensor([self.step()])} if self.runs or self.counts else {}
+
+    def recognizes(self, name: str) -> bool:
+        return name == _STEP_KEY
+
+    def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
+        """See :class:`~fp8graph.runtime.state_dict.Keeper`. States without a schedule have no step."""
+        if _STEP_KEY not in entries:
+            return lambda: self._load(None)
+        step = entries[_STEP_KEY]
+        is_one = isinstance(step, torch.Tensor) and step.dtype == torch.int64 and step.numel() == 1
+        if not is_one or not has_numbers(step) or step.item() < 0:
+            raise refusal(f"{_STEP_KEY!r} is not a whole number >= 0")
+        return lambda: self._load(int(step.item()))
+
+    def _load(self, step: int | None) -> None:
         """Go on from a saved step; None: it was not saved."""
         if step is not None:
             self._start, self._asked = step, None

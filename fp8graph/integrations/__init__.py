@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8graph.backend import Backend, backend_of
 from fp8graph.errors import StateError
-from fp8graph.runtime.state_dict import ScalingState
+from fp8graph.runtime.state_dict import BackendState
 
 __all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("fp8graph")
 _LARGEST = 1 << 28  # bytes of a state: 60,000 tensors with 1,024 amaxes each
 
 
-def state_to_save(model: nn.Module, checkpoint: str) -> ScalingState:
+def state_to_save(model: nn.Module, checkpoint: str) -> BackendState:
     """The state of the backend behind ``model``.
 
     Args:
@@ -54,7 +54,7 @@ def missing(backend: Backend, checkpoint: str) -> None:
     _log.warning(text)
 
 
-def to_text(state: ScalingState) -> str:
+def to_text(state: BackendState) -> str:
     """The state for a JSON file, with a checksum (zlib's)."""
     file = io.BytesIO()
     torch.save(state, file)

@@ -47,9 +47,32 @@ class Store(ABC):
         """
         return None
 
-    def report(self) -> Mapping[str, int]:
-        """Its numbers in the report, by field; those of several stores are added up."""
+    def report(self) -> Mapping[str, Any]:
+        """Its numbers and lists in the report, by field; those of several stores are added up."""
         return {}
+
+    def rename(self, names: Names) -> None:  # noqa: B027 (most do not know names)
+        """Note that parameters may have been bound to other names."""
+
+    def entries(self) -> Mapping[str, Tensor]:
+        """Its entries of the backend's state dict, copies on the CPU."""
+        return {}
+
+    def not_shared(self) -> str:
+        """Reason why other ranks may have other entries; "" if all have the same."""
+        return ""
+
+    def recognizes(self, name: str) -> bool:
+        """Whether an entry of this name is one of its own."""
+        return False
+
+    def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
+        """Take its own entries of a state dict, perhaps none, when the result is called.
+
+        Raises:
+            StateError: now, if they cannot be used.
+        """
+        return lambda: None
 
     def condition(self, *, gradients: bool) -> Condition | None:
         """A condition of the call of a graph that begins now; read in every call. A repetition has that of the call."""

@@ -26,7 +26,6 @@ from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
     FoundPages,
-    LoadedRows,
     Page,
     Row,
     RowKey,
@@ -36,14 +35,13 @@ from fp8graph.passes.connect_scales.pages import (
     keep_scales,
     row_name,
 )  # fmt: skip
+from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, not_shared, recognizes
 from fp8graph.recipes import DelayedScaling, OperandName
-from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
 from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, SavedRow, ScalingState, checked, not_shared
 from fp8graph.runtime.stores import Services, Store
 
 _log = logging.getLogger("fp8graph")
@@ -182,9 +180,10 @@ class State(Store):
             self._step_is_over |= key in self._without_backward
             self._without_backward.add(key)
 
-    def reductions(self) -> list[CollectiveRecord]:
-        """The collective of each commit, for the report."""
-        return [reduction.record() for _, reduction in sorted(self._reductions.items())]
+    def report(self) -> Mapping[str, Any]:
+        """The collective of each commit, and the names of loaded rows that no layer has asked for."""
+        reductions = [reduction.record() for _, reduction in sorted(self._reductions.items())]
+        return {"reductions": reductions, "unused_state": self.unused}
 
     def _staged_pages(self) -> dict[str, list[StagedPage]]:
         """The pages that are reduced, by group."""
@@ -336,33 +335,40 @@ class State(Store):
         """Note that the ranks of process group ``group`` (None: this one) record the same amaxes in the next call."""
         self._groups.add(group)
 
-    def state_dict(self) -> ScalingState:
-        """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``: copies, on the CPU."""
-        result, existing = {VERSION_KEY: torch.tensor([VERSION])}, self._alive()
-        for name, row in existing.items():
+    def entries(self) -> dict[str, Tensor]:
+        """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``."""
+        result: dict[str, Tensor] = {}
+        for name, row in self._alive().items():
             result.update(row.saved().entries(name))
         for reduction in self._reductions.values():  # ranks that did not run a layer save the same state as the others
             for name, page in reduction.absent.items():
                 result.update(SavedRow.of(page.tensor[0], page.layout.fp8_max).entries(name))
         result.update(self._loaded.entries())  # loaded state of layers that have not run is saved again
-        return ScalingState(result, not_shared([*existing, *self._loaded], self._groups))
+        return result
 
-    def load_state_dict(self, state_dict: Mapping[str, Any] | ScalingState) -> None:
-        """See :meth:`fp8graph.Backend.load_state_dict`. All or nothing."""
-        entries = checked(state_dict)
-        existing = self._alive()
-        if missing := sorted(existing.keys() - entries.keys()):
-            places = {name.partition("|")[0]: name.partition("|")[2] for name in entries}
+    def not_shared(self) -> str:
+        return not_shared([*self._alive(), *self._loaded], self._groups)
+
+    def recognizes(self, name: str) -> bool:
+        return recognizes(name)
+
+    def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
+        rows, existing = checked(entries), self._alive()
+        if missing := sorted(existing.keys() - rows.keys()):
+            places = {name.partition("|")[0]: name.partition("|")[2] for name in rows}
             place, _, recipe = missing[0].partition("|")
             found = f"the dict has it under {places[place]}" if place in places else "the dict has nothing for it"
             raise StateError(
                 f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
                 f"{place} under {recipe}; {found}. Nothing was loaded."
             )
-        self._loaded.replace({name: row for name, row in entries.items() if name not in existing})
+        return lambda: self._load(rows, existing)
+
+    def _load(self, rows: Mapping[str, SavedRow], existing: Mapping[str, Row]) -> None:
+        self._loaded.replace({name: row for name, row in rows.items() if name not in existing})
         with torch.no_grad():
             for name, row in existing.items():
-                converted = self._loaded.converted(name, entries[name], row.page.layout.fp8_max)
+                converted = self._loaded.converted(name, rows[name], row.page.layout.fp8_max)
                 write_row(row.page.tensor, row.index, *converted)
         for row in self._rows.values():
             row.seen = None  # the weights that are loaded with it are those that the scales fit

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
 from fp8graph import Policy, Rule
 from fp8graph.backend.guard import Guarded, with_rules
 from fp8graph.backend.policies import Policies
 from fp8graph.errors import StateError
 from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.state_dict import saved_guard
 
 FIRST, SECOND = Rule("up", "tensorwise", dgrad=None), Rule("up", None)
 USERS = Policy([Rule("up", "tensorwise"), Rule("*", None, steps=(0, 10))], default="tensorwise")
@@ -45,7 +47,7 @@ def test_saved_rules_are_the_current_rules() -> None:
     own.apply([(SECOND, "second")])
     assert own.texts == ["first", "second"]
     other, _ = guarded()
-    other.loader(saved_guard(own.entries()))()
+    other.loader(own.entries())()
     assert (other.policy, other.texts) == (own.policy, own.texts)
     policies.set(USERS)
     assert (own.texts, own.entries()) == ([], {})
@@ -55,5 +57,5 @@ def test_rules_that_cannot_be_read() -> None:
     own, _ = guarded()
     for wrong in ({"rule": {"pattern": 3}, "text": ""}, {"text": ""}, 3):
         with pytest.raises(StateError, match="a rule of a guard cannot be read"):
-            own.loader([wrong])
+            own.loader({"fp8graph.guard": torch.tensor([*json.dumps([wrong]).encode()], dtype=torch.uint8)})
     assert own.policy == USERS

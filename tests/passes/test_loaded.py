@@ -7,8 +7,7 @@ import logging
 import pytest
 import torch
 
-from fp8graph.passes.connect_scales.pages import LoadedRows
-from fp8graph.runtime.state_dict import SavedRow
+from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow
 
 NAME, OTHER = "up.input|delayed(amax_history_len=2)", "up.input|delayed(amax_history_len=4)"
 

@@ -198,7 +198,7 @@ def test_save_and_load_in_the_middle(compiled_before: bool, through: str, tmp_pa
     backend.load_state_dict(saved)
     train(model, fresh, range(12, 20), backend)
     assert_equal_to_reference(fresh, backend)
-    assert backend.state.unused == []
+    assert backend.report.unused_state == []
 
 
 def test_several_forwards_before_their_backwards() -> None:
@@ -413,7 +413,9 @@ def test_a_deep_copied_model_has_its_own_state() -> None:
     backend.bind(net)
     torch.compile(twin, backend=backend, dynamic=False)(batch(0) * 9)
     scales = {
-        row.page.tensor[row.index, 0].item() for key, row in backend.state._rows.items() if key.operand == "input"
+        row.page.tensor[row.index, 0].item()
+        for key, row in backend.store(State)._rows.items()
+        if key.operand == "input"
     }
     assert len(scales) == 6
 
@@ -513,4 +515,4 @@ def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> No
     assert moved is not page
     assert moved[0, :2].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
     assert torch.equal(moved[0, HEADER:], page[0, HEADER:])
-    assert state.state_dict()["a.input|delayed(amax_history_len=4)|fp8_max"].tolist() == [240.0]
+    assert state.entries()["a.input|delayed(amax_history_len=4)|fp8_max"].tolist() == [240.0]

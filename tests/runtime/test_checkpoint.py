@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import checkpointing
 from fp8graph import Backend, StateError
-from fp8graph.runtime.state_dict import ScalingState
+from fp8graph.runtime.state_dict import BackendState
 from helpers import first_fast, first_slow
 from ranks import run_each, run_ranks
 
@@ -191,7 +191,7 @@ def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(two: Any) -> 
 
 def test_a_state_reads_as_a_dict_does() -> None:
     """It is no Mapping, whose entries DCP would store one by one."""
-    state = ScalingState({"a": torch.ones(1)})
+    state = BackendState({"a": torch.ones(1)})
     assert (state.get("a"), state.get("b"), state.get("b", 3)) == (state["a"], None, 3)
     assert {**state} == dict(state)
     assert not isinstance(state, Mapping)

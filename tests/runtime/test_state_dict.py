@@ -127,7 +127,7 @@ def test_unused_state_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("WARNING", "fp8graph"):
         model(torch.randn(16, 32, requires_grad=True)).sum().backward()
     assert "up.input|delayed(amax_history_len=8): the loaded state is for recipe delayed(" in caplog.text
-    unused = {name.partition("|")[0] for name in backend.state.unused}
+    unused = {name.partition("|")[0] for name in backend.report.unused_state}
     assert unused == {f"{layer}.{o}" for layer in ("up", "down") for o in ("input", "weight", "grad_output")}
     assert "loaded state that no layer has asked for: down.grad_output" in str(backend.report)
     del first
@@ -229,7 +229,7 @@ def test_state_reads_and_pickles_like_a_dict() -> None:
     assert list(state) == list(state.keys()) == list(dict(state))
     assert f"{UP}|scale" in state
     assert "down" not in state
-    assert repr(state).startswith("ScalingState({'fp8graph.state_version': tensor([1])")
+    assert repr(state).startswith("BackendState({'fp8graph.state_version': tensor([1])")
     assert type(pickle.loads(pickle.dumps(state))) is OrderedDict
     copied = copy.deepcopy(state)
     assert type(copied) is type(state)

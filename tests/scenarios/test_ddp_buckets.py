@@ -103,7 +103,7 @@ def test_the_parts_find_the_scales_that_were_loaded() -> None:
     """Tracing the parts calls each on fake tensors: those must not take what waits for the layers."""
     state = Trained(split=False).backend.state_dict()
     whole, parts = (Trained(split, state=state) for split in (False, True))
-    assert parts.backend.state.unused == []
+    assert parts.backend.report.unused_state == []
     expected, got = whole.backend.state_dict(), parts.backend.state_dict()
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 

@@ -101,7 +101,7 @@ def resumed(run: Run, path: str) -> dict[str, Any]:
     run.evaluate()
     placed = run.backend.state_dict()
     losses = run.steps(range(3, 5))
-    after, unused = run.backend.state_dict(), run.backend.state.unused
+    after, unused = run.backend.state_dict(), run.backend.report.unused_state
     return {"waiting": waiting, "placed": placed, "losses": losses, "after": after, "unused": unused}
 
 
