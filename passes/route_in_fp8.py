@@ -33,7 +33,6 @@ from torch import fx
 
 from fp8graph.analysis.gather_legality import scale_may_differ
 from fp8graph.analysis.gather_path import keeps_rows, replay, row_sizes
-from fp8graph.analysis.refusals import site_of
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
@@ -71,7 +70,7 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
         exchanges = moves.exchanges
         if reason is None:
             exchanges = _rewrite(graph, quantized, moves)
-        elif (site := site_of(node, compilation)) is not None:
+        elif (site := compilation.site_of(node)) is not None:
             compilation.refuse("quantized before it is routed", site, reason)
         fqn = compilation.sites[node.meta[GEMM_KEY][0]].fqn
         for exchange in exchanges:

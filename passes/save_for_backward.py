@@ -36,7 +36,6 @@ from typing import Final
 import torch
 from torch import fx
 
-from fp8graph.analysis.refusals import site_of
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
@@ -67,7 +66,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
                 refusal = _check(quantized)
                 if refusal is None:
                     _quantize_again(graph, node)
-                elif refusal and (site := site_of(node, compilation)) is not None:
+                elif refusal and (site := compilation.site_of(node)) is not None:
                     compilation.refuse("quantized again", site, refusal)
     if compilation.known.settings.save_activations_in_fp8:
         _keep_in_fp8(graph, functions, gemms, compilation)

@@ -124,6 +124,11 @@ class Backend(Watched):
         """The store of FP8 copies of weights: their ``bytes``, and how many it has ``quantized`` so far."""
         return self._shared.stores["weights"]
 
+    @property
+    def stores(self) -> Mapping[str, Store]:
+        """The stores of all features, by name."""
+        return self._shared.stores
+
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
         return self._shared.services.store(kind)

@@ -1,6 +1,6 @@
 """The weights of a compiled model as its forward multiplies them: bytes and scales, for a checkpoint.
 
-They are made by the very graph that quantizes a weight before a call (``passes/hoist_weights.py``): linears that are
+They are made by the very graph that quantizes a weight before a call (``ir/weight_graphs.py``): linears that are
 multiplied as one GEMM share their scales, and a delayed scale is the one that the next forward takes.
 """
 
@@ -19,12 +19,10 @@ from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import look_through_transposes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.numerics import history
+from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.scaling_state import State
-from fp8graph.passes.hoist_weights import QuantizedInGraph, QuantizedWeight
 from fp8graph.recipes import Quantizer
+from fp8graph.runtime.stores import Store
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
@@ -60,11 +58,10 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
     names, seen = _names(model), set[str]()
     calls = [call for program in backend.programs for call in program.calls()]
     for called, findings in calls:
-        noted = (each.weight for each in findings.of(QuantizedInGraph))
-        for weight in (*findings.of(QuantizedWeight), *noted):
+        for weight in findings.of(WeightGraph):
             parameters = [called[index] for index in weight.parameters]
             if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
-                for made in _made(weight, parameters, names, backend.store(State), data):
+                for made in _made(weight, parameters, names, backend.stores, data):
                     if made.parameter not in seen:
                         seen.add(made.parameter)
                         yield made
@@ -86,18 +83,24 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _made(
-    weight: QuantizedWeight, parameters: Sequence[Tensor], names: Mapping[int, str], state: State, data: bool
+    weight: WeightGraph,
+    parameters: Sequence[Tensor],
+    names: Mapping[int, str],
+    stores: Mapping[str, Store],
+    data: bool,
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     asked = QuantizeNode(node).asked
-    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), parameters, strict=False))  # a page comes last
+    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), parameters, strict=False))  # then ``asked``
     sources = [_source(part, called) for part in asked.parts]
+    owners = [source for source, _ in sources if source is not None]
+    if not owners:
+        return
     made = weight.made_outputs()
     if data:
         inputs = [parameter.detach() for parameter in parameters]
-        if weight.page is not None:
-            inputs.append(_page(weight.page, [source for source, _ in sources], state, inputs[0].device))
+        inputs += [stores[each.store].peek(each, owners) for each in weight.asked]
         with torch.no_grad():
             results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
         made = dict(zip(weight.made, results, strict=True))
@@ -118,13 +121,14 @@ def _made(
             scale_inv = scales[..., first : first + grid[0], : grid[1]]
         start += rows
         if source is not None:
+            known = (stores[each.store].input_scale_inv(each, source) for each in weight.asked)
             yield Multiplied(
                 parameter=names[id(source)],
                 data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
                 global_scale_inv=made.get("rowwise_global_scale_inv"),
-                input_scale_inv=_input_scale(weight.page, source, state),
+                input_scale_inv=next((scale for scale in known if scale is not None), None),
                 flipped=flipped,
             )
 
@@ -140,18 +144,3 @@ def _source(part: fx.Node, called: Mapping[fx.Node, Tensor]) -> tuple[Tensor | N
         elif part not in called:
             return None, flipped
     return called[part], flipped
-
-
-def _page(page: PageLayout, sources: Sequence[Tensor | None], state: State, device: torch.device) -> Tensor:
-    """A page of scaling state with the scale of a weight, which the linears in it share."""
-    made = history.new_page(page.recipe.amax_history_len, 1, device)
-    rows = (state.row(source, "weight", page.recipe) for source in sources if source is not None)
-    if (row := next(filter(None, rows), None)) is not None:
-        made[0, 0], made[0, 1] = row.scale, row.scale.reciprocal()
-    return made
-
-
-def _input_scale(page: PageLayout | None, source: Tensor, state: State) -> Tensor | None:
-    """FP32 []: the delayed scale of its layer's input; it multiplies. None before training has recorded any amax."""
-    row = None if page is None else state.row(source, "input", page.recipe)
-    return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None

@@ -15,7 +15,7 @@ from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
-from fp8graph.ir.nodes import fake_mode_of, value
+from fp8graph.ir.nodes import GEMM_KEY, fake_mode_of, value
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Attention, Decision, Site
 from fp8graph.recipes import Recipe
@@ -95,6 +95,12 @@ class Compilation:
     def hardware_of(self, node: fx.Node) -> Hardware:
         """The hardware that ``node`` is decided for: the target, or the device of its result."""
         return self.known.settings.hardware or of_device(value(node).device)
+
+    def site_of(self, quantized: fx.Node) -> Site | None:
+        """The site whose GEMM, or what decodes for it if that is emulated, reads a quantize node; None if none does."""
+        found = (reader.meta[GEMM_KEY] for x in quantized.users for reader in x.users if GEMM_KEY in reader.meta)
+        position, _ = next(found, (None, ""))
+        return None if position is None else self.sites[position]
 
     def take(self, graph: fx.Graph, asked: Sequence[ExtraInput]) -> list[fx.Node] | None:
         """Take what is ``asked`` for as inputs, behind those that passes took before. Each pass calls it once.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import fx
@@ -37,6 +37,10 @@ class ExtraInput:
     def titles(self, name: Callable[[int], str]) -> list[str]:
         """Their titles. ``name``: of a parameter, by its place among the graph's inputs."""
         return []
+
+    def kind(self) -> Any:
+        """A key equal for requests that differ in their owners alone."""
+        return type(self)
 
     def renamed(self, rename: Rename) -> Self:
         """The same for another layer that runs the same code."""

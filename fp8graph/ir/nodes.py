@@ -41,7 +41,7 @@ _PURE_VIEWS: Final = (  # the same elements in the same order
 )
 
 # All keys of metadata.
-NOT_SENT_KEY: Final = "fp8graph_not_sent"  # node.meta of quantize: why FSDP2 gathers the weight in high precision
+NOT_KEPT_KEY: Final = "fp8graph_not_kept"  # node.meta of quantize: why a weight gathered for the graph is not kept
 GATHERED_KEY: Final = "fp8graph_gathered"  # node.meta of an all-gather of a quantized tensor: Gathered
 PURPOSE_KEY: Final = "fp8graph_purpose"  # node.meta of a collective that a pass added: its purpose
 OPERAND_KEY: Final = "fp8graph_operand"  # node.meta of a quantize node: the operand's name

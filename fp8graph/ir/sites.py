@@ -5,7 +5,7 @@ Plain data between passes. ``FORMS`` lists the ops that are attention.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, cast
 
@@ -15,13 +15,25 @@ from torch import fx
 from fp8graph.compat.attention import FLEX, FLEX_BACKWARD, VARLEN, VARLEN_BACKWARD
 from fp8graph.hardware import Hardware
 from fp8graph.ir.naming import Place
-from fp8graph.ir.nodes import aten
+from fp8graph.ir.nodes import aten, known_at_run_time_only, static_size
 from fp8graph.recipes import GemmName, Layout, OperandName, Recipe
 from fp8graph.recipes.rules import Op, Resolution
 
 Execution = Literal["native", "emulated", "high precision"]
 Operand = Literal["query", "key", "value", "probabilities", "grad_output", "grad_scores"]
 Size = int | torch.SymInt
+
+
+def why_not_of_size(shape: Sequence[int | torch.SymInt], *, grouped: bool = False) -> str | None:
+    """Return the reason why no operand of this shape is quantized, or None if one is.
+
+    A maximum of nothing has no value, and kernels and tiles depend on a size; groups of rows may all be empty.
+    """
+    if any(static_size(size) == 0 for size in shape):
+        return f"an operand is empty: {list(shape)}"
+    if not grouped and any(map(known_at_run_time_only, shape)):
+        return f"a size is known at run time only, and may be 0: {list(shape)}"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

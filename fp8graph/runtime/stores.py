@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 from torch import Tensor, fx
 
 from fp8graph.ir.compilation import Condition
+from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
@@ -93,6 +94,18 @@ class Store(ABC):
             ArrivesOtherwise: the graph does not fit what arrived.
         """
 
+    def peek(self, asked: Any, owners: Sequence[Tensor]) -> Tensor:
+        """A copy of the tensor for one extra input of a weight that is computed from ``owners``, as it is now."""
+        raise NotImplementedError
+
+    def input_scale_inv(self, asked: Any, owner: Tensor) -> Tensor | None:
+        """FP32 []: the inverse of the scale that the input of ``owner``'s layer has in advance; None if it has none.
+
+        Args:
+            asked: an extra input of the weight ``owner``.
+        """
+        return None
+
     def forget(self, asked: Sequence[Any]) -> None:  # noqa: B027 (most keep nothing for a graph)
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
 
@@ -125,3 +138,20 @@ class Services:
         if kind.name not in self._made:
             self._made[kind.name] = kind.of(self)
         return cast(_Kind, self._made[kind.name])
+
+    def named(self, name: str) -> Store:
+        """The store that is called so."""
+        return self._made[name]
+
+    def tensors(self, asked: Sequence[ExtraInput], args: Sequence[Any]) -> Sequence[Tensor]:
+        """The tensors of another store that one needs to make its own.
+
+        Args:
+            asked: of one store. The same sequence finds the same tensors at once.
+            args: the inputs of the graph that is about to run, the parameters among them.
+        """
+        if not asked:
+            return []
+        (name,) = {each.store for each in asked}
+        caller = Caller(args=args, gradients=False, group=None, arrived={})
+        return self.named(name).slot(asked, caller).tensors

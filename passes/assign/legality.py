@@ -7,12 +7,11 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fp8graph.analysis.refusals import why_not_of_size
 from fp8graph.compat.ops import OpOverload, schema
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import graph_inputs, split_source
 from fp8graph.ir.nodes import GROUPED, backward_nodes, module_path, static_size, value
-from fp8graph.ir.sites import Gemm
+from fp8graph.ir.sites import Gemm, why_not_of_size
 from fp8graph.recipes.rules import Resolution
 
 _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -19,7 +19,6 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from fp8graph.analysis.refusals import why_not_of_size
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
 from fp8graph.ir.compilation import Compilation
@@ -34,7 +33,7 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
-from fp8graph.ir.sites import FORMS, Attention, Decision
+from fp8graph.ir.sites import FORMS, Attention, Decision, why_not_of_size
 from fp8graph.ir.text import short
 from fp8graph.numerics import transforms
 from fp8graph.numerics.scalings import SCALINGS

@@ -25,7 +25,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Final, Self, cast
 
 import torch
 from torch import fx
@@ -38,8 +38,11 @@ from fp8graph.ir.extra_inputs import ExtraInput, Rename, StateRow
 from fp8graph.ir.nodes import CACHED_KEY, ROWS_KEY, aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
+from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics import history
-from fp8graph.recipes import FP8_MAX, GEMMS, OPERANDS, DelayedScaling
+from fp8graph.recipes import FP8_MAX, GEMMS, DelayedScaling, OperandName
+
+_WITH_PAGES: Final[tuple[OperandName, ...]] = ("input", "grad_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,9 @@ class PageLayout(ExtraInput):
     def titles(self, name: Callable[[int], str]) -> list[str]:
         return [f"scaling state {self.number}"]
 
+    def kind(self) -> Any:
+        return self.recipe, self.fp8_max, self.group
+
     def renamed(self, rename: Rename) -> Self:
         rows = (tuple(row.renamed(rename) for row in names) for names in self.rows)
         return dataclasses.replace(self, rows=tuple(rows))
@@ -87,24 +93,27 @@ class _Entry:
 
 def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether delayed scaling quantizes some tensor in this graph; a body of a higher-order op has no state."""
-    return not compilation.known.subgraph and any(ROWS_KEY in node.meta for node in nodes(graph, (ops.quantize,)))
+    graphs = [graph, *(each.quantizing for each in compilation.extra_inputs if isinstance(each, WeightGraph))]
+    found = (ROWS_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
+    return not compilation.known.subgraph and any(found)
 
 
 def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
-    """One for each recipe, FP8 type and direction. A weight whose copy is kept has a page of its own."""
+    """One for each recipe, FP8 type and direction. Weights are in the page of inputs, or have one beside the graph."""
     pages = {
         (recipe, each.hardware.quantizer(recipe, operand).fp8_max, operand == "grad_output")
         for each in foreseen
         for recipe in each.used(*GEMMS)
         if isinstance(recipe, DelayedScaling)
-        for operand in OPERANDS
-        if (known.training or operand == "input")
-        and (operand != "weight" or not known.keeps_weights or each.site.parameter is None)
+        for operand in _WITH_PAGES[: 1 + known.training]
     }
     return len(pages)
 
 
 def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
+    for place, each in enumerate(compilation.extra_inputs):
+        if isinstance(each, WeightGraph):  # of a weight that is quantized beside the graph: with a page of its own
+            compilation.extra_inputs[place] = each.passed(connect_scales, compilation.known)
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))

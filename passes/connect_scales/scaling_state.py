@@ -285,6 +285,19 @@ class State(Store):
         key = RowKey(self._tokens.known(parameter) or 0, None, 0, operand, recipe)
         return self._rows[key].saved() if key in self._rows else None
 
+    def peek(self, asked: PageLayout, owners: Sequence[Tensor]) -> Tensor:
+        """A page with the scale of a weight, which the linears in it share."""
+        made = new_page(asked.recipe.amax_history_len, 1, owners[0].device)
+        rows = (self.row(owner, "weight", asked.recipe) for owner in owners)
+        if (row := next(filter(None, rows), None)) is not None:
+            made[0, 0], made[0, 1] = row.scale, row.scale.reciprocal()
+        return made
+
+    def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:
+        """None before training has recorded any amax."""
+        row = self.row(owner, "input", asked.recipe)
+        return row.scale.reshape(()).reciprocal() if row is not None and row.amax_history.any() else None
+
     def _forget_rows(self, owner: int) -> None:
         for key in self._keys.pop(owner, ()):
             self._rows.pop(key, None)

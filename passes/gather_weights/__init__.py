@@ -13,6 +13,7 @@ and delayed scaling whose amaxes are not reduced over all ranks of the gather.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,32 +22,38 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.gather_legality import scale_may_differ
-from fp8graph.analysis.weight_graphs import computed_from
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Arrived, Compilation
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import NOT_SENT_KEY, OPERAND_KEY, nodes, value
+from fp8graph.ir.nodes import NOT_KEPT_KEY, OPERAND_KEY, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.passes.hoist_weights import QuantizedWeight, extract, hoist
+from fp8graph.ir.weight_graphs import (
+    SHARDED,
+    TakenWeight,
+    WeightGraph,
+    computed_from,
+    hoist,
+    quantized_weights,
+    weight_graph,
+)
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _SETTINGS = frozenset({"scaling", "block", "more", "dim"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredWeight(QuantizedWeight):
-    """The same of a weight that FSDP2 gathers in FP8: the copy is what was gathered."""
+class GatheredWeight(TakenWeight):
+    """A weight that FSDP2 gathers in FP8: the graph takes what was gathered."""
 
     store: ClassVar = "gathered"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ToGather(ExtraInput):
-    """A weight that FSDP2 may gather in FP8 from the next step on."""
+class ToGather(WeightGraph):
+    """A weight that FSDP2 may gather in FP8 from the next step on; of this graph, nothing is read yet."""
 
     store: ClassVar = "gathered"
-    weight: QuantizedWeight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +75,20 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
     gathered = {node: index for node, index in graph_inputs(graph) if index is not None and index in known.gathered}
     arrived = known.condition(Arrived)
     sent = {node: index for node, index in gathered.items() if arrived is not None and index in arrived.parameters}
+    found: dict[fx.Node, str | None] = {}
     if len(sent) < len(gathered) and known.settings.target is None:
         found = why_not_sent(graph, gathered, compilation)
-        for node, reason in found.items():
-            node.meta[NOT_SENT_KEY] = reason
-            if reason is None and node.meta.get(OPERAND_KEY) == "weight":
-                weight = extract(node, computed_from(node, gathered) or [], gathered, compilation)
-                compilation.extra_inputs.append(ToGather(weight=weight))
+        for node in (node for node, reason in found.items() if reason is None):
+            weight = weight_graph(node, gathered, compilation, ToGather)
+            if weight is not None and node.meta.get(OPERAND_KEY) == "weight":
+                compilation.extra_inputs.append(dataclasses.replace(weight, outputs=()))
     hoist(graph, sent, compilation, GatheredWeight)
+    for node in quantized_weights(graph):
+        reason = found.get(node)
+        how = (
+            "FP8 from the first step of its optimizer on" if reason is None else f"high precision: {reason}; {SHARDED}"
+        )
+        node.meta[NOT_KEPT_KEY] = f"FSDP2 gathers it for each use, in {how}"
     if read := [index for node, index in sent.items() if node.users]:
         compilation.extra_inputs.append(ReadWhole(parameters=tuple(read)))
 

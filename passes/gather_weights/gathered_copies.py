@@ -17,8 +17,8 @@ from fp8graph.compat import autograd, fsdp
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
-from fp8graph.passes.hoist_weights import QuantizedWeight
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
@@ -35,7 +35,7 @@ class GatheredCopies:
         device: of the copies.
     """
 
-    def __init__(self, weight: QuantizedWeight, sizes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, weight: WeightGraph, sizes: Sequence[int], device: torch.device) -> None:
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._kind: Final = QuantizeNode(node).kind
         self._asked: Final = QuantizeNode(node).asked
@@ -70,7 +70,7 @@ class GatheredCopies:
         self._transpose(rows, backward)
 
     @torch.no_grad()
-    def widen(self, weight: QuantizedWeight, *, backward: bool) -> None:
+    def widen(self, weight: WeightGraph, *, backward: bool) -> None:
         """Make the copies that ``weight`` has in addition, now and after each gather."""
         self._weight = weight
         self._allocate(backward)

@@ -15,14 +15,14 @@ from fp8graph.compat.ops import largest_of_each
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
 from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.gather_weights import source_of_part
 from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, Memory, quantizes_rows
-from fp8graph.passes.hoist_weights import QuantizedWeight
-from fp8graph.runtime.staleness import Steps, storage_of, version
-from fp8graph.runtime.stores import Compile
+from fp8graph.runtime.staleness import storage_of, version
+from fp8graph.runtime.stores import Services
 
 
 class AllSent(Protocol):
@@ -44,7 +44,6 @@ class SentWeight:
     Args:
         weight: as a graph takes it.
         sharded: FSDP2's objects for ``weight.parameters``.
-        compile: compiles a graph of dialect nodes into a function.
         all_sent: knows when a forward begins.
         memory: for what stands in the place of whole parameters.
         state: of the backend, for delayed scaling.
@@ -52,22 +51,22 @@ class SentWeight:
 
     def __init__(
         self,
-        weight: QuantizedWeight,
+        weight: WeightGraph,
         sharded: Sequence[Any],
         *,
-        steps: Steps,
+        services: Services,
         all_sent: AllSent,
-        compile: Compile,
         memory: Memory,
         state: State,
     ) -> None:
         self.weight, self.sharded = weight, list(sharded)
-        self._steps, self._compile, self._memory = steps, compile, memory
+        self._steps, self._compile, self._tensors = services.steps, services.compile, services.tensors
+        self._memory = memory
         self._all = weakref.ref(all_sent)
         self._scaling_state = state
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
-        self._pages = () if weight.page is None else (weight.page,)
+        self._pages = weight.asked
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
@@ -116,10 +115,11 @@ class SentWeight:
         for sharded in () if self.restored else self.sharded:
             fsdp.stand_in(sharded, self._nan(sharded))
 
-    def copies(self, weight: QuantizedWeight, parameters: Sequence[Any]) -> list[Tensor] | None:
+    def copies(self, weight: WeightGraph, parameters: Sequence[Any]) -> list[Tensor] | None:
         """The copies of ``weight``, which a graph takes in the place of ``parameters``; None if they are others."""
         gathered = [getattr(sharded, "_unsharded_param", None) for sharded in self.sharded]
-        if self.weight.signature != weight.signature or _scaled_by(self.weight) != _scaled_by(weight):
+        own, other = ((x.signature, [each.kind() for each in x.asked]) for x in (self.weight, weight))
+        if own != other:
             return None
         if len(gathered) != len(parameters) or any(a is not b for a, b in zip(gathered, parameters, strict=True)):
             return None
@@ -160,7 +160,7 @@ class SentWeight:
         """[1, 2 + length]: the weight's page of scaling state."""
         owners = dict(zip(self.weight.parameters, map(fsdp.whole_of, self.sharded), strict=True))
         args = [owners.get(index) for index in range(max(owners) + 1)]
-        (page,) = self._scaling_state.tensors(self._pages, args)
+        (page,) = self._tensors(self._pages, args)
         return page
 
     def take_amaxes(self) -> tuple[Tensor, list[Tensor]] | None:
@@ -269,9 +269,3 @@ class SentWeight:
         for sharded in self.sharded:
             fsdp.detach(sharded)
         self._functions, self.restored = [], False
-
-
-def _scaled_by(weight: QuantizedWeight) -> Any:
-    """The source of its scale: with delayed scaling, the amaxes of which ranks, by which recipe."""
-    page = weight.page
-    return page and (page.recipe, page.fp8_max, page.group)

@@ -25,16 +25,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd, fsdp, ops
+from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.history import HEADER
 from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather
 from fp8graph.passes.gather_weights.gathered_copies import Memory
 from fp8graph.passes.gather_weights.sent_weight import SentWeight
-from fp8graph.passes.hoist_weights import QuantizedWeight
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.slots import Caller, Slot
-from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.stores import ArrivesOtherwise, Compile, Services, Store
+from fp8graph.runtime.stores import ArrivesOtherwise, Services, Store
 
 
 class SentWeights(Store):
@@ -42,22 +40,21 @@ class SentWeights(Store):
 
     name: ClassVar = GatheredWeight.store
 
-    def __init__(self, steps: Steps, epoch: Epoch, state: State, compile: Compile, *, keeps: bool = False) -> None:
-        self._steps, self._epoch, self._compile = steps, epoch, compile
-        self._keeps = keeps  # rows are quantized once for each update
+    def __init__(self, services: Services) -> None:
+        self._services, self._steps, self._epoch = services, services.steps, services.epoch
+        self._keeps = services.settings.keeps_weights(training=True)  # rows are quantized once for each update
         self.forwards = 0  # how many have begun
         self._gathered: set[tuple[int, int]] = set()  # weights, by id, and their parts: for this forward
-        self._state = state
+        self._state = services.store(State)
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
-        self._asked: list[tuple[QuantizedWeight, list[weakref.ref[Any]]]] = []
+        self._asked: list[tuple[WeightGraph, list[weakref.ref[Any]]]] = []
         self._memory = Memory()
         self._listens = False
 
     @classmethod
     def of(cls, services: Services) -> SentWeights:
-        keeps = services.settings.keeps_weights(training=True)
-        return cls(services.steps, services.epoch, services.store(State), services.compile, keeps=keeps)
+        return cls(services)
 
     def report(self) -> Mapping[str, int]:
         """The weights, and this rank's quantized rows, which it keeps from update to update."""
@@ -89,10 +86,10 @@ class SentWeights(Store):
         if read:
             self.restore(arrived[index] for index in read)
             raise ArrivesOtherwise(frozenset(read))
-        self.ask([each.weight for each in asked if isinstance(each, ToGather)], caller.args)
+        self.ask([each for each in asked if isinstance(each, ToGather)], caller.args)
         return Slot(tensors=copies)
 
-    def ask(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> None:
+    def ask(self, weights: Sequence[WeightGraph], args: Sequence[Any]) -> None:
         """Gather ``weights``, which a graph reads by FP8 GEMMs alone, in FP8 after the next step."""
         found = fsdp.gathered() if weights else {}
         for weight in weights:
@@ -157,9 +154,8 @@ class SentWeights(Store):
                 sent = SentWeight(
                     weight,
                     sharded,
-                    steps=self._steps,
+                    services=self._services,
                     all_sent=self,
-                    compile=self._compile,
                     memory=self._memory,
                     state=self._state,
                 )

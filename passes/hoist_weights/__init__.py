@@ -23,84 +23,32 @@ higher-order ops.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import getitem
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
 
-from fp8graph.analysis.refusals import site_of, why_not_cached
 from fp8graph.analysis.siblings import fits_in_group
-from fp8graph.analysis.weight_graphs import computed_from, copy_of, placeholder, signature_of, sources_of
-from fp8graph.ir import ops
+from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation, Known
-from fp8graph.ir.edit import insert
-from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
-from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import (
-    CACHED_KEY,
-    OPERAND_KEY,
-    ROWS_KEY,
-    fake_mode_of,
-    module_path,
-    nodes,
-    runs_without_gradients,
-    value,
-)
+from fp8graph.ir.naming import graph_inputs, split_source
+from fp8graph.ir.nodes import CACHED_KEY, NOT_KEPT_KEY, OPERAND_KEY, SITES, nodes, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
-from fp8graph.numerics import history, quantization
-from fp8graph.passes.connect_scales import PageLayout, connect_scales
+from fp8graph.ir.weight_graphs import SHARDED, TakenWeight, WeightGraph, hoist, quantized_weights, weight_graph
+from fp8graph.numerics import quantization
 from fp8graph.recipes import LAYOUTS
 
-_TRANSPOSED = "columnwise"
+_GEMMS: Final = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedWeight(ExtraInput):
-    """A weight whose FP8 copy a graph takes as inputs, and how to make that copy (``weight_cache.py``)."""
+class KeptWeight(TakenWeight):
+    """A weight whose FP8 copy is kept between calls (``weight_cache.py``)."""
 
     store: ClassVar = "weights"
-    name: str  # name of the module that uses it, for the report
-    parameters: tuple[int, ...]  # graph inputs that it is computed from
-    quantizing: fx.Graph  # dialect graph: parameters, and its page with delayed scaling -> the outputs
-    recording: fx.Graph  # the same, and the page is updated
-    linears: int  # how many weights it joins
-    signature: str  # equal for weights that are computed in the same way, whatever their layouts
-    layouts: tuple[tuple[int, ...], tuple[int, ...]]  # rowwise and columnwise multiples, () if not needed
-    outputs: tuple[str, ...]  # the outputs that the graph takes, see ``numerics.output_names``
-    page: PageLayout | None  # its scaling state
-    records: bool  # the graph trains it with delayed scaling
-
-    made: tuple[str, ...]  # all outputs of ``quantizing``
-
-    def made_outputs(self) -> dict[str, torch.Tensor]:
-        """The fake values of the outputs, by name."""
-        (output,) = self.quantizing.find_nodes(op="output")
-        nodes = cast("list[fx.Node]", output.args[0])
-        return dict(zip(self.made, map(value, nodes), strict=True))
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        made = self.made_outputs()
-        outputs = [made[name] for name in self.outputs]
-        return [torch.empty(val.shape, dtype=val.dtype, device=val.device) for val in outputs]
-
-    def titles(self, name: Callable[[int], str]) -> list[str]:
-        made_of = ", ".join(map(name, self.parameters))
-        return [f"{made_of} {output}" for output in self.outputs]
-
-    def renamed(self, rename: Rename) -> Self:
-        return self if self.page is None else dataclasses.replace(self, page=self.page.renamed(rename))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class QuantizedInGraph(ExtraInput):
-    """A weight that the graph itself quantizes, for an export of what it multiplies."""
-
-    weight: QuantizedWeight
 
 
 def may_keep_weights(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -130,43 +78,55 @@ def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
     whole = known.parameters.keys() - known.gathered.keys() if known.keeps_weights else ()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
-    hoist(graph, parameters, compilation, QuantizedWeight)
-    for node in _quantized(graph) if known.keeps_weights or known.gathered else ():
+    hoist(graph, parameters, compilation, KeptWeight)
+    for node in quantized_weights(graph) if known.keeps_weights or known.gathered else ():
         if CACHED_KEY not in node.meta and node.meta.get(OPERAND_KEY) == "weight":
-            reason, site = why_not_cached(node, compilation), site_of(node, compilation)
+            reason, site = why_not_kept(node, compilation), compilation.site_of(node)
             if reason and site is not None:
                 compilation.refuse("kept weight", site, reason)
 
 
-def hoist(
-    graph: fx.Graph, parameters: Mapping[fx.Node, int], compilation: Compilation, kind: type[QuantizedWeight]
-) -> None:
-    """Take the weights that are computed from ``parameters`` (inputs, with their positions) as inputs."""
-    found: dict[fx.Node, QuantizedWeight] = {}
-    for node in _quantized(graph):
-        if (body := computed_from(node, parameters)) is not None:
-            made = extract if node.target is ops.quantize else _transposed
-            found[node] = made(node, body, parameters, compilation, kind)
-            node.meta[CACHED_KEY] = True
-    taken = compilation.take(graph, [*found.values()])
-    if taken is None:
-        return
-    for node, weight in found.items():
-        placeholders = {name: taken.pop(0) for name in weight.outputs}
-        outputs = QuantizeNode(node).outputs if node.target is ops.quantize else {_TRANSPOSED: node}
-        for name, user in outputs.items():
-            user.replace_all_uses_with(placeholders[name])
-            graph.erase_node(user)
-        if node.target is ops.quantize:
-            graph.erase_node(node)
-    if found:
-        graph.eliminate_dead_code()
+def why_not_kept(quantized: fx.Node, compilation: Compilation) -> str:
+    """Reason why the copy of a weight is not kept; "" for tensors that are not weights (results of GEMMs, ...).
+
+    It is not called for weights that could be kept.
+    """
+    asked = QuantizeNode(quantized).asked
+    inputs = dict(graph_inputs(quantized.graph))
+    pending, seen, reasons, is_weight = [asked.x, *(asked.more or ())], set[fx.Node](), list[str](), False
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            index = inputs.get(node)
+            is_weight |= index in compilation.known.parameters and value(node).ndim > 1
+            reasons.append(_why_not_input(node, index, quantized, compilation))
+        elif node.target in _GEMMS:
+            return ""
+        else:
+            if node.target is collectives.ALL_GATHER:
+                reasons.append(f"it is gathered from several ranks in the graph: {SHARDED}")
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                reasons.append("it is computed with random numbers, which change with each call")
+            pending.extend(node.all_input_nodes)
+    if any(static_size(size) is None for size in value(asked.x).shape):
+        reasons.insert(0, "its size is dynamic: compile with dynamic=False, or mark that size static")
+    return next(filter(None, reasons), "") if is_weight else ""
 
 
-def _quantized(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that quantize, and those that transpose what arrives quantized; without parts of another copy."""
-    found = nodes(graph, (ops.quantize, ops.columnwise))
-    return [node for node in found if not all(user.target is ops.columnwise for user in node.users)]
+def _why_not_input(node: fx.Node, index: int | None, quantized: fx.Node, compilation: Compilation) -> str:
+    if index in compilation.known.gathered:
+        return quantized.meta.get(NOT_KEPT_KEY, f"it is whole while the graph runs, and no longer: {SHARDED}")
+    if index in compilation.known.parameters:
+        return ""
+    known = index is not None and index < len(compilation.known.sources)
+    name = split_source(compilation.known.sources[index])[1] if known and index is not None else node.name
+    return (
+        f"it is also computed from {name or node.name!r}, which is not a parameter and may change with each call; if "
+        "it does not change, make it a parameter (requires_grad=False)"
+    )
 
 
 def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -179,87 +139,5 @@ def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
     whole = known.parameters.keys() - known.gathered.keys()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
-    found = ((node, computed_from(node, parameters)) for node in nodes(graph, (ops.quantize,)))
-    compilation.extra_inputs += [
-        QuantizedInGraph(weight=extract(node, body, parameters, compilation))
-        for node, body in found
-        if body is not None
-    ]
-
-
-def extract(
-    node: fx.Node,
-    body: Sequence[fx.Node],
-    parameters: Mapping[fx.Node, int],
-    compilation: Compilation,
-    kind: type[QuantizedWeight] = QuantizedWeight,
-) -> QuantizedWeight:
-    """``node`` and the nodes that compute it, as a graph of their own."""
-    sources = sources_of(body, parameters)
-    quantized = QuantizeNode(node)
-    asked, names = quantized.asked, quantized.names
-
-    def copy() -> fx.Graph:
-        graph, copied = copy_of(node, body, sources)
-        positions = [position for position, name in enumerate(names) if name != "amax"]
-        graph.output([insert(graph, getitem, (copied, i), like=node) for i in positions])
-        return graph
-
-    quantizing = recording = copy()
-    signature = signature_of(quantizing)
-    page = None
-    if ROWS_KEY in node.meta:  # delayed scaling: a page of its own
-        known = dataclasses.replace(compilation.known, spares=SpareInputs(), records_amaxes=False)
-        alone = Compilation(known=known)
-        connect_scales(quantizing, alone)
-        (page,) = alone.extra_inputs
-        assert isinstance(page, PageLayout)
-        graphs: list[fx.Graph] = []
-        for records in (False, True):
-            graphs.append(graph := copy())
-            with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]), fake_mode_of(node):
-                new_page = history.new_page(page.recipe.amax_history_len, 1, page.device)
-                placeholder(graph, len(sources), new_page)
-            spares = SpareInputs(indices=(len(sources),))
-            known = dataclasses.replace(known, spares=spares, records_amaxes=records)
-            connect_scales(graph, Compilation(known=known))
-        quantizing, recording = graphs
-    return kind(
-        name=module_path(node),
-        parameters=tuple(parameters[source] for source in sources),
-        quantizing=quantizing,
-        recording=recording,
-        signature=signature,
-        linears=len(asked.parts),
-        outputs=tuple(quantized.outputs),
-        layouts=(tuple(asked.rowwise), tuple(asked.columnwise)),
-        made=tuple(name for name in names if name != "amax"),
-        page=page,
-        records=compilation.known.records_amaxes and page is not None and not runs_without_gradients(node),
-    )
-
-
-def _transposed(
-    node: fx.Node,
-    body: Sequence[fx.Node],
-    parameters: Mapping[fx.Node, int],
-    _compilation: Compilation,
-    kind: type[QuantizedWeight],
-) -> QuantizedWeight:
-    """The same for a transposed copy of a weight that arrives quantized."""
-    sources = sources_of(body, parameters)
-    graph, copied = copy_of(node, body, sources)
-    graph.output([copied])
-    return kind(
-        name=module_path(node),
-        parameters=tuple(parameters[source] for source in sources),
-        quantizing=graph,
-        recording=graph,
-        signature=signature_of(graph),
-        linears=1,
-        outputs=(_TRANSPOSED,),
-        layouts=((), tuple(value(node).shape)),
-        made=(_TRANSPOSED,),
-        page=None,
-        records=False,
-    )
+    found = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
+    compilation.extra_inputs += [weight for weight in found if weight is not None]

@@ -39,16 +39,14 @@ from torch import Tensor, fx
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
-from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.scaling_state import State
-from fp8graph.passes.hoist_weights import QuantizedWeight
-from fp8graph.runtime.call import Epoch, picker
+from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.runtime.call import picker
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
-from fp8graph.runtime.names import Names
 from fp8graph.runtime.slots import Caller, Slot
-from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
-from fp8graph.runtime.stores import Compile, Services, Store
+from fp8graph.runtime.staleness import Unchanged, storage_of, version
+from fp8graph.runtime.stores import Services, Store
 
 _log = logging.getLogger("fp8graph")
 
@@ -59,7 +57,7 @@ BATCH: Final = 8
 class _Copy:
     """One quantized weight. Its tensors keep their addresses, and belong to ``owners``."""
 
-    weight: QuantizedWeight
+    weight: KeptWeight
     owners: list[weakref.ref[Tensor]]
     tensors: dict[str, Tensor]  # by output name
     made_of: Any = None  # the state of the owners when it was made
@@ -74,71 +72,44 @@ class _Copy:
 class _Found:
     """The copies of one graph for one set of parameters."""
 
-    weights: Sequence[QuantizedWeight]  # kept alive, so that its id is not used again
+    weights: Sequence[KeptWeight]  # kept alive, so that its id is not used again
     copies: list[_Copy]
     tensors: list[Tensor]
-    pages: list[PageLayout]  # pages of the weights with delayed scaling
+    asked: list[ExtraInput]  # the tensors of another store that quantizing takes: pages of delayed scales
     alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # called when they are freed
 
 
 class Weights(Store):
-    """The quantized weights of one backend.
+    """The quantized weights of one backend."""
 
-    Args:
-        epoch: it is advanced when graphs have to look for their copies again.
-        steps: of optimizers, and other signals of an update.
-        names: bound names of parameters, for the warning.
-        scales: the scaling state of weights with delayed scaling.
-        compile: compiles a graph of dialect nodes into a function.
-        trains: graphs with gradients take copies, too.
-        strict: look at the contents of weights at each call, and wait for it.
-    """
+    name: ClassVar = KeptWeight.store
 
-    name: ClassVar = QuantizedWeight.store
-
-    def __init__(
-        self,
-        epoch: Epoch,
-        steps: Steps,
-        names: Names,
-        scales: State,
-        compile: Compile,
-        *,
-        trains: bool = False,
-        strict: bool = False,
-    ) -> None:
-        self._epoch, self._names, self._trains, self._strict = epoch, names, trains, strict
-        self._scales, self._compile = scales, compile
-        self.steps: Final = steps
+    def __init__(self, services: Services) -> None:
+        settings = services.settings
+        self._epoch, self._names, self._compile = services.epoch, services.names, services.compile
+        self._others: Final = services.tensors
+        self._trains, self._strict = settings.keeps_weights(training=True), settings.strict
+        self.steps: Final = services.steps  # of optimizers, and other signals of an update
         self._found: dict[Any, _Found] = {}  # it changes whenever a parameter is freed: iterate over a list of it
         self._functions: dict[Any, Callable[..., Any]] = {}
         self.quantized = 0  # number of weights quantized so far
 
     @classmethod
     def of(cls, services: Services) -> Weights:
-        settings = services.settings
-        return cls(
-            services.epoch,
-            services.steps,
-            services.names,
-            services.store(State),
-            services.compile,
-            trains=settings.keeps_weights(training=True),
-            strict=settings.strict,
-        )
+        return cls(services)
 
     def refresh(self) -> None:
         """Mark every copy as stale."""
         self.steps.refresh()
 
-    def forget(self, asked: Sequence[QuantizedWeight]) -> None:
+    def forget(self, asked: Sequence[KeptWeight]) -> None:
         """Drop the copies of a graph that is gone, unless another graph uses them.
 
         Copies with delayed scaling stay as long as their parameters: made again, they would have a newer scale.
         """
         for key in [key for key in list(self._found) if key[0] == id(asked)]:
             if (found := self._found.get(key)) is not None:
-                if scaled := [copy for copy in found.copies if copy.weight.page is not None]:
+                if scaled := [copy for copy in found.copies if copy.weight.asked]:
                     self._keep((None, *map(id, scaled)), _Found((), scaled, [], []))
                 self._drop(key)
 
@@ -168,11 +139,11 @@ class Weights(Store):
         """The memory of all copies."""
         return sum(t.nbytes for copy in self._copies() for t in copy.tensors.values())
 
-    def slot(self, asked: Sequence[QuantizedWeight], caller: Caller) -> Slot:
+    def slot(self, asked: Sequence[KeptWeight], caller: Caller) -> Slot:
         """The copies that a graph takes, up to date."""
         return Slot(tensors=self.tensors(asked, caller.args), fresh=self.unchanged(asked, caller.args))
 
-    def tensors(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> list[Tensor]:
+    def tensors(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> list[Tensor]:
         """The copies for one call of a graph, in the order of its inputs and up to date with the parameters.
 
         Args:
@@ -181,7 +152,7 @@ class Weights(Store):
         """
         found, counters = self._find(weights, args), self._counters()
         counters = counters[:1] if self._trains else counters
-        stale: list[tuple[QuantizedWeight, _Copy]] = []
+        stale: list[tuple[KeptWeight, _Copy]] = []
         for weight, copy in zip(weights, found.copies, strict=True):
             parameters = [args[index] for index in weight.parameters]
             seen = counters, *map(self._state_of, parameters)
@@ -192,17 +163,15 @@ class Weights(Store):
                 stale.append((weight, copy))
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
-                pages = self._scales.tensors(found.pages, args) if found.pages else []
-                self._quantize(stale, args, dict(zip(found.pages, pages, strict=True)))
+                given = self._others(found.asked, args)
+                self._quantize(stale, args, dict(zip(found.asked, given, strict=True)))
         return found.tensors
 
     def _counters(self) -> tuple[int, int, int]:
         """Counts whose change may make copies stale: all copies, unless graphs with gradients take them, too."""
         return self.steps.refreshes, self.steps.all.count, self.steps.switches
 
-    def unchanged(
-        self, weights: Sequence[QuantizedWeight], args: Sequence[Any]
-    ) -> Callable[[Sequence[Any]], bool] | None:
+    def unchanged(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
         """A check whether the copies from :meth:`tensors` are valid for later arguments; None without weights."""
         positions = sorted({index for weight in weights for index in weight.parameters})
         if not positions:
@@ -234,7 +203,7 @@ class Weights(Store):
         return unchanged
 
     def _watch(
-        self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, QuantizedWeight], args: Sequence[Any]
+        self, own: Sequence[int], made: Mapping[int, Any], layers: Mapping[int, KeptWeight], args: Sequence[Any]
     ) -> Watch:
         """Watch the parameters at the positions ``own``, which are on one device."""
         bound = {index: self._names.get(args[index]) if self._names else "" for index in own}
@@ -271,7 +240,7 @@ class Weights(Store):
     def _copies(self) -> set[_Copy]:
         return {copy for found in list(self._found.values()) for copy in found.copies}
 
-    def _find(self, weights: Sequence[QuantizedWeight], args: Sequence[Any]) -> _Found:
+    def _find(self, weights: Sequence[KeptWeight], args: Sequence[Any]) -> _Found:
         owners = [[args[index] for index in weight.parameters] for weight in weights]
         key = id(weights), *(id(owner) for several in owners for owner in several)
         found = self._found.get(key)
@@ -291,26 +260,26 @@ class Weights(Store):
                 alike.append(copy := _new_copy(weight, several))
             copies.append(copy)
         tensors = [copy.tensors[name] for weight, copy in zip(weights, copies, strict=True) for name in weight.outputs]
-        layouts = [weight.page for weight in weights if weight.page is not None]
-        self._keep(key, found := _Found(weights, copies, tensors, layouts))
+        asked = [each for weight in weights for each in weight.asked]
+        self._keep(key, found := _Found(weights, copies, tensors, asked))
         return found
 
     def _quantize(
         self,
-        stale: Sequence[tuple[QuantizedWeight, _Copy]],
+        stale: Sequence[tuple[KeptWeight, _Copy]],
         args: Sequence[Any],
-        pages: Mapping[PageLayout, Tensor],
+        given: Mapping[ExtraInput, Tensor],
     ) -> None:
         # Copies of one weight with several paddings share one row, whatever its name in each of them: all are made with
         # its scale before one of them records.
         self._note_contents(stale, args)
         last = {
-            (storage_of(pages[weight.page]), *(id(args[index]) for index in weight.parameters)): copy
+            (*(storage_of(given[x]) for x in weight.asked), *(id(args[index]) for index in weight.parameters)): copy
             for weight, copy in stale
-            if weight.records and weight.page is not None
+            if weight.records
         }
         recorders = set(last.values())
-        alike: dict[Any, list[tuple[QuantizedWeight, _Copy]]] = {}
+        alike: dict[Any, list[tuple[KeptWeight, _Copy]]] = {}
         for weight, copy in stale:
             alike.setdefault((copy in recorders, copy.weight.signature, copy.weight.layouts), []).append((weight, copy))
         for key, group in sorted(alike.items(), key=lambda item: item[0][0]):
@@ -320,7 +289,7 @@ class Weights(Store):
                 buffers: list[Tensor] = []
                 for weight, copy in batch:
                     inputs += [local(args[index]) for index in weight.parameters]
-                    inputs += [pages[weight.page]] if weight.page is not None else []
+                    inputs += [given[x] for x in weight.asked]
                     buffers += copy.tensors.values()
                     copy.recorded = weight.records
                 function = self._functions.get((key, len(batch)))
@@ -333,7 +302,7 @@ class Weights(Store):
                 torch.autograd.graph.increment_version(buffers)  # generated code does not
         self.quantized += sum(weight.linears for weight, _ in stale)
 
-    def _note_contents(self, stale: Sequence[tuple[QuantizedWeight, _Copy]], args: Sequence[Any]) -> None:
+    def _note_contents(self, stale: Sequence[tuple[KeptWeight, _Copy]], args: Sequence[Any]) -> None:
         """Keep the fingerprints of the weights that copies are made of now."""
         owners = {index: local(args[index]) for weight, _ in stale for index in weight.parameters}
         found: dict[int, Any] = {}
@@ -363,12 +332,12 @@ def _batches(group: Sequence[Any]) -> list[Sequence[Any]]:
     return [*(group[i : i + BATCH] for i in range(0, full, BATCH)), *([item] for item in group[full:])]
 
 
-def covers(made: QuantizedWeight, wanted: QuantizedWeight) -> bool:
+def covers(made: KeptWeight, wanted: KeptWeight) -> bool:
     """Whether the copy ``made`` has the layouts of ``wanted``."""
     return all(not want or want == have for have, want in zip(made.layouts, wanted.layouts, strict=True))
 
 
-def _new_copy(weight: QuantizedWeight, owners: Sequence[Tensor]) -> _Copy:
+def _new_copy(weight: KeptWeight, owners: Sequence[Tensor]) -> _Copy:
     with torch.inference_mode(False):  # a model that was first evaluated may be trained later
         device = owners[0].device
         tensors = {

@@ -15,7 +15,7 @@ from fp8graph.backend.compiling import Decided
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.naming import Parameter
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.hoist_weights import QuantizedWeight
+from fp8graph.passes.hoist_weights import KeptWeight
 from helpers import Two, eager_backend, first_fast
 
 
@@ -51,8 +51,9 @@ def test_everything_that_has_a_name_gets_the_new_one() -> None:
     assert [site.fqn for site in new.findings.sites] == ["7.gate", "7.up"]
     assert {gemm.fqn for gemm in new.view.gemms} == {"7.gate", "7.up"}
     assert {refusal.fqn for refusal in new.view.refusals} == {"7.gate", "7.up"}
-    weights = new.findings.of(QuantizedWeight)
-    pages = [*new.findings.of(PageLayout), *(weight.page for weight in weights if weight.page)]
+    weights = new.findings.of(KeptWeight)
+    beside = [each for weight in weights for each in weight.asked if isinstance(each, PageLayout)]
+    pages = [*new.findings.of(PageLayout), *beside]
     assert {row.fqn for page in pages for rows in page.rows for row in rows} == {"7.gate", "7.up"}
     assert new.findings.places == old.findings.places
     assert new.view.after is old.view.after

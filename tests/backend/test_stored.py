@@ -16,7 +16,7 @@ from fp8graph import Policy
 from fp8graph.backend.stored import Stored
 from fp8graph.ir.compilation import Findings
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.hoist_weights import QuantizedWeight
+from fp8graph.passes.hoist_weights import KeptWeight
 from helpers import MLP, eager_backend, graph_text
 
 
@@ -33,9 +33,9 @@ def described(findings: Findings) -> list[Any]:
     weights = [
         (
             *(graph_text(graph) for graph in (weight.quantizing, weight.recording)),
-            *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.page),
+            *(weight.name, weight.parameters, weight.signature, weight.layouts, weight.outputs, weight.asked),
         )
-        for weight in findings.of(QuantizedWeight)
+        for weight in findings.of(KeptWeight)
     ]
     return [*weights, findings.of(PageLayout), [(x.shape, x.stride(), x.dtype) for x in findings.stand_ins()]]
 
@@ -51,9 +51,7 @@ def test_dumped_findings_are_loaded(recipe: str) -> None:
     kept = found(recipe)
     again = Stored.loaded(dumped(kept))
     assert again is not None
-    assert len(kept.findings.of(QuantizedWeight)) == (
-        3 if recipe == "blockwise" else 2
-    )  # emulated, they are not joined
+    assert len(kept.findings.of(KeptWeight)) == (3 if recipe == "blockwise" else 2)  # emulated, they are not joined
     assert described(again.findings) == described(kept.findings)
     assert again.view.to_dict() == kept.view.to_dict()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fp8graph import Policy
 from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies
-from fp8graph.passes.hoist_weights import QuantizedWeight
+from fp8graph.passes.hoist_weights import KeptWeight
 from helpers import passed
 
 CPU = torch.device("cpu")
@@ -26,12 +26,12 @@ class Joined(nn.Module):
         return self.a(x).sum() * self.b(x).sum()
 
 
-def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> QuantizedWeight:
+def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> KeptWeight:
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=training)
     with torch.set_grad_enabled(training):
         _, found = passed(module.bfloat16(), x, last="hoist_weights", policy=Policy(default=recipe, min_speedup=0))
     (weight,) = found.extra_inputs
-    assert isinstance(weight, QuantizedWeight)
+    assert isinstance(weight, KeptWeight)
     return weight
 
 

@@ -22,9 +22,11 @@ from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
 from fp8graph.ir.nodes import OPERAND_KEY, nodes
 from fp8graph.ir.settings import Settings
+from fp8graph.ir.weight_graphs import TakenWeight
 from fp8graph.numerics import sqnr_db
+from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, gather_weights
-from fp8graph.passes.hoist_weights import QuantizedWeight, hoist_weights, may_keep_weights
+from fp8graph.passes.hoist_weights import KeptWeight, hoist_weights, may_keep_weights
 from helpers import ALL, MLP, Weight, brief, eager_backend, first_fast, graph_text, view_of
 
 EVERY_OP = Policy([Rule("*", "tensorwise", op="*")])
@@ -184,7 +186,7 @@ def test_a_graph_by_hand() -> None:
     hoist_weights(graph, known)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     (weight,) = known.extra_inputs
-    assert type(weight) is QuantizedWeight
+    assert type(weight) is KeptWeight
     assert (weight.parameters, weight.outputs, weight.layouts) == ((0,), ("rowwise", "scale_inv"), ((16, 16), ()))
     assert brief(graph_text(weight.quantizing)) == (
         "input0: f32[48, 32]\n"
@@ -220,7 +222,7 @@ def test_weight_is_not_hoisted(known: dict[str, Any]) -> None:
     if may_keep_weights(graph, refused):
         hoist_weights(graph, refused)
     assert graph_text(graph) == before
-    assert not any(isinstance(each, QuantizedWeight) for each in refused.extra_inputs)
+    assert not any(isinstance(each, TakenWeight) for each in refused.extra_inputs)
     assert refused.known.spares.wanted == 0
 
 
@@ -230,7 +232,7 @@ def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
     gather_weights(graph, found)
     (asked,) = found.extra_inputs
     assert isinstance(asked, ToGather)
-    assert (asked.weight.parameters, asked.weight.outputs) == ((0,), ("rowwise", "scale_inv"))
+    assert (asked.parameters, asked.made, asked.outputs) == ((0,), ("rowwise", "scale_inv"), ())
 
 
 def test_weight_gathered_in_fp8_becomes_an_input() -> None:
@@ -248,7 +250,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
     assert found.extra_inputs[-1] == ReadWhole(parameters=(0,))
 
 
-def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[QuantizedWeight]:
+def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[KeptWeight]:
     """What a graph of ``body`` takes, as the backend finds it."""
     backend = Backend(policy, compiler="eager", cache_weights="update")
     model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it
@@ -258,9 +260,10 @@ def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[
 
 def test_delayed_scaling_has_a_page_for_a_weight_and_a_graph_that_records() -> None:
     (weight,) = weights_of(lambda w, a: a @ w.t(), (48, 32), DELAYED)
-    assert weight.page is not None
+    (page,) = weight.asked
+    assert isinstance(page, PageLayout)
     assert weight.records
-    assert [[row.operand for row in rows] for rows in weight.page.rows] == [["weight"]]
+    assert [[row.operand for row in rows] for rows in page.rows] == [["weight"]]
     reads, records = (graph_text(graph) for graph in (weight.quantizing, weight.recording))
     assert "fp8graph.read_scales(input1" in reads
     assert "update_page" not in reads

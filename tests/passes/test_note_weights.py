@@ -12,7 +12,8 @@ from fp8graph import Policy
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.settings import Settings
-from fp8graph.passes.hoist_weights import QuantizedInGraph, QuantizedWeight
+from fp8graph.ir.weight_graphs import WeightGraph
+from fp8graph.passes.connect_scales import PageLayout
 from helpers import graph_text, passed
 
 IN_GRAPH = Settings(cache_weights=False)
@@ -24,8 +25,8 @@ def linear() -> nn.Linear:
     return nn.Linear(32, 48, bias=False)
 
 
-def noted(found: Compilation) -> list[QuantizedWeight]:
-    return [each.weight for each in found.extra_inputs if isinstance(each, QuantizedInGraph)]
+def noted(found: Compilation) -> list[WeightGraph]:
+    return [each for each in found.extra_inputs if type(each) is WeightGraph]
 
 
 def test_a_weight_that_stays() -> None:
@@ -45,12 +46,12 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
     _, found = passed(
         linear(),
         torch.randn(16, 32),
-        last="note_weights",
+        last="connect_scales",
         policy=Policy(default="delayed", min_speedup=0),
         settings=IN_GRAPH,
     )
     (weight,) = noted(found)
-    assert weight.page is not None
+    assert [type(each) for each in weight.asked] == [PageLayout]
     assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1026]\n")
 
 

@@ -1,4 +1,4 @@
-"""Refusals of passes, from where they are found to the report. What their texts are: ``tests/analysis``."""
+"""Refusals of passes, from where they are found to the report. The texts: the tests of each pass."""
 
 from __future__ import annotations
 

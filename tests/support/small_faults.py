@@ -449,7 +449,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "passes/assign/legality.py",
         "if a.dtype != b.dtype:",
         "if a.dtype != b.dtype and a.dtype == torch.float64:",
-        ("tests/passes/test_legality.py", "tests/analysis/test_refusals.py"),
+        ("tests/passes/test_legality.py", "tests/passes/test_why_not_kept.py"),
     ),
     Fault(
         "a batch of one is a batched matmul",
@@ -929,7 +929,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "passes/hoist_weights/__init__.py",
         'compilation.refuse("kept weight", site, reason)',
         "pass",
-        ("tests/analysis/test_refusals.py", "tests/passes/test_hoist_weights.py"),
+        ("tests/passes/test_why_not_kept.py", "tests/passes/test_hoist_weights.py"),
     ),
     Fault(
         "the whole of a gathered weight is kept",

@@ -43,7 +43,7 @@ FEATURES: dict[str, Feature] = {
         places=("passes/accumulate_wgrad.py",),
     ),
     "FSDP2 gathers": Feature(
-        names="fsdp|gather_weights|[Ss]ent_?[Ww]eights?|Gathered(Weight|Copies)|ToGather|ReadWhole|NOT_SENT_KEY|is_sent"
+        names="fsdp|gather_weights|[Ss]ent_?[Ww]eights?|Gathered(Weight|Copies)|ToGather|ReadWhole|is_sent"
         "|why_not_sent",
         places=("passes/gather_weights/", "fp8graph/compat/fsdp.py", "fp8graph/planning/"),  # a plan has a word "fsdp"
     ),
@@ -62,7 +62,7 @@ FEATURES: dict[str, Feature] = {
         places=("passes/connect_scales", "fp8graph/numerics/history.py", "fp8graph/numerics/scalings/delayed.py"),
     ),
     "weight copies": Feature(
-        names="QuantizedWeight|QuantizedInGraph|hoist_weights|note_weights|weight_cache|cache_weights|keeps_weights"
+        names="KeptWeight|hoist_weights|note_weights|weight_cache|cache_weights|keeps_weights"
         "|refresh_weights|weight_bytes",
         places=("passes/hoist_weights", "passes/gather_weights/"),
     ),

@@ -1,4 +1,4 @@
-"""refusals: the text of every reason why no copy of a weight is kept."""
+"""why_not_kept: the text of every reason why no copy of a weight is kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8graph import Backend, Policy, Rule
-from fp8graph.analysis.refusals import site_of, why_not_cached
+from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import GEMM_KEY, NOT_SENT_KEY, OPERAND_KEY, nodes
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, nodes
+from fp8graph.passes.hoist_weights import why_not_kept
 from gathers import Sharded, report_of, two_ranks
 from helpers import Weight, passed, view_of
 
@@ -22,34 +23,36 @@ def x() -> Tensor:
     return torch.randn(16, 32, requires_grad=True)
 
 
-def quantized(module: nn.Module, operand: str, **known: Any) -> tuple[fx.Node, Compilation]:
+def quantized(module: nn.Module, operand: str, last: str = "share", **known: Any) -> tuple[fx.Node, Compilation]:
     """The node that quantizes ``operand`` of the one linear, before weights leave the graph."""
-    graph, compilation = passed(module, x(), last="share", **known)
+    graph, compilation = passed(module, x(), last=last, **known)
     (node,) = [node for node in nodes(graph, (ops.quantize,)) if node.meta[OPERAND_KEY] == operand]
     return node, compilation
 
 
 def test_a_plain_weight_has_no_reason() -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight")
-    assert why_not_cached(node, compilation) == ""
+    assert why_not_kept(node, compilation) == ""
 
 
 @pytest.mark.parametrize("operand", ["input", "grad_output"])
 def test_only_weights_have_a_reason(operand: str) -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), operand)
-    assert why_not_cached(node, compilation) == ""
+    assert why_not_kept(node, compilation) == ""
 
 
 def test_weights_gathered_by_fsdp2_are_not_cached() -> None:
     """It is a parameter that is whole only while the graph runs; which one, the backend knows."""
-    node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", gathered={0: (24, None)})
+    memory = "a copy of all of it would take the memory that sharding saves"
+    linear, gathered = nn.Linear(32, 48, bias=False), {0: Shard(24, None)}
+    node, compilation = quantized(linear, "weight", gathered=gathered)
+    assert why_not_kept(node, compilation) == f"it is whole while the graph runs, and no longer: {memory}"
+    node, compilation = quantized(linear, "weight", "gather_weights", gathered=gathered)
     reason = "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
-    assert why_not_cached(node, compilation) == reason
-    node.meta[NOT_SENT_KEY] = "it is padded"
-    assert why_not_cached(node, compilation) == (
-        "FSDP2 gathers it for each use, in high precision: it is padded; a copy of all of it would take the memory "
-        "that sharding saves"
-    )
+    assert why_not_kept(node, compilation) == reason
+    node, compilation = quantized(linear, "weight", "gather_weights", gathered={0: Shard(24, "it is padded")})
+    reason = f"FSDP2 gathers it for each use, in high precision: it is padded; {memory}"
+    assert why_not_kept(node, compilation) == reason
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -68,14 +71,14 @@ def test_weights_gathered_in_the_graph_are_not_cached() -> None:
 
 def test_the_site_is_whose_gemm_reads_it() -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight")
-    assert site_of(node, compilation) is compilation.sites[0]
+    assert compilation.site_of(node) is compilation.sites[0]
 
 
 def test_an_emulated_gemm_reads_it_through_what_decodes_it() -> None:
     everything = Policy(default="mxfp8", min_speedup=0)
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight", policy=everything)
     assert compilation.decisions[compilation.sites[0].gemms[0].node].execution == "emulated"
-    assert site_of(node, compilation) is compilation.sites[0]
+    assert compilation.site_of(node) is compilation.sites[0]
 
 
 def test_weights_that_no_gemm_reads_have_no_site() -> None:
@@ -83,7 +86,7 @@ def test_weights_that_no_gemm_reads_have_no_site() -> None:
     for output in node.users:
         for reader in output.users:
             reader.meta.pop(GEMM_KEY, None)
-    assert site_of(node, compilation) is None
+    assert compilation.site_of(node) is None
 
 
 PARTS = [
