@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Self
 import torch
 
 from fp8graph.checkpoints.config import Expressions, Fields, is_count, is_names, is_pair, is_version_0
-from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, LayerFormat, Quantization, Suffixes
+from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, Kind, LayerFormat, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 _FP8: Final = Suffixes()
@@ -52,6 +52,14 @@ PRESETS: Final[dict[str, tuple[Table, Table | None]]] = {
     "MXFP8A16": (_arguments("group", **_MX), None),
     "NVFP4": (_arguments("tensor_group", 4, **_NV), _arguments("tensor_group", 4, **_NV, dynamic="local")),
     "NVFP4A16": (_arguments("tensor_group", 4, **_NV), None),
+}
+_FORMS: Final[dict[Kind, str]] = {
+    ("row", (0, 0)): "FP8_DYNAMIC",
+    ("block", (128, 128)): "FP8_BLOCK",
+    ("tensor", (0, 0)): "FP8",
+    ("delayed", (0, 0)): "FP8",
+    ("mxfp8", (1, 32)): "MXFP8",
+    ("nvfp4", (1, 16)): "NVFP4",
 }
 _FORMATS: Final = ("float-quantized", "naive-quantized", "mxfp8-quantized", "nvfp4-pack-quantized")
 
@@ -122,6 +130,10 @@ class CompressedTensors(Quantization):
             weights, inputs = PRESETS[preset]
             groups.append(Group(stored=stored, targets=targets, weights=weights, inputs=inputs))
         return cls(groups=tuple(groups), ignored=tuple(ignore))
+
+    @classmethod
+    def forms(cls) -> Mapping[Kind, LayerFormat]:
+        return {kind: layer_format(preset) for kind, preset in _FORMS.items()}
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         ignored, targets = self.matched

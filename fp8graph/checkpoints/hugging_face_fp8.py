@@ -20,7 +20,17 @@ from typing import Any, ClassVar, Final, Self
 import torch
 
 from fp8graph.checkpoints.config import Expressions, Fields, is_pair
-from fp8graph.checkpoints.layer_format import E8M0, FLOATS, WHOLE, Activation, LayerFormat, Part, Quantization, Suffixes
+from fp8graph.checkpoints.layer_format import (
+    E8M0,
+    FLOATS,
+    WHOLE,
+    Activation,
+    Kind,
+    LayerFormat,
+    Part,
+    Quantization,
+    Suffixes,
+)
 from fp8graph.errors import CheckpointError
 
 _LINEAR: Final = Suffixes(scale=".weight_scale_inv", input_scale=".activation_scale")
@@ -39,6 +49,7 @@ class HuggingFaceFP8(Quantization):
     title: ClassVar[str] = "Hugging Face FP8"
     method: ClassVar[str] = "fp8"
     spellings: ClassVar[tuple[Suffixes, ...]] = (_LINEAR, *_OTHERS, _EXPERTS)
+    mixes: ClassVar[bool] = False
 
     block: tuple[int, int] | None = (128, 128)
     scale_format: str = "float"
@@ -92,6 +103,14 @@ class HuggingFaceFP8(Quantization):
         if replace(found.linear(), suffixes=_LINEAR, scale_dims=2) != first:
             raise CheckpointError(f"{cls.title} has no form for {first.scheme}.")
         return found
+
+    @classmethod
+    def forms(cls) -> Mapping[Kind, LayerFormat]:
+        return {
+            ("block", (128, 128)): cls().linear(),
+            ("block_e8m0", (128, 128)): cls(scale_format="ue8m0").linear(),
+            ("tensor", (0, 0)): cls(block=None).linear(),
+        }
 
     @functools.cached_property
     def skipped(self) -> Skipped:

@@ -20,6 +20,7 @@ from fp8graph.numerics.formats import exp2_biased
 from fp8graph.numerics.quantization import dequantize_data
 
 WHOLE: Final = 0  # in a block: the whole dim
+Kind = tuple[str, tuple[int, int]]  # of scaling, and (rows, columns) of a tile; (0, 0): scales are not of tiles
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 E8M0: Final = (torch.uint8, torch.float8_e8m0fnu)
 
@@ -324,6 +325,7 @@ class Quantization(ABC):
     title: ClassVar[str]  # for people
     method: ClassVar[str]  # ``quant_method`` of config.json
     spellings: ClassVar[tuple[Suffixes, ...]]  # all that its layers may use
+    mixes: ClassVar[bool] = True  # whether layers may be stored in different ways
 
     @property
     @abstractmethod
@@ -351,6 +353,14 @@ class Quantization(ABC):
 
         Raises:
             CheckpointError: the format has no config that says this.
+        """
+
+    @classmethod
+    @abstractmethod
+    def forms(cls) -> Mapping[Kind, LayerFormat]:
+        """The forms in which the library stores weights that fp8graph quantized, for the kinds that it has one for.
+
+        Its GEMMs quantize the input as the recipe does, or (static) with a scale from the checkpoint.
         """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, Self
 import torch
 
 from fp8graph.checkpoints.config import Expressions, Fields, is_version_0
-from fp8graph.checkpoints.layer_format import WHOLE, Activation, LayerFormat, Quantization, Suffixes
+from fp8graph.checkpoints.layer_format import WHOLE, Activation, Kind, LayerFormat, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 FILE: Final = "hf_quant_config.json"
@@ -76,6 +76,13 @@ ALGORITHMS: Final[dict[str, LayerFormat]] = {
             packed=True,
         ),
     )
+}
+_FORMS: Final[dict[Kind, str]] = {
+    ("row", (0, 0)): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("tensor", (0, 0)): "FP8",
+    ("delayed", (0, 0)): "FP8",
+    ("mxfp8", (1, 32)): "MXFP8",
+    ("nvfp4", (1, 16)): "NVFP4",
 }
 _GROUP_SIZES: Final = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
 _LOWER_CASE: Final = ("FP8_PB_WO",)
@@ -149,6 +156,10 @@ class ModelOpt(Quantization):
         if len(set(schemes.values())) == 1:
             return cls(algorithm=next(iter(schemes.values())), excluded=tuple(ignore))
         return cls(layers=schemes, excluded=tuple(ignore))
+
+    @classmethod
+    def forms(cls) -> Mapping[Kind, LayerFormat]:
+        return {kind: ALGORITHMS[algorithm] for kind, algorithm in _FORMS.items()}
 
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         if self.algorithm is not None:

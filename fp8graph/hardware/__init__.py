@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fp8graph.errors import ConfigError
 from fp8graph.hardware.amd import AMD
-from fp8graph.hardware.cpu import CPU
-from fp8graph.hardware.device import Hardware
+from fp8graph.hardware.device import CPU, Hardware
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.hardware.speed import Speed
 from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolve_recipe

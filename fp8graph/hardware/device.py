@@ -1,7 +1,7 @@
-"""The base of all devices: which low-precision GEMMs they have, and how torch's kernels are called.
+"""The base of all devices: which low-precision GEMMs they have, and how torch's kernels are called. And the CPU.
 
-One file per vendor (``cpu.py``, ``nvidia.py``, ``amd.py``) describes its devices; ``__init__.py`` lists the vendors.
-A kind of scaling is identified by the name of its GEMM (``Scaling.gemm``).
+One file per vendor of GPUs (``nvidia.py``, ``amd.py``) describes its devices; ``__init__.py`` lists the vendors. A kind
+of scaling is identified by the name of its GEMM (``Scaling.gemm``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import ClassVar, Final, Self, cast
 import torch
 from torch import Tensor
 
-from fp8graph.compat import ops
+from fp8graph.compat import ops, torch_build
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import matmul
 from fp8graph.numerics.experts import padded_offsets
@@ -233,3 +233,46 @@ class Hardware:
             out_dtype=out_dtype,
             use_fast_accum=use_fast_accum,
         )
+
+
+_GEMMS_OF_CPUS: Final = frozenset({"tensor", "row"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPU(Hardware):
+    """A CPU multiplies FP8 operands with scales per tensor and per row as bf16 numbers, which is exact.
+
+    It takes OCP and fnuz types. Results in other types than bf16, and all of a CPU without a bf16 GEMM, are products of
+    the decoded operands in FP32. torch's ``_scaled_mm`` is never called: on some CPUs it does the same, but on those
+    with AMX it refuses fnuz types, and computes results in other types than bf16 in a reference loop (48 s for 256 x
+    1600 x 1024).
+    """
+
+    examples = ("cpu",)
+    architectures = ("cpu",)
+
+    @classmethod
+    def from_target(cls, target: str, device_name: str = "") -> Self | None:
+        return cls.of_device(torch.device("cpu")) if target == "cpu" else None
+
+    @classmethod
+    def of_device(cls, device: torch.device) -> Self:
+        return cls(name="cpu", scalings=_GEMMS_OF_CPUS)
+
+    @classmethod
+    def runs(cls, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
+        return 1, 16, 16  # as GPUs have it
+
+    def emulation_dtype(self, operands: Sequence[Quantizer], out_dtype: torch.dtype) -> torch.dtype:
+        exact = out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
+        if exact and all(SCALINGS[q.scaling].fits_bf16(q.power_2_scale) for q in operands):
+            return torch.bfloat16  # accumulated in FP32, and half as long as a GEMM in FP32
+        return torch.float32
+
+    @classmethod
+    def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
+        exact = gemm in _GEMMS_OF_CPUS and out_dtype == torch.bfloat16 and torch_build.multiplies_bf16_on_cpu()
+        return matmul.bf16_product if exact else None

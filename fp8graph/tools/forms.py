@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph.backend.multiplied import Multiplied
-from fp8graph.checkpoints import LayerFormat, QuantizedWeight, compressed_tensors
-from fp8graph.checkpoints.compressed_tensors import CompressedTensors
-from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
-from fp8graph.checkpoints.layer_format import Quantization
-from fp8graph.checkpoints.modelopt import ALGORITHMS, ModelOpt
+from fp8graph.checkpoints import FORMATS, LayerFormat, QuantizedWeight
+from fp8graph.checkpoints.layer_format import Kind, Quantization
 from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.libraries.readers import as_saved
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FP8_MAX
 
 AUTO: Final = "auto"
-Kind = tuple[str, tuple[int, int]]  # of scaling, and (rows, columns) of a tile
 _SHIFT: Final = 40  # bits for the number of a row
 
 
@@ -101,46 +97,6 @@ def _tile_rows(weight: Multiplied) -> int:
     return max(weight.quantizer.block[0], 1) if _has_rows(weight) else 1
 
 
-def _hugging_face(**settings: Any) -> LayerFormat:
-    return HuggingFaceFP8(**settings).linear()
-
-
-# By format, then by kind of scaling and tile: how the library that owns the format stores such a weight. Its GEMMs
-# quantize the input as the recipe does, or (static) with a scale from the checkpoint.
-_FORMATS: Final[Mapping[str, tuple[type[Quantization], Mapping[Kind, LayerFormat]]]] = {
-    "fp8": (
-        HuggingFaceFP8,
-        {
-            ("block", (128, 128)): _hugging_face(block=(128, 128)),
-            ("block_e8m0", (128, 128)): _hugging_face(block=(128, 128), scale_format="ue8m0"),
-            ("tensor", (0, 0)): _hugging_face(block=None),
-        },
-    ),
-    "compressed-tensors": (
-        CompressedTensors,
-        {
-            ("row", (0, 0)): compressed_tensors.layer_format("FP8_DYNAMIC"),
-            ("block", (128, 128)): compressed_tensors.layer_format("FP8_BLOCK"),
-            ("tensor", (0, 0)): compressed_tensors.layer_format("FP8"),
-            ("delayed", (0, 0)): compressed_tensors.layer_format("FP8"),
-            ("mxfp8", (1, 32)): compressed_tensors.layer_format("MXFP8"),
-            ("nvfp4", (1, 16)): compressed_tensors.layer_format("NVFP4"),
-        },
-    ),
-    "modelopt": (
-        ModelOpt,
-        {
-            ("row", (0, 0)): ALGORITHMS["FP8_PER_CHANNEL_PER_TOKEN"],
-            ("tensor", (0, 0)): ALGORITHMS["FP8"],
-            ("delayed", (0, 0)): ALGORITHMS["FP8"],
-            ("mxfp8", (1, 32)): ALGORITHMS["MXFP8"],
-            ("nvfp4", (1, 16)): ALGORITHMS["NVFP4"],
-        },
-    ),
-}
-FORMAT_NAMES: Final = tuple(_FORMATS)
-
-
 def as_stored(weight: Multiplied, stored: LayerFormat, amax: Tensor | None) -> QuantizedWeight:
     """``weight`` in the words of checkpoints.
 
@@ -178,13 +134,14 @@ def chosen(
 
     ``inputs``: the layers of whose input a static scale is known.
     """
-    if name not in (*FORMAT_NAMES, AUTO):
-        raise ConfigError(f"format must be one of {', '.join((AUTO, *FORMAT_NAMES))}, not {name!r}.")
+    if name not in (AUTO, *FORMATS):
+        raise ConfigError(f"format must be one of {', '.join((AUTO, *FORMATS))}, not {name!r}.")
     problems: list[str] = []
-    for title in FORMAT_NAMES if name == AUTO else (name,):
-        quantization, forms = _FORMATS[title]
+    for title in FORMATS if name == AUTO else (name,):
+        quantization = FORMATS[title]
+        forms = quantization.forms()
         problem = next((p for layer, kind in kinds.items() if (p := _why_not(layer, kind, forms, inputs))), None)
-        if problem is None and quantization is HuggingFaceFP8 and len(set(kinds.values())) > 1:
+        if problem is None and not quantization.mixes and len(set(kinds.values())) > 1:
             problem = "it has one form for all layers, and these have several"
         if problem is None:
             return quantization, {kind: forms[kind] for kind in kinds.values()}

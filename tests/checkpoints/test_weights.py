@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8graph.checkpoints.inspect import counts_of, scale_ratio
 from fp8graph.checkpoints.layer_format import QuantizedWeight, decoded_scales, dequantize
 from fp8graph.numerics import quantize
 from fp8graph.recipes import NVFP4BlockScaling
+from fp8graph.tools.inspect_checkpoint import counts_of, scale_ratio
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 import fp8graph
-from fp8graph.hardware.cpu import CPU
+from fp8graph.hardware.device import CPU
 from gathers import Sequence, two_ranks
 
 if not torch.distributed.is_available():

@@ -17,7 +17,7 @@ from fp8graph import hardware
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import VENDORS, vendor_of
 from fp8graph.hardware.amd import AMD
-from fp8graph.hardware.cpu import CPU
+from fp8graph.hardware.device import CPU
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.tools import bench, doctor
 

@@ -341,7 +341,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_CHECKPOINTS}/layer_format.py",
         '"infinite": scale.isinf()',
         '"infinite": scale.isnan()',
-        ("tests/checkpoints/test_layer_format.py", "tests/checkpoints/test_inspect.py"),
+        ("tests/checkpoints/test_layer_format.py", "tests/tools/test_inspect.py"),
     ),
     Fault(
         "tiles of another size are taken",

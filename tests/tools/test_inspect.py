@@ -16,9 +16,9 @@ from torch import Tensor
 from fp8graph.checkpoints import QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors, layer_format
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
-from fp8graph.checkpoints.inspect import inspect
 from fp8graph.checkpoints.layer_format import LayerFormat
 from fp8graph.checkpoints.shards import Shards
+from fp8graph.tools.inspect_checkpoint import inspect
 
 OTHERS = {"model.embed.weight": torch.ones(100, 4, dtype=torch.bfloat16), "norm.weight": torch.ones(112)}
 
