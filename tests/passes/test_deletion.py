@@ -21,6 +21,7 @@ FEATURES = (
     "fuse_linears.py",
     "gather_in_fp8.py",
     "gather_weights",
+    "hoist_weights",
     "prepare_fp4.py",
     "recognize.py",
     "route_in_fp8.py",
@@ -30,7 +31,7 @@ FEATURES = (
 )
 
 # The compiler itself, and entries that ``Backend``, export, tune or the report still import.
-IMPORTED = {"assign", "attention", "connect_scales", "hoist_weights", "match", "observe", "quantize", "share"}
+IMPORTED = {"assign", "attention", "connect_scales", "match", "observe", "quantize", "share"}
 
 FORKS = """
 import os, sys, traceback
