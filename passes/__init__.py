@@ -35,8 +35,10 @@ from fp8graph.passes.hoist_weights.weight_cache import Weights
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.observe import is_observed, observe, wanted_statistics
+from fp8graph.passes.observe.guard import Guarded
 from fp8graph.passes.observe.observation import Observation
-from fp8graph.passes.observe.score import is_scored, score
+from fp8graph.passes.observe.score import Scores, is_scored, score
+from fp8graph.passes.observe.statistics import Observing
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
 from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import has_fp8_inputs, recognize
@@ -105,6 +107,9 @@ STORES: tuple[type[Store], ...] = (
     Weights,
     MainGrads,
     Observation,
+    Observing,
+    Guarded,
+    Scores,
 )
 
 __all__ = ["JOINT_PIPELINE", "LOWERING", "STORES", "WEIGHT_LOWERING", "Pass"]

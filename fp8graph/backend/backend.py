@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 from torch import fx
@@ -13,30 +14,30 @@ from torch import fx
 from fp8graph.backend.compiling import Shared, Variants
 from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
-from fp8graph.backend.guard import Guarded
 from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
-from fp8graph.backend.policies import Policies, PolicyLike, Schedule
-from fp8graph.backend.policy_file import PolicyFile, asked_for
-from fp8graph.backend.program import Program
-from fp8graph.backend.watched import Watched
+from fp8graph.backend.program import Program, Programs
 from fp8graph.compat import dynamo
-from fp8graph.errors import expect
+from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, choices
-from fp8graph.passes import STORES
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.policies import Policies, PolicyFile, PolicyLike, Schedule, tables
 from fp8graph.runtime.rank_groups import RankGroups, agree
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.stores import Store
+
+if TYPE_CHECKING:  # an entry that may not be there
+    from fp8graph.passes.observe.guard import Guard
+    from fp8graph.passes.observe.statistics import Statistics
 
 _Store = TypeVar("_Store", bound=Store)
 
 
-class Backend(Watched):
+class Backend:
     """An FP8 backend for ``torch.compile(model, backend=Backend(...))``.
 
     Args:
@@ -75,34 +76,32 @@ class Backend(Watched):
             known = ("policy", "recipe", "observe", "guard", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
-        epoch, policies = Epoch(), Policies(self.settings.hardware)
-        names = Names(epoch)
-        steps, groups, compile = Steps(), RankGroups(), self.compile_weights
-        services = Services(
-            settings=self.settings, epoch=epoch, names=names, steps=steps, groups=groups, compile=compile
-        )
-        shared = Shared(
+        epoch, policies, steps = Epoch(), Policies(self.settings.hardware), Steps()
+        self._shared: Final = Shared(
             settings=self.settings,
+            epoch=epoch,
+            names=Names(epoch),
             policies=policies,
             schedule=Schedule(policies, epoch, steps),
-            generator=self,
-            epoch=epoch,
-            names=names,
             steps=steps,
-            groups=groups,
-            services=services,
-            stores={kind.name: services.store(kind) for kind in STORES},
-            guarded=Guarded(policies, epoch),
+            groups=RankGroups(),
+            compile=self.compile_weights,
+            generator=self,
         )
+        self.programs: Final = Programs()
         self._eager_frames: Final = EagerFrames(self)
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
-        super().__init__(shared)
-        given = asked_for(observe=observe, guard=guard)
-        file = PolicyFile.of(policy)
+        calls = {"observe": self.observe, "guard": self.guard}
+        known = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
+        given = tables(known, observe=observe, guard=guard)
+        file = PolicyFile.of(policy, known)
         with file.named():
             policies.set(file.policy, recipe)
-            self._watch({name: asked for name, asked in file.watch.items() if name not in given})
-        self._watch(given)
+            for name, values in file.watch.items():
+                if name not in given:
+                    calls[name](**values)
+        for name, values in given.items():
+            calls[name](**values)
 
     @property
     def policy(self) -> Policy:
@@ -131,7 +130,7 @@ class Backend(Watched):
 
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""
-        return self._shared.services.store(kind)
+        return self._shared.store(kind)
 
     @property
     def inner_compile(self) -> Callable[..., Any] | None:
@@ -212,11 +211,14 @@ class Backend(Watched):
             StateError: two layers have one name (see :meth:`bind`).
         """
         shared, stores = self._shared, self._shared.stores.values()
-        kept = {name: x for store in stores for name, x in store.entries().items()}
+        of_stage, others = (
+            {name: x for store in stores if store.of_stage is kind for name, x in store.entries().items()}
+            for kind in (True, False)
+        )
+        entries = {VERSION_KEY: torch.tensor([VERSION]), **of_stage, **shared.schedule.entries(), **others}
         not_shared = next(filter(None, (store.not_shared() for store in stores)), "")
-        more = {**shared.schedule.entries(), **shared.guarded.entries()}
-        place = shared.groups.in_stage.stage if kept and shared.groups.in_stage is not None else None
-        return BackendState({VERSION_KEY: torch.tensor([VERSION]), **kept, **more}, not_shared, place)
+        place = shared.groups.in_stage.stage if of_stage and shared.groups.in_stage is not None else None
+        return BackendState(entries, not_shared, place)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | BackendState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.
@@ -230,6 +232,116 @@ class Backend(Watched):
         """
         loader(state_dict, self._shared.keepers)()
         self._shared.steps.refresh()  # their scales have changed
+
+    def check_layers(self) -> None:
+        """Raise for globs of :meth:`observe` and :meth:`guard` that match no layer of the bound models.
+
+        Raises:
+            ConfigError: names the glob.
+        """
+        for store in self._shared.stores.values():
+            store.check_layers(self)
+
+    def start(self, name: str, **arguments: Any) -> Any:
+        """Start what an entry of ``fp8graph/passes`` adds to a backend, by the name of its store.
+
+        Raises:
+            ConfigError: there is no such entry.
+        """
+        if (store := self._shared.stores.get(name)) is None:
+            raise ConfigError(f"{name}: this build of fp8graph has no pass for it. Install it whole.")
+        return store.start(self, arguments)
+
+    def _started(self, name: str) -> Sequence[Any]:
+        store = self._shared.stores.get(name)
+        return () if store is None else store.started
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """The statistics that the policy file, the option ``observe`` or the last call of :meth:`observe` wants."""
+        return next(reversed(self._started("observe")), None)
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """The guards that the policy file, the option ``guard`` or calls of :meth:`guard` made, in order."""
+        return tuple(self._started("guard"))
+
+    def observe(
+        self,
+        *,
+        every: int = 100,
+        stats: str | Sequence[str] = "all",
+        layers: str | Sequence[str] = "*",
+        start: int = 0,
+        end: int | None = None,
+        what_if: Sequence[RecipeLike] = (),
+        to_jsonl: str | Path | None = None,
+    ) -> Statistics:
+        """Measure on some steps, from the next call on, what is in each tensor and what quantization does to it.
+
+        A second variant of each graph is compiled for these steps; all others run the code that they ran. Further
+        calls, and guards, ask for more: one variant measures for all of them, and each gets its own steps and layers.
+
+        Args:
+            every, start, end: the steps ``start``, ``start + every``, ... before ``end`` (None: no end). A step is one
+                of the optimizers'.
+            stats: names of statistics, or "all": see ``docs/statistics.md``.
+            layers: globs of the layers' names. One that matches no layer of a bound model (:meth:`bind`,
+                ``fp8graph.compile``) is an error; if no model is bound, a warning after the first observed step.
+            what_if: recipes. What they would make of each tensor is measured, too.
+            to_jsonl: a file to which each observed step is appended when the next one begins.
+
+        Raises:
+            ConfigError: for arguments that cannot be used.
+        """
+        return self.start(
+            "observe", every=every, stats=stats, layers=layers, start=start, end=end, what_if=what_if, to_jsonl=to_jsonl
+        )
+
+    def guard(
+        self,
+        *,
+        underflows: float | None = 10.0,
+        saturated: float | None = 10.0,
+        sqnr: float | None = 10.0,
+        every: int = 100,
+        start: int = 100,
+        end: int | None = None,
+        layers: str | Sequence[str] = "*",
+        recipe: RecipeLike | Sequence[RecipeLike] = None,
+        apply: bool = False,
+        reduce: bool = False,
+    ) -> Guard:
+        """Watch the operands of FP8 GEMMs on some steps, and propose a rule where quantization does too much to one.
+
+        A finding is logged once per layer, operand, recipe and GEMM, with a rule that can be pasted, and kept in the
+        :class:`~fp8graph.passes.observe.guard.Guard` that this returns. An operand that holds inf or NaN is reported,
+        too. It measures as :meth:`observe` does. At the first call after an observed step it reads the numbers, which
+        waits for the device; other steps wait for nothing.
+
+        A healthy small Llama (``fp8graph demo``, 20 steps, five FP8 recipes) reaches 4.1 % underflows (columns of a
+        gradient, blockwise), 5.4 % saturated (mxfp8) and, after step 0, an sqnr of 19.4 dB (delayed). At step 0 of
+        "delayed", when scales are 1, 86 % of a gradient underflow: hence ``start``. In 4 bits (nvfp4) much of a healthy
+        tensor is zero (38 %) or the largest number (97 %), so that only the sqnr is judged there (18.7 dB).
+
+        Args:
+            underflows, saturated: bounds in percent of the numbers that become zero, or the largest; None: no bound.
+            sqnr: the least signal to noise ratio, in dB; None: no bound.
+            every, start, end, layers: as in :meth:`observe`.
+            recipe: what to propose for the GEMMs that read the operand: a recipe, or several, from the first to the
+                last resort: ``["rowwise", "high_precision"]``. Default: high precision.
+            apply: put the rule before the others, from the next call on. The log and the report say so, and
+                :meth:`state_dict` holds it, so that a resumed run has the same policy.
+            reduce: let all ranks exchange what they found, after the optimizer's step that ends an observed one. All
+                of them must call this alike and step alike. With several ranks, ``apply`` needs it.
+
+        Raises:
+            ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        """
+        return self.start(
+            "guard", underflows=underflows, saturated=saturated, sqnr=sqnr, every=every, start=start, end=end,
+            layers=layers, recipe=recipe, apply=apply, reduce=reduce,
+        )  # fmt: skip
 
     @property
     def pass_seconds(self) -> float:
@@ -254,7 +366,6 @@ class Backend(Watched):
             pass_seconds=self.pass_seconds,
             weights_until_updated=self.settings.keeps_weights(training=True),
             **of_stores,
-            guard=self._shared.guarded.texts,
         )
 
     def check_call(self, *, second: bool, empty: bool) -> None:

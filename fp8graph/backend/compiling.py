@@ -21,7 +21,6 @@ from torch import fx
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Situation
 from fp8graph.backend.foresee import spare_inputs
-from fp8graph.backend.guard import Guarded
 from fp8graph.backend.inductor_passes import (
     JointPass,
     LowerPass,
@@ -34,7 +33,6 @@ from fp8graph.backend.inductor_passes import (
     source_hash,
     with_taken_inputs,
 )
-from fp8graph.backend.policies import Policies, Schedule
 from fp8graph.backend.stored import Stored
 from fp8graph.compat import aot, inductor
 from fp8graph.compat.dynamo import has_float_input
@@ -42,19 +40,15 @@ from fp8graph.compat.inductor import compile_fx, compile_fx_inner
 from fp8graph.ir.compilation import Findings, Known
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import names_of
-from fp8graph.ir.settings import Settings
 from fp8graph.ir.sites import Site
+from fp8graph.passes import STORES
 from fp8graph.passes.assign import resolve
 from fp8graph.passes.connect_scales import TakesPart
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.recipes.rules import Resolution
 from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView
-from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.names import Names
-from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Recomputations
-from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import Keeper
 from fp8graph.runtime.stores import Services, Store
 
@@ -343,27 +337,22 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shared:
-    """Settings, policy, and the state that outlives a call."""
+class Shared(Services):
+    """The parts of a backend that its graphs share: settings, policy, and the state that outlives a call."""
 
-    settings: Settings
-    policies: Policies
-    schedule: Schedule
     generator: Generator
-    epoch: Epoch
-    names: Names
-    steps: Steps
-    groups: RankGroups
-    services: Services
-    stores: Mapping[str, Store]  # by the names that extra inputs have for them; before those that depend on them
-    guarded: Guarded
     recomputations: Recomputations = field(default_factory=Recomputations)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     @functools.cached_property
+    def stores(self) -> Mapping[str, Store]:
+        """All of them, by the names that extra inputs have for them; before those that depend on them."""
+        return {kind.name: self.store(kind) for kind in STORES}
+
+    @functools.cached_property
     def keepers(self) -> Sequence[Keeper]:
         """Whatever has entries in a state dict, in the order of the entries."""
-        return [*self.stores.values(), self.schedule, self.guarded]
+        return [self.schedule, *self.stores.values()]
 
     @functools.cached_property
     def deciding(self) -> Sequence[Store]:

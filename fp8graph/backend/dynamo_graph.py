@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fp8graph.backend.policies import InForce
 from fp8graph.compat import dynamo, fakes, fsdp
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
@@ -24,6 +23,7 @@ from fp8graph.recipes import Recipe
 from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT
+from fp8graph.runtime.policies import InForce
 from fp8graph.runtime.slots import accelerator_of
 
 

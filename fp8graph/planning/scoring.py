@@ -24,8 +24,6 @@ from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Operand, gemm_seconds
 from fp8graph.libraries import adopt
 from fp8graph.numerics.gemm_error import ERROR_PARTS
-from fp8graph.passes.observe.measuring import Observed
-from fp8graph.passes.observe.observation import Observation
 from fp8graph.recipes import GEMM_LAYOUTS, GEMM_OPERANDS, GemmName, Recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.records import GemmRecord
@@ -105,26 +103,11 @@ class Scoring(Backend):
         super().__init__(
             Policy(extends="default", default=candidates[0], min_speedup=0), compiler="eager", target=target
         )
-        self._shared.schedule.counts = True
-        asked = Observed(candidates=tuple(candidates))
-        self._shared.services.store(Observation).start(asked, lambda _: True, self._shared.schedule.step_of_call)
+        self.scores: Any = self.start("score", candidates=candidates)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Compile one Dynamo graph when it is called: only then is it known that it measures."""
         return self.program(DynamoGraph(module, example_inputs), None)
-
-    def next_batch(self) -> None:
-        """Begin another batch: the current one is complete."""
-        self._shared.schedule.count()
-
-    def batch(self, number: int) -> list[dict[str, Any]]:
-        """The measurements of one batch, as plain values."""
-        found = self._shared.services.store(Observation).found()
-        return [
-            {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
-            for key, parts in found.items()
-            if key.step == number
-        ]
 
 
 def measure(
@@ -158,7 +141,7 @@ def measure(
         for count, batch in enumerate(progress(batches), 1):
             # a batch that was measured before runs only if it is the first: its graphs say which sites there are
             if count > 1 and count <= len(done.batches):
-                backend.next_batch()
+                backend.scores.next_batch()
                 continue
             expect_batch("tune", "batches", batch)
             with _seeded(seed + count):
@@ -167,8 +150,8 @@ def measure(
                 ).backward()
             own.zero_grad(set_to_none=True)
             if count > len(done.batches):
-                done.add(backend.batch(count - 1))
-            backend.next_batch()
+                done.add(backend.scores.batch(count - 1))
+            backend.scores.next_batch()
     finally:
         for name, parameter in original.named_parameters():
             parameter.grad = kept[name]
@@ -215,7 +198,7 @@ def _lists(value: Any) -> list[Any]:
 
 
 def _is_measured(row: Any, candidates: int) -> bool:
-    """Whether a row of a file is one of those that ``Scoring.batch`` makes."""
+    """Whether a row of a file is one of those that ``scores.batch`` makes."""
     if not isinstance(row, dict):
         return False
     numbers: list[Any] = [row.get(part) for part in ERROR_PARTS]

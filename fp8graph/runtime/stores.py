@@ -6,7 +6,6 @@ each stands beside the pass that takes its tensors.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -18,6 +17,7 @@ from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.settings import Settings
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.policies import Policies, Schedule
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.slots import Caller, Slot
 from fp8graph.runtime.staleness import Steps
@@ -25,14 +25,16 @@ from fp8graph.runtime.staleness import Steps
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph of dialect nodes, into a function
 
 
-class Store(ABC):
-    """A keeper of tensors for graphs.
+class Store:
+    """A keeper of tensors for graphs, or of what else an entry of ``passes/`` adds to a backend.
 
     Attributes:
-        name: as extra inputs have it (``ExtraInput.store``).
+        name: as extra inputs have it (``ExtraInput.store``), or the method of a backend that starts it.
+        of_stage: its entries in a state dict are those of the layers of one stage of a pipeline.
     """
 
     name: ClassVar[str]
+    of_stage: ClassVar[bool] = True
 
     @classmethod
     def of(cls, services: Services) -> Self:
@@ -52,7 +54,7 @@ class Store(ABC):
         """Its numbers and lists in the report, by field; those of several stores are added up."""
         return {}
 
-    def rename(self, names: Names) -> None:  # noqa: B027 (most do not know names)
+    def rename(self, names: Names) -> None:
         """Note that parameters may have been bound to other names."""
 
     def entries(self) -> Mapping[str, Tensor]:
@@ -75,6 +77,22 @@ class Store(ABC):
         """
         return lambda: None
 
+    def start(self, backend: Any, arguments: Mapping[str, Any]) -> Any:
+        """Do what the method of ``backend`` that has the store's name does (``Backend.observe``)."""
+        raise NotImplementedError
+
+    @property
+    def started(self) -> Sequence[Any]:
+        """Whatever was started so far."""
+        return ()
+
+    def check_layers(self, backend: Any) -> None:
+        """Check what was started against the bound models.
+
+        Raises:
+            ConfigError: it is for a layer that none of them has.
+        """
+
     def condition(self, *, gradients: bool) -> Condition | None:
         """A condition of the call of a graph that begins now; read in every call. A repetition has that of the call."""
         return None
@@ -83,9 +101,8 @@ class Store(ABC):
         """The parameters at ``positions`` that this call has as a copy alone (``Caller.arrived``)."""
         return {}
 
-    @abstractmethod
     def slot(self, asked: Sequence[Any], caller: Caller) -> Slot:
-        """The slot for what a graph asks for.
+        """The slot for what a graph asks for; most give no tensors.
 
         Args:
             asked: extra inputs of this store, the same sequence for each call of the graph.
@@ -93,6 +110,7 @@ class Store(ABC):
         Raises:
             ArrivesOtherwise: the graph does not fit what arrived.
         """
+        return Slot(tensors=[])
 
     def peek(self, asked: Any, owners: Sequence[Tensor]) -> Tensor:
         """A copy of the tensor for one extra input of a weight that is computed from ``owners``, as it is now."""
@@ -106,7 +124,7 @@ class Store(ABC):
         """
         return None
 
-    def forget(self, asked: Sequence[Any]) -> None:  # noqa: B027 (most keep nothing for a graph)
+    def forget(self, asked: Sequence[Any]) -> None:
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
 
 
@@ -128,6 +146,8 @@ class Services:
     settings: Settings
     epoch: Epoch
     names: Names
+    policies: Policies
+    schedule: Schedule
     steps: Steps
     groups: RankGroups
     compile: Compile

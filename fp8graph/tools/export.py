@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from fp8graph.backend import Backend, backend_of
 from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by
-from fp8graph.backend.policies import PolicyLike
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, Shards, write_checkpoint
 from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
@@ -33,6 +32,7 @@ from fp8graph.numerics import api
 from fp8graph.recipes import Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
+from fp8graph.runtime.policies import PolicyLike
 from fp8graph.runtime.staleness import adapted_modules
 from fp8graph.tools.forms import AUTO, as_stored, chosen, cut, kind_of, saved_parts, why_not
 

@@ -21,8 +21,9 @@ from fp8graph.compat import autograd
 from fp8graph.compat.distributed import gathered_objects
 from fp8graph.numerics.stats import Parts, merged, named
 from fp8graph.passes.observe.measuring import Observed, StatisticsPage
+from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.slots import Caller, Run, Slot
-from fp8graph.runtime.stores import Store
+from fp8graph.runtime.stores import Services, Store
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
 
@@ -50,7 +51,7 @@ class Request:
     """The measurements that one reader asks for.
 
     Args:
-        since, until: the steps of the calls of ``start`` and ``stop``.
+        since, until: the steps of the calls of ``measure`` and ``stop``.
         when_over: called with the step of now, at the first call after a step that was measured for this reader.
         keeps: what was measured stays, even if it was read.
     """
@@ -91,11 +92,11 @@ class Observation(Store):
 
     name: ClassVar = StatisticsPage.store
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
         self._requests: list[Request] = []
         self._active: list[Request] = []
         self._asked: Observed | None = None  # what the active requests ask for, together
-        self._step_now: Callable[[], int] = lambda: 0
         self._at: int | None = None  # the step of the last call
         self._trains = False  # a graph with gradients was called: evaluations are not measured
         self._found: dict[int, dict[Measured, list[Parts]]] = {}  # by step
@@ -103,18 +104,22 @@ class Observation(Store):
         self._reduced: set[Measured] = set()
         self._recomputed: dict[int, int] = {}  # calls that a backward will repeat, by the id of their page
 
-    def start(
+    @classmethod
+    def of(cls, services: Services) -> Observation:
+        return cls(services.schedule)
+
+    def measure(
         self,
         asked: Observed,
         is_due: Callable[[int], bool],
-        step_now: Callable[[], int],
         when_over: Callable[[int], None] | None = None,
         *,
         keeps: bool = True,
     ) -> Request:
         """Measure on the steps that ``is_due`` names, too, from the next call on."""
-        self._step_now = step_now
-        request = Request(asked=asked, is_due=is_due, since=step_now(), when_over=when_over, keeps=keeps)
+        self._schedule.counts = True
+        since = self._schedule.step_of_call()
+        request = Request(asked=asked, is_due=is_due, since=since, when_over=when_over, keeps=keeps)
         self._requests.append(request)
         self._active.append(request)
         self._asked = together([each.asked for each in self._active])
@@ -124,7 +129,7 @@ class Observation(Store):
         """Measure no more for one reader. What was measured stays."""
         if request in self._active:
             self._active.remove(request)
-            request.until = self._step_now()
+            request.until = self._schedule.step_of_call()
             self._asked = together([each.asked for each in self._active])
             if not request.keeps:
                 self._requests.remove(request)
@@ -132,7 +137,7 @@ class Observation(Store):
     def condition(self, *, gradients: bool) -> Observed | None:
         if self._asked is None:
             return None
-        now = self._step_now()
+        now = self._schedule.step_of_call()
         if now != self._at:
             over, self._at = self._at, now
             for request in [*self._active]:
@@ -152,7 +157,7 @@ class Observation(Store):
 
     def tensors(self, pages: Sequence[StatisticsPage]) -> list[Tensor]:
         """The tensors that one observed call fills."""
-        step, again = self._step_now(), autograd.in_backward()
+        step, again = self._schedule.step_of_call(), autograd.in_backward()
         made: list[Tensor] = []
         for page in pages:
             with torch.inference_mode(False):
@@ -200,7 +205,7 @@ class Observation(Store):
 
     def reduce(self, group: object = None) -> None:
         """Merge what the ranks of a process group have measured in the steps that are over. All of them call it."""
-        over = {key: parts for key, parts in self.found().items() if key.step < self._step_now()}
+        over = {key: parts for key, parts in self.found().items() if key.step < self._schedule.step_of_call()}
         own = {key: parts for key, parts in over.items() if key not in self._reduced}
         for other in gathered_objects(own, group, others=True):
             for key, parts in other.items():

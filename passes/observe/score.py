@@ -18,7 +18,8 @@ that autograd does not differentiate in the graph, and the bodies of higher-orde
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
 
 from torch import fx
 
@@ -26,8 +27,41 @@ from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.observe.measuring import Measuring, Observed
+from fp8graph.passes.observe.observation import Observation
+from fp8graph.runtime.policies import Schedule
+from fp8graph.runtime.stores import Services, Store
 
 _WHAT: Final = "score"
+
+
+class Scores(Store):
+    """The errors that candidates make in each GEMM, batch by batch, for ``fp8graph.tune``."""
+
+    name: ClassVar = "score"
+
+    def __init__(self, observation: Observation, schedule: Schedule) -> None:
+        self._observation, self._schedule = observation, schedule
+
+    @classmethod
+    def of(cls, services: Services) -> Scores:
+        return cls(services.store(Observation), services.schedule)
+
+    def start(self, backend: object, arguments: Mapping[str, Any]) -> Scores:
+        """Try out the ``candidates`` from the next call on."""
+        self._observation.measure(Observed(candidates=tuple(arguments["candidates"])), lambda _: True)
+        return self
+
+    def next_batch(self) -> None:
+        """Begin another batch: the current one is complete."""
+        self._schedule.count()
+
+    def batch(self, number: int) -> list[dict[str, Any]]:
+        """The errors in one batch, as plain values."""
+        return [
+            {"site": key.site, "gemm": key.operand, "candidate": int(key.recipe), "group": key.group, **parts}
+            for key, parts in self._observation.found().items()
+            if key.step == number
+        ]
 
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:

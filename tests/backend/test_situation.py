@@ -8,8 +8,8 @@ import pytest
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
 from fp8graph.backend.dynamo_graph import Situation, region_text
-from fp8graph.backend.policies import Policies
 from fp8graph.recipes.autocast import POLICY
+from fp8graph.runtime.policies import Policies
 
 
 def test_situations_are_keys() -> None:

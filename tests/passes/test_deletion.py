@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8graph.passes import JOINT_PIPELINE
+from fp8graph.passes import JOINT_PIPELINE, STORES
 
 ROOT = Path(__file__).parents[2]
 LIST = "passes/__init__.py"
@@ -22,6 +22,8 @@ FEATURES = (
     "gather_in_fp8.py",
     "gather_weights",
     "hoist_weights",
+    "observe",
+    "observe/guard.py",
     "prepare_fp4.py",
     "recognize.py",
     "route_in_fp8.py",
@@ -31,7 +33,7 @@ FEATURES = (
 )
 
 # The compiler itself, and entries that ``Backend``, export, tune or the report still import.
-IMPORTED = {"assign", "attention", "connect_scales", "match", "observe", "quantize", "share"}
+IMPORTED = {"assign", "attention", "connect_scales", "match", "quantize", "share"}
 
 FORKS = """
 import os, sys, traceback
@@ -95,6 +97,13 @@ for _ in range(2):
 assert loss.isfinite()
 assert [gemm.recipe for gemm in backend.report.gemms] == ["tensorwise"] * 21
 print(backend.report)
+assert backend.statistics is None and backend.guards == ()
+for start, name in ((backend.observe, "observe"), (backend.guard, "guard")):
+    try:
+        start()
+    except fp8graph.ConfigError as error:
+        assert str(error).startswith(f"{name}: this build of fp8graph has no pass for it")
+        assert name not in {store.name for store in fp8graph.passes.STORES}
 """
 
 
@@ -108,7 +117,7 @@ def without(feature: str, folder: Path) -> None:
         shutil.copytree(ROOT / room, folder / "fp8graph" / room, ignore=ignored)
     entry = folder / "fp8graph" / "passes" / feature
     shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-    module = f"fp8graph.passes.{feature.removesuffix('.py')}"
+    module = f"fp8graph.passes.{name_of(feature)}"
     path = folder / "fp8graph" / LIST
     text = path.read_text(encoding="utf-8")
     imported = re.compile(rf"^from {re.escape(module)}(?:\.\w+)* import (.+)\n", re.MULTILINE)
@@ -118,15 +127,21 @@ def without(feature: str, folder: Path) -> None:
     path.write_text(listed.sub("", imported.sub("", text)), encoding="utf-8")
 
 
+def name_of(feature: str) -> str:
+    """The module of an entry, or of a part of one that can be deleted alone, in the room."""
+    return feature.removesuffix(".py").replace("/", ".")
+
+
 def test_every_entry_is_deleted_or_imported() -> None:
-    entries = {entry.run.__module__.split(".")[2] for entry in JOINT_PIPELINE}
-    assert entries == {feature.removesuffix(".py") for feature in FEATURES} | IMPORTED
+    modules = {module.__module__ for module in (*STORES, *(entry.run for entry in JOINT_PIPELINE))}
+    entries = {module.split(".")[2] for module in modules}
+    assert entries == {name_of(feature).split(".")[0] for feature in FEATURES} | IMPORTED
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The error without each feature, "" if there is none. One process imports torch; each copy gets a fork of it."""
-    folders = {feature: tmp_path_factory.mktemp(feature.removesuffix(".py")) for feature in FEATURES}
+    folders = {feature: tmp_path_factory.mktemp(name_of(feature)) for feature in FEATURES}
     for feature, folder in folders.items():
         without(feature, folder)
     command = [sys.executable, "-c", FORKS, WORKS, *map(str, folders.values())]

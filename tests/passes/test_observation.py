@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,12 @@ from fp8graph.passes.observe.observation import Measured, Observation, Request
 
 
 class Clock:
-    now = 0
+    """In place of a schedule."""
+
+    now, counts = 0, False
+
+    def step_of_call(self) -> int:
+        return self.now
 
 
 def page(operand: str = "input", *, backward: bool = False) -> StatisticsPage:
@@ -28,8 +35,9 @@ def started() -> tuple[Observation, Clock]:
 
 
 def with_request() -> tuple[Observation, Clock, Request]:
-    observation, clock = Observation(), Clock()
-    return observation, clock, observation.start(Observed(), lambda step: step % 2 == 0, lambda: clock.now)
+    clock: Any = Clock()
+    observation = Observation(clock)
+    return observation, clock, observation.measure(Observed(), lambda step: step % 2 == 0)
 
 
 def key(step: int, site: str = "layer", operand: str = "input") -> Measured:
@@ -86,10 +94,9 @@ def measure(observation: Observation) -> None:
 def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
     observation, clock, first = with_request()
     over: list[int] = []
-    second = observation.start(
+    second = observation.measure(
         Observed(layers=("layer",), copies=False, block_size=0),
         lambda step: step in (1, 2),
-        lambda: clock.now,
         over.append,
         keeps=False,
     )
@@ -108,8 +115,9 @@ def test_two_readers_have_one_variant_and_steps_of_their_own() -> None:
 
 
 def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> None:
-    observation, clock = Observation(), Clock()
-    request = observation.start(Observed(), lambda _: True, lambda: clock.now, keeps=False)
+    clock: Any = Clock()
+    observation = Observation(clock)
+    request = observation.measure(Observed(), lambda _: True, keeps=False)
     for clock.now in range(3):
         measure(observation)
     assert observation.unread(request, 2) == [0, 1]
@@ -123,7 +131,7 @@ def test_the_step_of_now_is_not_read_and_what_nobody_wants_is_forgotten() -> Non
 
 def test_a_reader_that_keeps_and_one_that_has_not_read_yet() -> None:
     observation, clock, _ = with_request()
-    early, late = (observation.start(Observed(), lambda _: True, lambda: clock.now, keeps=False) for _ in range(2))
+    early, late = (observation.measure(Observed(), lambda _: True, keeps=False) for _ in range(2))
     for clock.now in range(2):
         measure(observation)
     observation.forget_steps(observation.unread(early, None))

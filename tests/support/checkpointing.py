@@ -86,7 +86,7 @@ def save(_rank: int, folder: str, kinds: list[str]) -> dict[str, Any]:
         state = copy.deepcopy(run.backend.state_dict())
         run.save(f"{folder}/{how}")
         found[how] = {"saved": state, "losses": run.steps(range(3, 5)), "after": run.backend.state_dict()}
-        found[how]["sent"] = run.backend._shared.services.store(SentWeights).quantized
+        found[how]["sent"] = run.backend.store(SentWeights).quantized
     return found
 
 

@@ -102,7 +102,7 @@ def sharded(_rank: int, policies: dict[str, Policy], folder: str, compiler: str 
         run = Run(policy, compiler)
         guard = run.backend.guard(every=5, start=2, apply=True, reduce=True)
         losses = run.steps(range(2))
-        store = run.backend._shared.services.store(SentWeights)  # of weights gathered in FP8, from the second step on
+        store = run.backend.store(SentWeights)  # of weights gathered in FP8, from the second step on
         sent = [store.quantized]
         losses += run.steps(range(2, 5))
         run.save(f"{folder}/{name}")

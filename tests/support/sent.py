@@ -141,8 +141,8 @@ def train(
     found["dtypes"] = {str(p.to_local().dtype) for p in model.state_dict().values()}
     found["gemms"] = len(backend.report.gemms)
     found["state"] = dict(backend.state_dict())
-    found["quantized"] = backend._shared.services.store(SentWeights).quantized
-    found["nan"] = sum(x.numel() for x in backend._shared.services.store(SentWeights)._memory._known.values())
+    found["quantized"] = backend.store(SentWeights).quantized
+    found["nan"] = sum(x.numel() for x in backend.store(SentWeights)._memory._known.values())
     return found, backend, weakref.ref(model.layers[0])
 
 

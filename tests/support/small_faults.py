@@ -277,7 +277,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_RECIPES}/policy.py",
         "rules = [*self.rules, *base.rules]",
         "rules = [*base.rules, *self.rules]",
-        ("tests/recipes/test_policy.py", "tests/backend/test_policies.py", "tests/models/test_llama.py"),
+        ("tests/recipes/test_policy.py", "tests/runtime/test_policies.py", "tests/models/test_llama.py"),
     ),
     Fault(
         "an optional rule hides an output head",
@@ -637,10 +637,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "a schedule starts again with each change",
-        f"{_BACKEND}/policies.py",
+        f"{_RUNTIME}/policies.py",
         "asked.at_step(self._step) if asked.scheduled",
         "asked.at_step(0) if asked.scheduled",
-        ("tests/backend/test_schedule.py",),
+        ("tests/runtime/test_schedule.py",),
     ),
     Fault(
         "the policy is missing in a cache key",
@@ -1007,28 +1007,28 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "models/general.py",
         "for name in families if name in FAMILIES for pattern",
         "for name in families if name not in FAMILIES for pattern",
-        ("tests/backend/test_policies.py",),
+        ("tests/runtime/test_policies.py",),
     ),
     Fault(
         "a gate of experts is quantized",
         "models/general.py",
         '"block_sparse_moe.gate", ',
         "",
-        ("tests/backend/test_policies.py",),
+        ("tests/runtime/test_policies.py",),
     ),
     Fault(
         "adapters are quantized",
         "models/general.py",
         'ADAPTERS: Final = ("lora_A", "lora_B", ',
         'ADAPTERS: Final = ("lora_A", ',
-        ("tests/backend/test_policies.py",),
+        ("tests/runtime/test_policies.py",),
     ),
     Fault(
         "a family's rule is dropped",
         "models/general.py",
         'keep={"adaln_single.linear": EMBEDDER, "caption_projection.*": EMBEDDER}',
         'keep={"adaln_single.linear": EMBEDDER}',
-        ("tests/backend/test_policies.py",),
+        ("tests/runtime/test_policies.py",),
     ),
 )
 

@@ -49,7 +49,7 @@ FEATURES: dict[str, Feature] = {
     ),
     "statistics": Feature(
         names="[Oo]bserv(e|ed|ation)|Observed(Tensor)?|[Ss]tatistics(Page)?|Statistic(s|Record)|Measuring|measur(es|ing)",
-        places=("passes/observe/", "fp8graph/numerics/stats.py", "fp8graph/backend/statistics.py"),
+        places=("passes/observe/", "fp8graph/numerics/stats.py"),
     ),
     "attention": Feature(
         names=r"\w*[Aa]ttention\w*",
@@ -69,7 +69,7 @@ FEATURES: dict[str, Feature] = {
     "smoothing": Feature(names=r"\w*smooth\w*", places=("passes/smooth.py", *TRANSFORMS)),
     "guard": Feature(
         names="[Gg]uard(s|ed|Settings)?|saved_guard",
-        places=("fp8graph/backend/guard.py", "fp8graph/backend/findings.py"),
+        places=("passes/observe/guard.py", "passes/observe/findings.py"),
     ),
     "NVFP4's transform": Feature(
         names=r"\w*hadamard\w*|rotat\w+|prepare_fp4|RHT",

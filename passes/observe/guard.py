@@ -10,23 +10,25 @@ import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
 
-from fp8graph.backend.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
-from fp8graph.backend.policies import Policies, Schedule
-from fp8graph.backend.statistics import Steps, UnmatchedLayers, records, texts
 from fp8graph.compat import distributed
-from fp8graph.errors import ConfigError, Fp8GraphError
+from fp8graph.errors import ConfigError, Fp8GraphError, UnsupportedRecipeError
+from fp8graph.passes.observe.findings import NEEDED, Bounds, Crossing, Finding, Site, crossings, proposed
 from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Observation
-from fp8graph.recipes import GemmName, RecipeLike, resolve_recipe
+from fp8graph.passes.observe.statistics import DueSteps, Graph, Layers, Watched, records
+from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike, name_of, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule, rule_from_dict
 from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.policies import Policies, Schedule
+from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import refusal
+from fp8graph.runtime.stores import Services, Store
 
 _log = logging.getLogger("fp8graph")
 
@@ -38,7 +40,7 @@ class GuardSettings:
     """The arguments of ``Backend.guard``."""
 
     bounds: Bounds
-    steps: Steps
+    steps: DueSteps
     layers: tuple[str, ...] = ("*",)
     fallbacks: tuple[RecipeLike, ...] = (None,)
     apply: bool = False
@@ -50,7 +52,7 @@ class GuardSettings:
         every: Any,
         start: Any,
         end: Any,
-        layers: Any,
+        layers: tuple[str, ...],
         recipe: Any,
         apply: Any,
         reduce: Any,
@@ -67,20 +69,62 @@ class GuardSettings:
             resolve_recipe(each)
         return GuardSettings(
             bounds=Bounds(**bounds),
-            steps=Steps(every=every, start=start, end=end, call="guard"),
-            layers=texts("guard", "layers", layers),
+            steps=DueSteps(every=every, start=start, end=end, call="guard"),
+            layers=layers,
             fallbacks=fallbacks,
             apply=apply,
             reduce=reduce,
         )
 
 
-class Guarded:
-    """The rules that were applied. A later ``set_policy`` of the user replaces them with the rest of the policy."""
+class Guarded(Store):
+    """The guards of a backend (see ``Backend.guard``), and the rules that they applied.
 
-    def __init__(self, policies: Policies, epoch: Epoch) -> None:
-        self._policies, self._epoch = policies, epoch
+    A later ``set_policy`` of the user replaces the rules with the rest of the policy.
+    """
+
+    name: ClassVar = "guard"
+    of_stage: ClassVar = False
+
+    def __init__(
+        self, policies: Policies, epoch: Epoch, schedule: Schedule, steps: Steps, observation: Observation
+    ) -> None:
+        self._policies, self._epoch, self._schedule, self._steps = policies, epoch, schedule, steps
+        self._observation = observation
+        self._guards: list[Guard] = []
         self._applied: list[tuple[Rule, str]] = []
+
+    @classmethod
+    def of(cls, services: Services) -> Guarded:
+        of = services
+        return cls(of.policies, of.epoch, of.schedule, of.steps, of.store(Observation))
+
+    @property
+    def started(self) -> Sequence[Guard]:
+        return self._guards
+
+    def start(self, backend: Watched, arguments: Mapping[str, Any]) -> Guard:
+        layers = Layers("guard", arguments["layers"], backend.programs)
+        settings = GuardSettings.of(**{**arguments, "layers": layers.patterns})
+        layers.check(backend.names)
+        programs, policies = backend.programs, self._policies
+        guard = Guard(
+            settings=settings,
+            guarded=self,
+            observation=self._observation,
+            schedule=self._schedule,
+            layers=layers,
+            sites=lambda: sites_of(programs, policies),
+        )
+        self._epoch.advance()
+        if settings.reduce:
+            self._steps.listen(guard.after_step)
+        self._guards.append(guard)
+        return guard
+
+    def check_layers(self, backend: Watched) -> None:
+        for guard in self._guards:
+            guard.layers.check(backend.names)
 
     @property
     def policy(self) -> Policy:
@@ -103,13 +147,12 @@ class Guarded:
         layers = [(rule.pattern, rule.op) for rule in self.policy.rules if rule in [r for r, _ in self._applied]]
         return [entry for entry in self._applied if (entry[0].pattern, entry[0].op) in layers]
 
-    @property
-    def texts(self) -> list[str]:
-        """The rules in force, for the report."""
-        return [text for _, text in self._in_force]
+    def report(self) -> Mapping[str, Any]:
+        """The rules in force, in words."""
+        return {"guard": [text for _, text in self._in_force]}
 
     def entries(self) -> dict[str, Tensor]:
-        """Its entry of a state dict: the rules, as JSON in UTF-8; none without rules."""
+        """The rules, as JSON in UTF-8; none without rules."""
         rules = [{"rule": rule.to_dict(), "text": text} for rule, text in self._in_force]
         return {_KEY: torch.tensor([*json.dumps(rules).encode()], dtype=torch.uint8)} if rules else {}
 
@@ -117,7 +160,6 @@ class Guarded:
         return name == _KEY
 
     def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
-        """See :class:`~fp8graph.runtime.state_dict.Keeper`."""
         if _KEY not in entries:
             return lambda: None
         try:
@@ -155,6 +197,7 @@ class Guard:
     guarded: Guarded = field(repr=False)
     observation: Observation = field(repr=False)
     schedule: Schedule = field(repr=False)
+    layers: Layers = field(repr=False)
     sites: Callable[[], Mapping[str, Site]] = field(repr=False)
     findings: list[Finding] = field(default_factory=list[Finding])
 
@@ -164,12 +207,8 @@ class Guard:
         self._changes: dict[tuple[str, str], dict[GemmName, Any]] = {}  # proposals so far, by fqn and op
         self._at = 0  # the step at which the ranks exchanged findings
         settings = self.settings
-        self._unmatched = UnmatchedLayers("guard", settings.layers, self._layers)
-        self.schedule.counts = True
         asked = Observed(layers=settings.layers, copies=True, block_size=0)
-        self._request = self.observation.start(
-            asked, settings.steps.are_due, self.schedule.step_of_call, self._when_over, keeps=False
-        )
+        self._request = self.observation.measure(asked, settings.steps.are_due, self._when_over, keeps=False)
 
     @property
     def policy(self) -> Policy:
@@ -189,7 +228,7 @@ class Guard:
         self._at = now
 
     def _when_over(self, now: int) -> None:
-        self._unmatched()
+        self.layers.warn()
         if not self.settings.reduce:
             self._judge(now)
 
@@ -199,9 +238,6 @@ class Guard:
                 "guard(apply=True) on several ranks would give each its own policy. Add reduce=True, which lets all "
                 "ranks exchange what they found after each observed step, on all ranks alike; or leave out apply=True."
             )
-
-    def _layers(self) -> set[str]:
-        return {site.fqn for site in self.sites().values()}
 
     def _judge(self, now: int) -> None:
         """Read the observed steps that are over, and tell or apply what helps."""
@@ -248,3 +284,38 @@ def report_text(finding: Finding) -> str:
         changed.setdefault("left FP8" if recipe is None else f"is {recipe.name}", []).append(gemm)
     parts = [f"{' and '.join(gemms)} {what}" for what, gemms in changed.items()]
     return f"{', '.join(parts)}: {finding.told}"
+
+
+def sites_of(graphs: Iterable[Graph], policies: Policies) -> dict[str, Site]:
+    """The sites of all graphs by name, as the current policy sees them."""
+    found: dict[str, Site] = {}
+    for graph in graphs:
+        policy, identity = policies.of(graph.families)
+        for view in graph.views:
+            for record in view.gemms:
+                if (known := found.get(record.name)) is None:
+                    resolution = policy.resolve(record.fqn, record.op)
+                    recipes, obstacle = _plain(resolution.recipes)
+                    known = found[record.name] = Site(
+                        fqn=record.fqn,
+                        op=record.op,
+                        by_user=resolution.by_user,
+                        recipes=recipes,
+                        runs={},
+                        obstacle=obstacle,
+                    )
+                if view.policy == identity or record.gemm not in known.runs:
+                    known.runs[cast(GemmName, record.gemm)] = record.recipe
+    return found
+
+
+def _plain(recipes: Mapping[GemmName, Recipe | None]) -> tuple[dict[GemmName, Any], str]:
+    """Recipes as in a policy file, and why one cannot be written to it."""
+    found: dict[GemmName, Any] = {}
+    for gemm in GEMMS:
+        recipe = recipes[gemm]
+        try:
+            found[gemm] = HIGH_PRECISION if recipe is None else name_of(recipe) or recipe.to_dict()
+        except UnsupportedRecipeError as error:
+            return {}, str(error).removesuffix(".")
+    return found, ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 import fp8graph
 from fp8graph import Backend
 from fp8graph.backend.copies import is_compiled
-from fp8graph.backend.statistics import UnmatchedLayers, texts
 from fp8graph.errors import ConfigError
+from fp8graph.passes.observe.statistics import Layers, texts
 from helpers import ALL, MLP
 
 
@@ -26,9 +27,11 @@ def test_one_text_or_several() -> None:
 
 
 def test_unmatched_layers_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    check = UnmatchedLayers("observe", ["up", "dwn"], lambda: {"up", "down"})
-    check()
-    check()
+    view = SimpleNamespace(gemms=[SimpleNamespace(fqn="up"), SimpleNamespace(fqn="down")])
+    graphs: Any = [SimpleNamespace(views=[view])]
+    layers = Layers("observe", ["up", "dwn"], graphs)
+    layers.warn()
+    layers.warn()
     assert [r.getMessage() for r in caplog.records] == [
         "observe(layers=['dwn']) matches no layer, so nothing is measured for it. Layers: down, up."
     ]

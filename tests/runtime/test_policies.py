@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from fp8graph import ConfigError, Policy, Rule, hardware
-from fp8graph.backend.policies import Policies
 from fp8graph.models import FAMILIES, general_policy
 from fp8graph.models.general import families_of
 from fp8graph.recipes.autocast import DISABLED, POLICY
+from fp8graph.runtime.policies import Policies
 
 
 def policies(policy: Any = None, recipe: Any = None, target: str = "sm_90") -> Policies:

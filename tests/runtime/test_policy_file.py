@@ -13,8 +13,8 @@ import torch
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
-from fp8graph.backend.policy_file import PolicyFile
 from fp8graph.errors import ConfigError, PolicyError
+from fp8graph.runtime.policies import PolicyFile
 from helpers import MLP, first_fast
 
 TEXT = """
@@ -33,6 +33,7 @@ every = 3
 underflows = 5
 recipe = ["rowwise", "high_precision"]
 """
+KNOWN = {"observe": ["every", "stats", "layers", "what_if"], "guard": ["every", "underflows", "recipe"]}
 POLICY = Policy([Rule("down", None)], default="tensorwise", min_speedup=0)
 
 
@@ -51,11 +52,11 @@ def train(compiled: Any, model: torch.nn.Module, steps: int = 4) -> None:
 
 
 def test_a_file_is_a_policy_and_what_to_watch(tmp_path: Path) -> None:
-    file = PolicyFile.of(written(tmp_path))
+    file = PolicyFile.of(written(tmp_path), KNOWN)
     assert Policy.coerce(file.policy) == POLICY  # pyright: ignore[reportArgumentType]
     assert file.watch.keys() == {"observe", "guard"}
-    assert PolicyFile.of(POLICY) == PolicyFile(policy=POLICY, watch={}, path=None)
-    assert PolicyFile.of(None).policy is None
+    assert PolicyFile.of(POLICY, KNOWN) == PolicyFile(policy=POLICY, watch={}, path=None)
+    assert PolicyFile.of(None, KNOWN).policy is None
 
 
 @first_fast("how", ["path", "json", "dict", "options", "compile"])

@@ -1,6 +1,10 @@
 """Choose the policy of a graph: the user's, or the default with the rules of the model's families.
 
 A policy with a schedule is taken as it is at the present step: counted, unless the user moves it himself.
+
+The file of a policy may have tables beside it, [observe] and [guard], which say how training is watched. They are not
+part of the policy: they change no code of the steps that are not observed, so that they are neither in the key of
+compiled code nor compared between ranks.
 """
 
 from __future__ import annotations
@@ -8,24 +12,76 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8graph import hardware
 from fp8graph.compat import autograd
+from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
+from fp8graph.ir.settings import choices
 from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.autocast import DISABLED, POLICY
-from fp8graph.recipes.policy import Policy
+from fp8graph.recipes.policy import WATCH, Policy, in_file, values_of_file
 from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.staleness import Steps
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
+Arguments = Mapping[str, Sequence[str]]  # of the methods of a backend that a policy file has tables for
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyFile:
+    """A policy and the arguments of ``observe`` and ``guard`` beside it."""
+
+    policy: PolicyLike | None
+    watch: Mapping[str, Mapping[str, Any]]
+    path: str | os.PathLike[str] | None
+
+    @staticmethod
+    def of(policy: PolicyLike | None, known: Arguments) -> PolicyFile:
+        """Of a path, or of a dict with the content of such a file.
+
+        Raises:
+            PolicyError: the file cannot be read.
+            ConfigError: a table holds an unknown key.
+        """
+        path = policy if isinstance(policy, str | os.PathLike) else None
+        values: Any = values_of_file(path) if path is not None else policy
+        watch: dict[str, Any] = {}
+        if isinstance(values, Mapping):
+            values = cast(Mapping[str, Any], values)
+            with in_file(path) if path is not None else nullcontext():
+                watch = {name: _table(name, values[name], f"[{name}]", known) for name in WATCH if name in values}
+            policy = {name: value for name, value in values.items() if name not in WATCH}
+        return PolicyFile(policy=policy, watch=watch, path=path)
+
+    def named(self) -> AbstractContextManager[None]:
+        """Name the file in errors about its values."""
+        return in_file(self.path) if self.path is not None else nullcontext()
+
+
+def tables(known: Arguments, **given: Any) -> dict[str, Mapping[str, Any]]:
+    """The arguments ``observe`` and ``guard`` of ``Backend``, without those that are None."""
+    return {name: _table(name, values, name, known) for name, values in given.items() if values is not None}
+
+
+def _table(name: str, values: Any, where: str, known: Arguments) -> Mapping[str, Any]:
+    """The arguments of ``Backend.observe`` or ``Backend.guard``; ``where``: where they are from."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must be a table of arguments of Backend.{name}, not {values!r}.")
+    values = cast(Mapping[str, Any], values)
+    for key in values:
+        if key not in known[name]:
+            raise ConfigError(f"{where} has no key {key!r}{choices('Keys', str(key), known[name])}")
+    return values
 
 
 class InForce:

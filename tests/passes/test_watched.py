@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8graph import Backend, DelayedScaling, Policy, Rule
-from fp8graph.backend.watched import sites_of
+from fp8graph.passes.observe.guard import sites_of
 from helpers import MLP
 
 

@@ -10,14 +10,13 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import torch.distributed as dist
 
-from fp8graph.backend.policies import Schedule
 from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.ir.settings import choices
@@ -25,19 +24,23 @@ from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS, Parts, finished
 from fp8graph.passes.observe.measuring import Observed
 from fp8graph.passes.observe.observation import Measured, Observation, Request
-from fp8graph.recipes import RecipeLike, resolve_recipe
+from fp8graph.recipes import Recipe, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import check_op
 from fp8graph.records import StatisticRecord
-from fp8graph.report import Report
+from fp8graph.report import GraphView, Report
 from fp8graph.report.page import Losses
 from fp8graph.report.tables import sites
+from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.names import Names
+from fp8graph.runtime.policies import Schedule
+from fp8graph.runtime.stores import Services, Store
 
 _log = logging.getLogger("fp8graph")
 _NAMES: Final = (*TENSOR_STATISTICS, *QUANTIZED_STATISTICS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class DueSteps:
     """The steps that are observed: see ``Backend.observe``."""
 
     every: int
@@ -136,31 +139,124 @@ class Statistics:
         self._observation.stop(self._request)
 
 
-def observe(
-    observation: Observation,
-    schedule: Schedule,
-    steps: Steps,
-    stats: str | Sequence[str],
-    layers: str | Sequence[str],
-    what_if: Sequence[RecipeLike],
-    *,
-    report: Callable[[], Report],
-    known_layers: Callable[[], Collection[str]],
-    owner: object,
-    path: str | Path | None = None,
-) -> Statistics:
-    """See ``Backend.observe``.
+class Graph(Protocol):
+    """A compiled graph, as a reader of statistics sees it."""
 
-    Args:
-        report: what the backend reports now.
-        known_layers: the layers of all graphs.
-        path: of a file to append to.
-        owner: the backend. What is left to write is written when it is gone, or when Python exits.
-    """
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families of the models that it is of."""
+        ...
+
+    @property
+    def views(self) -> Sequence[GraphView]:
+        """The report's views of its variants."""
+        ...
+
+
+class Watched(Protocol):
+    """The part of a backend that is watched."""
+
+    @property
+    def names(self) -> Names:
+        """The names of the parameters of bound models."""
+        ...
+
+    @property
+    def programs(self) -> Iterable[Graph]:
+        """The graphs that are alive."""
+        ...
+
+    @property
+    def report(self) -> Report:
+        """The report on all graphs so far."""
+        ...
+
+
+class Observing(Store):
+    """Starts the statistics of a backend: see ``Backend.observe``."""
+
+    name: ClassVar = "observe"
+
+    def __init__(self, observation: Observation, schedule: Schedule, epoch: Epoch) -> None:
+        self._observation, self._schedule, self._epoch = observation, schedule, epoch
+        self._statistics: list[Statistics] = []
+        self._layers: list[Layers] = []
+
+    @classmethod
+    def of(cls, services: Services) -> Observing:
+        return cls(services.store(Observation), services.schedule, services.epoch)
+
+    @property
+    def started(self) -> Sequence[Statistics]:
+        return self._statistics
+
+    def check_layers(self, backend: Watched) -> None:
+        for each in self._layers:
+            each.check(backend.names)
+
+    def start(self, backend: Watched, arguments: Mapping[str, Any]) -> Statistics:
+        return self._start(backend, **arguments)
+
+    def _start(
+        self,
+        backend: Watched,
+        *,
+        every: int,
+        start: int,
+        end: int | None,
+        stats: str | Sequence[str],
+        layers: str | Sequence[str],
+        what_if: Sequence[RecipeLike],
+        to_jsonl: str | Path | None,
+    ) -> Statistics:
+        of_layers = Layers("observe", layers, backend.programs)
+        of_layers.check(backend.names)
+        steps, names = DueSteps(every=every, start=start, end=end), _names(stats)
+        recipes = _recipes(what_if)
+        copies = bool({*QUANTIZED_STATISTICS} & {*names})
+        asked = Observed(
+            layers=of_layers.patterns,
+            copies=copies,
+            block_size=32 if "max_blockwise_dynamic_range" in names else 0,
+            what_if=tuple(recipes) if copies else (),
+        )
+        if to_jsonl is not None and not isinstance(to_jsonl, str | Path):
+            raise ConfigError(f"observe(to_jsonl={to_jsonl!r}): expected a path.")
+        file = JsonLines(Path(to_jsonl), names) if to_jsonl is not None else None
+
+        def when_over(now: int) -> None:
+            of_layers.warn()
+            if file is not None:
+                file.write(self._observation, request, now)
+
+        request = self._observation.measure(asked, steps.are_due, when_over, keeps=file is None)
+        if file is not None:  # what is left is written when the backend is gone, or when Python exits
+            weakref.finalize(backend, file.write, self._observation, request, None)
+        self._epoch.advance()
+        reference = weakref.ref(backend)  # its statistics must not keep a backend alive
+
+        def report() -> Report:
+            if (alive := reference()) is None:
+                raise ConfigError("the page is of a backend's report, and this backend is gone: keep the model alive.")
+            return alive.report
+
+        statistics = Statistics(self._observation, request, self._schedule, names, report)
+        self._statistics.append(statistics)
+        self._layers.append(of_layers)
+        return statistics
+
+
+def _names(stats: str | Sequence[str]) -> tuple[str, ...]:
+    """The names of the statistics that a user asks for."""
     names = _NAMES if stats == "all" else texts("observe", "stats", stats)
     for name in names:
         if name not in _NAMES:
             raise ConfigError(f"observe() knows no statistic {name!r}{choices('Statistics', name, _NAMES)}")
+    return names
+
+
+def _recipes(what_if: Sequence[RecipeLike]) -> list[Recipe]:
+    """The recipes that a user wants to try out. None of them has a state."""
     if isinstance(what_if, str) or not isinstance(what_if, Sequence):
         raise ConfigError(f"observe(what_if={what_if!r}): expected a list of recipes.")
     recipes = [recipe for one in what_if if (recipe := resolve_recipe(one)) is not None]
@@ -170,28 +266,7 @@ def observe(
             raise ConfigError(
                 f"observe(what_if=[{recipe.name!r}]): its scales come from earlier steps, which it has not seen."
             )
-    copies = bool({*QUANTIZED_STATISTICS} & {*names})
-    asked = Observed(
-        layers=texts("observe", "layers", layers),
-        copies=copies,
-        block_size=32 if "max_blockwise_dynamic_range" in names else 0,
-        what_if=tuple(recipes) if copies else (),
-    )
-    if path is not None and not isinstance(path, str | Path):
-        raise ConfigError(f"observe(to_jsonl={path!r}): expected a path.")
-    schedule.counts = True
-    check = UnmatchedLayers("observe", asked.layers, known_layers)
-    file = JsonLines(Path(path), names) if path is not None else None
-
-    def when_over(now: int) -> None:
-        check()
-        if file is not None:
-            file.write(observation, request, now)
-
-    request = observation.start(asked, steps.are_due, schedule.step_of_call, when_over, keeps=file is None)
-    if file is not None:
-        weakref.finalize(owner, file.write, observation, request, None)
-    return Statistics(observation, request, schedule, names, report)
+    return recipes
 
 
 def records(found: Mapping[Measured, Parts], request: Request, names: Collection[str]) -> Iterator[StatisticRecord]:
@@ -271,44 +346,44 @@ def texts(call: str, name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def check_globs(call: str, patterns: Sequence[str], known: Collection[str]) -> None:
-    """Raise for a glob that matches none of the layers of the bound models.
+class Layers:
+    """The layers that ``observe`` or ``guard`` is for, as globs of their names, which may match none.
 
     Args:
-        known: the names of all their modules; none if no model is bound.
-
-    Raises:
-        ConfigError: with the globs or names that may have been meant.
+        patterns: as the user gives them.
+        graphs: all of the backend's.
     """
-    names = sorted(filter(None, known))
-    for pattern in patterns if names else ():
-        if not fnmatch.filter(known, pattern):
-            anywhere = f"*.{pattern}"
-            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(names, anywhere) else names)
+
+    def __init__(self, call: str, patterns: str | Sequence[str], graphs: Iterable[Graph]) -> None:
+        self._call, self._graphs = call, graphs
+        self.patterns = texts(call, "layers", patterns)
+        self._warned = False
+
+    def check(self, names: Names) -> None:
+        """Raise for a glob that matches no layer of the bound models, if there is one.
+
+        Raises:
+            ConfigError: with the globs or names that may have been meant.
+        """
+        modules = names.modules()
+        for pattern in self._unmatched(modules | self._of_graphs()) if modules else ():
+            known, anywhere = sorted(filter(None, modules | self._of_graphs())), f"*.{pattern}"
+            hint = did_you_mean(pattern, [anywhere] if fnmatch.filter(known, anywhere) else known)
             raise ConfigError(
-                f"{call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(names)}."
+                f"{self._call}(layers=[{pattern!r}]) matches no layer of the model.{hint} Its modules: {sites(known)}."
             )
 
+    def warn(self) -> None:
+        """Say once, after the first observed step, which globs match no layer."""
+        known, self._warned, warned = self._of_graphs(), True, self._warned
+        for pattern in () if warned else self._unmatched(known):
+            _log.warning(
+                "%s(layers=[%r]) matches no layer, so nothing is measured for it. Layers: %s.",
+                self._call, pattern, sites(sorted(known)) or "none",
+            )  # fmt: skip
 
-class UnmatchedLayers:
-    """Says once, after the first observed step, which globs match no layer.
+    def _of_graphs(self) -> set[str]:
+        return {gemm.fqn for graph in self._graphs for view in graph.views for gemm in view.gemms}
 
-    Args:
-        known: the layers of all graphs.
-    """
-
-    def __init__(self, call: str, patterns: Sequence[str], known: Callable[[], Collection[str]]) -> None:
-        self._call, self._patterns, self._known = call, patterns, known
-        self._checked = False
-
-    def __call__(self) -> None:
-        if self._checked:
-            return
-        self._checked = True
-        known = sorted(self._known())
-        for pattern in self._patterns:
-            if not fnmatch.filter(known, pattern):
-                _log.warning(
-                    "%s(layers=[%r]) matches no layer, so nothing is measured for it. Layers: %s.",
-                    self._call, pattern, sites(known) or "none",
-                )  # fmt: skip
+    def _unmatched(self, known: Collection[str]) -> list[str]:
+        return [pattern for pattern in self.patterns if not fnmatch.filter(known, pattern)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fp8graph import Policy, Rule
-from fp8graph.backend.findings import Bounds, Site, crossings, proposed, python
 from fp8graph.errors import ConfigError
+from fp8graph.passes.observe.findings import Bounds, Site, crossings, proposed, python
 from fp8graph.recipes import DelayedScaling, Float8CurrentScaling, resolve_recipe
 from fp8graph.recipes.policy import rule_toml
 from fp8graph.records import StatisticRecord

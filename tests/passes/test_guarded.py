@@ -7,20 +7,18 @@ import json
 import pytest
 import torch
 
-from fp8graph import Policy, Rule
-from fp8graph.backend.guard import Guarded, with_rules
-from fp8graph.backend.policies import Policies
+from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import StateError
-from fp8graph.runtime.call import Epoch
+from fp8graph.passes.observe.guard import Guarded, with_rules
+from fp8graph.runtime.policies import Policies
 
 FIRST, SECOND = Rule("up", "tensorwise", dgrad=None), Rule("up", None)
 USERS = Policy([Rule("up", "tensorwise"), Rule("*", None, steps=(0, 10))], default="tensorwise")
 
 
 def guarded() -> tuple[Guarded, Policies]:
-    policies = Policies(None)
-    policies.set(USERS)
-    return Guarded(policies, Epoch()), policies
+    backend = Backend(USERS)
+    return backend.store(Guarded), backend._shared.policies
 
 
 def test_one_rule_per_layer_before_the_users() -> None:
@@ -45,12 +43,12 @@ def test_saved_rules_are_the_current_rules() -> None:
     assert own.entries() == {}
     own.apply([(FIRST, "first")])
     own.apply([(SECOND, "second")])
-    assert own.texts == ["first", "second"]
+    assert own.report()["guard"] == ["first", "second"]
     other, _ = guarded()
     other.loader(own.entries())()
-    assert (other.policy, other.texts) == (own.policy, own.texts)
+    assert (other.policy, other.report()["guard"]) == (own.policy, own.report()["guard"])
     policies.set(USERS)
-    assert (own.texts, own.entries()) == ([], {})
+    assert (own.report()["guard"], own.entries()) == ([], {})
 
 
 def test_rules_that_cannot_be_read() -> None:
