@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,67 @@ class RefusalRecord:
     reason: str  #: why, in words
 
 
+class SiteRecord:
+    """A row of one site, or of a part of it: the decision, and the reason. Each kind of site has a class of rows."""
+
+    fqn: str
+    index: int
+    flops: int
+    recipe: str | None
+    reason: str
+    execution: str
+    required: bool
+    rule: int | None
+
+    @property
+    def name(self) -> str:
+        """The FQN, with an index for the second and further sites of one kind in a module."""
+        return f"{self.fqn}[{self.index}]" if self.index else self.fqn
+
+    @property
+    def missing(self) -> bool:
+        """Whether a user's rule or region asks for FP8, and yet it runs in high precision."""
+        return self.required and self.recipe is None
+
+    @property
+    def part(self) -> str:
+        """The part of the site that the row is about, in a word."""
+        raise NotImplementedError
+
+    def moved(self, fqn: str, index: int, *, rule: int | None, reason: str) -> Self:
+        """The same decision for the site of another name."""
+        return dataclasses.replace(cast(Any, self), fqn=fqn, index=index, rule=rule, reason=reason)
+
+
+class OtherRecord(SiteRecord):
+    """A row of a site that is no matmul. It is not counted as a GEMM, and its class says how it is printed."""
+
+    plural: ClassVar[str]  # several sites of this kind
+    header: ClassVar[tuple[str, ...]]  # of its table, without the count
+    direction: str
+
+    @property
+    def title(self) -> str:
+        """The site, in two words."""
+        raise NotImplementedError
+
+    def cells(self) -> tuple[str, ...]:
+        """Its row in the table, without name and count."""
+        raise NotImplementedError
+
+    @classmethod
+    def share(cls, rows: Sequence[Any], gemms: Sequence[GemmRecord]) -> str:
+        """One sentence: how many sites of this kind there are, and their share of the FLOPs."""
+        raise NotImplementedError
+
+
+def percent(share: float) -> str:
+    """Rounded down: 100 % is everything."""
+    return f"{math.floor(100 * share)} %" if share >= 0.01 or not share else "less than 1 %"
+
+
 @dataclass(frozen=True, kw_only=True)
-class GemmRecord:
+class GemmRecord(SiteRecord):
     """One row: the decision about one GEMM, and the reason.
 
     A site, one matmul of the user's program, has up to three of them: fprop ``y = x @ w.T``, dgrad ``dx = dy @ w`` and
@@ -61,18 +123,17 @@ class GemmRecord:
     rule: int | None  #: index of the policy rule that matched the site
 
     @property
-    def name(self) -> str:
-        """The FQN, with an index for the second and further sites of one module."""
-        return f"{self.fqn}[{self.index}]" if self.index else self.fqn
-
-    @property
     def missing(self) -> bool:
         """Whether a user's rule or region asks for FP8 and it would pay, and yet this GEMM runs in high precision."""
-        return self.required and self.recipe is None and not self.by_profitability
+        return super().missing and not self.by_profitability
+
+    @property
+    def part(self) -> str:
+        return self.gemm
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionRecord:
+class AttentionRecord(OtherRecord):
     """One row: the decision about one attention in one direction, and the reason. It is not counted as a GEMM."""
 
     fqn: str  #: the full name of the module that attends
@@ -97,10 +158,17 @@ class AttentionRecord:
     required: bool  #: a user's rule asks for FP8
     rule: int | None  #: index of the policy rule that matched
 
-    @property
-    def name(self) -> str:
-        """The FQN, with an index for the second and further attentions of one module."""
-        return f"{self.fqn}[{self.index}]" if self.index else self.fqn
+    plural: ClassVar = "attentions"
+    header: ClassVar = (
+        "attention",
+        "form",
+        "direction",
+        "batch x heads x queries x keys x size",
+        "recipe",
+        "dtypes",
+        "execution",
+        "reason",
+    )
 
     @property
     def written_out(self) -> bool:
@@ -108,9 +176,49 @@ class AttentionRecord:
         return self.form == "written out"
 
     @property
-    def missing(self) -> bool:
-        """Whether a user's rule asks for FP8, and yet it runs in high precision."""
-        return self.required and self.recipe is None
+    def part(self) -> str:
+        return "attention"
+
+    @property
+    def title(self) -> str:
+        return f"{self.form} attention"
+
+    def cells(self) -> tuple[str, ...]:
+        heads, sizes = _pair(self.heads, self.kv_heads), _pair(self.head_size, self.value_size)
+        return (
+            ", ".join([self.form, *(name for name in ("causal", "masked", "dropout") if getattr(self, name))]),
+            self.direction,
+            f"{self.batch} x {heads} x {self.queries} x {self.keys} x {sizes}",
+            self.recipe or "-",
+            " -> ".join(self.dtypes),
+            self.execution,
+            self.reason,
+        )
+
+    @classmethod
+    def share(cls, rows: Sequence[Self], gemms: Sequence[GemmRecord]) -> str:
+        inside = sum(row.flops for row in gemms)
+        apart = sum(row.flops for row in rows if not row.written_out)
+        total = sum(row.flops for row in rows)
+        fp8 = [row for row in rows if row.recipe is not None and row.direction == "forward"]
+        back = sum(row.recipe is not None and row.direction == "backward" for row in rows)
+        forward = [row for row in rows if row.direction == "forward"]
+        line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(rows) > len(forward))}: "
+        all_flops = inside + apart
+        line += f"{percent(total / all_flops)} of the FLOPs of GEMMs and attention" if all_flops else "no FLOPs"
+        emulated = sum(row.execution == "emulated" for row in fp8)
+        line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
+        line += f", {back} of them in backward, too" if back else ""
+        written = sum(row.written_out for row in forward)
+        return line + (f"; {written} written out as matmuls, which are GEMMs above" if written else "")
+
+
+def _pair(one: int | str, other: int | str) -> str:
+    return str(one) if one == other else f"{one}:{other}"
+
+
+# The kinds of sites beside matmuls, by the names of their rows in a report.
+OTHERS: Final[Mapping[str, type[OtherRecord]]] = {"attention": AttentionRecord}
 
 
 class Origin(NamedTuple):

@@ -33,6 +33,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.attention import FORMS
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.naming import Parameter, graph_inputs, names_of, place_of
@@ -52,7 +53,7 @@ from fp8graph.ir.nodes import (
     value_key,
     written_as_linear,
 )
-from fp8graph.ir.sites import FORMS, Gemm, OperandView, Site
+from fp8graph.ir.sites import Gemm, OperandView, Site
 from fp8graph.recipes import GEMMS, OperandName
 from fp8graph.recipes.autocast import REGION_KEY
 

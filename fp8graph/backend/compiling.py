@@ -46,7 +46,7 @@ from fp8graph.passes.assign import resolve
 from fp8graph.passes.connect_scales import TakesPart
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.recipes.rules import Resolution
-from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
+from fp8graph.records import GemmRecord, RefusalRecord, SiteRecord
 from fp8graph.report import GraphView
 from fp8graph.runtime.recomputation import Recomputations
 from fp8graph.runtime.state_dict import Keeper
@@ -211,7 +211,7 @@ class Compiler:
             training=joint.training,
             inputs=joint.inputs,
             gemms=joint.records or (),
-            attention=joint.attention,
+            others=joint.others,
             collectives=joint.collectives,
             refusals=joint.refusals,
             before=joint.before,
@@ -235,8 +235,10 @@ class Compiler:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-_Record = TypeVar("_Record", GemmRecord, AttentionRecord)
-_Sites = Mapping[tuple[str, int], tuple[Site, Resolution, Resolution]]  # by old name: new site, old and new resolution
+_Record = TypeVar("_Record", bound=SiteRecord)
+_Kind = type[SiteRecord]  # of sites, by the class of their rows
+# by kind and old name: new site, old and new resolution
+_Sites = Mapping[tuple[_Kind, str, int], tuple[Site, Resolution, Resolution]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -244,60 +246,64 @@ class Decided:
     """The decisions about the sites of a compiled graph, as far as they depend on the sites' names."""
 
     findings: Findings
-    resolutions: Sequence[Resolution]  # one per site, then one per attention
+    resolutions: Mapping[_Kind, Sequence[Resolution]]  # one per site
     view: GraphView
 
     @staticmethod
     def of(findings: Findings, known: Known, view: GraphView) -> Decided:
         """The decisions about the sites in ``findings`` under the names and the policy of ``known``."""
-        sites = (*findings.sites, *findings.attention)
-        return Decided(findings=findings, resolutions=[resolve(site, known) for site in sites], view=view)
+        return Decided(findings=findings, resolutions=_resolutions(findings.by_kind, known), view=view)
 
     def under(self, known: Known) -> Decided | None:
         """The same graph under the names of ``known``; None if they need a graph of their own."""
-        sites = self.findings.sites
-        called, attention = _called(sites, known), _called(self.findings.attention, known)
-        resolutions = [resolve(site, known) for site in (*called, *attention)]
+        kinds = self.findings.by_kind
+        called = {kind: _called(sites, known) for kind, sites in kinds.items()}
+        resolutions = _resolutions(called, known)
         alike = all(
             old.recipes == new.recipes and old.by_user == new.by_user
-            for old, new in zip(self.resolutions, resolutions, strict=True)
+            for kind in kinds
+            for old, new in zip(self.resolutions[kind], resolutions[kind], strict=True)
         )
+        before, after = kinds[GemmRecord], called[GemmRecord]
         for each in known.conditions:
-            alike &= [each.says_of(site.fqn) for site in sites] == [each.says_of(site.fqn) for site in called]
-        if not alike or _modules(sites) != _modules(called) or self.findings.has_subgraphs:
+            alike &= [each.says_of(site.fqn) for site in before] == [each.says_of(site.fqn) for site in after]
+        if not alike or _modules(before) != _modules(after) or self.findings.has_subgraphs:
             return None
         renamed: _Sites = {
-            (site.fqn, site.index): (new, old_resolution, resolution)
-            for site, new, old_resolution, resolution in zip(sites, called, self.resolutions, resolutions, strict=False)
-        }
-        renamed_attention: _Sites = {
-            (site.fqn, site.index): (new, self.resolutions[i], resolutions[i])
-            for i, (site, new) in enumerate(zip(self.findings.attention, attention, strict=True), len(sites))
+            (kind, site.fqn, site.index): (new, old_resolution, resolution)
+            for kind, sites in kinds.items()
+            for site, new, old_resolution, resolution in zip(
+                sites, called[kind], self.resolutions[kind], resolutions[kind], strict=True
+            )
         }
 
         def rename(fqn: str, index: int) -> tuple[str, int]:
-            site, *_ = renamed[fqn, index]
+            site, *_ = renamed[GemmRecord, fqn, index]
             return site.fqn, site.index
 
         findings = dataclasses.replace(
             self.findings,
-            sites=tuple(called),
-            attention=tuple(attention),
+            sites=after,
+            others={kind: called[kind] for kind in self.findings.others},
             extra_inputs=tuple(each.renamed(rename) for each in self.findings.extra_inputs),
         )
         view = dataclasses.replace(
             self.view,
             gemms=tuple(_record(gemm, renamed) for gemm in self.view.gemms),
-            attention=tuple(_record(record, renamed_attention) for record in self.view.attention),
+            others=tuple(_record(record, renamed) for record in self.view.others),
             refusals=tuple(_refusal(refusal, renamed) for refusal in self.view.refusals),
         )
         return Decided(findings=findings, resolutions=resolutions, view=view)
 
 
-def _called(sites: Sequence[Site], known: Known) -> list[Site]:
-    """``sites`` under the names of ``known``."""
+def _resolutions(kinds: Mapping[_Kind, Sequence[Site]], known: Known) -> dict[_Kind, list[Resolution]]:
+    return {kind: [resolve(site, known) for site in sites] for kind, sites in kinds.items()}
+
+
+def _called(sites: Sequence[Site], known: Known) -> tuple[Site, ...]:
+    """``sites`` of one kind under the names of ``known``."""
     names = names_of([site.place for site in sites], known.parameters.values())
-    return [dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True)]
+    return tuple(dataclasses.replace(site, fqn=f, index=i) for site, (f, i) in zip(sites, names, strict=True))
 
 
 def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
@@ -307,15 +313,15 @@ def _modules(sites: Sequence[Site]) -> list[tuple[int, int]]:
 
 
 def _record(record: _Record, renamed: _Sites) -> _Record:
-    site, old, new = renamed[record.fqn, record.index]
+    site, old, new = renamed[type(record), record.fqn, record.index]
     reason = record.reason.replace(old.source, new.source)  # another rule may give the same resolution
-    return dataclasses.replace(record, fqn=site.fqn, index=site.index, rule=new.rule, reason=reason)
+    return record.moved(site.fqn, site.index, rule=new.rule, reason=reason)
 
 
 def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:
-    if (refusal.fqn, refusal.index) not in renamed:
+    if (GemmRecord, refusal.fqn, refusal.index) not in renamed:
         return refusal  # of an op that is no site
-    site, *_ = renamed[refusal.fqn, refusal.index]
+    site, *_ = renamed[GemmRecord, refusal.fqn, refusal.index]
     return dataclasses.replace(refusal, fqn=site.fqn, index=site.index)
 
 

@@ -16,7 +16,7 @@ from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
 from fp8graph.libraries import adopt, converted_for_training, not_adopted
 from fp8graph.libraries.readers import of_compressed_tensors
-from fp8graph.records import AttentionRecord, GemmRecord
+from fp8graph.records import OtherRecord, SiteRecord
 from fp8graph.report import Report
 
 _log = logging.getLogger("fp8graph")
@@ -51,8 +51,8 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
         Fp8CoverageError: in strict mode.
     """
     report = backend.report
-    attention = any(row.recipe is not None or row.required for row in report.attention)
-    if report.gemms or attention or (backend in _told and not backend.settings.strict):
+    others = any(row.recipe is not None or row.required for row in report.others)
+    if report.gemms or others or (backend in _told and not backend.settings.strict):
         return
     _told.add(backend)
     graphs = f"{len(report.graphs)} graph(s) without a matmul" if report.graphs else "no graph"
@@ -105,13 +105,11 @@ def adopt_in_time(backend: Reports, model: nn.Module) -> None:
         )
 
 
-def check_records(records: Sequence[GemmRecord | AttentionRecord]) -> None:
-    """In strict mode, raise if GEMMs or attentions of one graph that a rule or region asks for do not run in FP8."""
+def check_records(records: Sequence[SiteRecord]) -> None:
+    """In strict mode, raise if a rule or region asks for FP8 for rows of one graph that are in high precision."""
     if missing := [record for record in records if record.missing]:
-        lines = "\n  ".join(
-            f"{r.name} {r.gemm if isinstance(r, GemmRecord) else 'attention'}: {r.reason}" for r in missing
-        )
-        what = "GEMMs" if all(isinstance(r, GemmRecord) for r in missing) else "GEMMs and attentions"
+        lines = "\n  ".join(f"{r.name} {r.part}: {r.reason}" for r in missing)
+        what = " and ".join(dict.fromkeys(["GEMMs", *(r.plural for r in missing if isinstance(r, OtherRecord))]))
         raise Fp8CoverageError(
             f"strict mode: {len(missing)} {what} that a rule asks for cannot run in FP8:\n  {lines}\n"
             "Give these layers recipe None, or compile without strict."

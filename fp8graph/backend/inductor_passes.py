@@ -32,7 +32,7 @@ from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
-from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, Origin, OtherRecord, RefusalRecord, SiteRecord
 from fp8graph.report.graph_view import add_origins, collective_records, input_origins
 from fp8graph.runtime.slots import accelerator_of
 
@@ -136,7 +136,7 @@ class JointPass(_Pass):
         known: Known,
         identity: str | None,
         first: GraphPass | Sequence[GraphPass] | None = None,
-        check: Callable[[Sequence[GemmRecord | AttentionRecord]], None] | None = None,
+        check: Callable[[Sequence[SiteRecord]], None] | None = None,
         keep_module: bool = False,
         stopwatch: Stopwatch | None = None,
     ) -> None:
@@ -148,7 +148,7 @@ class JointPass(_Pass):
         self._texts: list[dict[str, str]] = []  # of each graph: before all passes (""), and after each by its name
         self.origins: dict[str, Origin] = {}  # of the nodes of all stages, by name
         self.saved: tuple[str, ...] = ()  # the nodes that forward returns for backward; set after the partitioner
-        self.attention: tuple[AttentionRecord, ...] = ()
+        self.others: tuple[OtherRecord, ...] = ()  # of sites that are no matmuls
         self.collectives: tuple[CollectiveRecord, ...] = ()
         self.refusals: tuple[RefusalRecord, ...] = ()
         self.records: tuple[GemmRecord, ...] | None = None  # None: the pass never ran (a compile cache hit)
@@ -185,7 +185,7 @@ class JointPass(_Pass):
             texts[each.name] = text(graph)
             add_origins(self.origins, graph)
         self.records = (*(self.records or ()), *(row for row in compilation.rows if isinstance(row, GemmRecord)))
-        self.attention += tuple(row for row in compilation.rows if isinstance(row, AttentionRecord))
+        self.others += tuple(row for row in compilation.rows if isinstance(row, OtherRecord))
         self.collectives = (*self.collectives, *collective_records(graph))
         self.refusals = (*self.refusals, *compilation.refusals)
         self.findings = self.findings.and_those_of(compilation)

@@ -120,7 +120,7 @@ class Program:
         if self._strict or self._calls < 2:
             self._calls += 1
             if self._calls > 1:
-                asked = [row.recipe is not None or row.required for view in self.views for row in view.attention]
+                asked = [row.recipe is not None or row.required for view in self.views for row in view.others]
                 empty = not any(asked) and not any(view.gemms for view in self.views)
                 self._shared.generator.check_call(second=self._calls == 2, empty=empty)
         if self._graph.gradients is not self._shared.steps.gradients:
@@ -270,7 +270,7 @@ class Program:
         if not situation.passes:
             self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
-            check_records([*variant.decided.view.gemms, *variant.decided.view.attention])
+            check_records(variant.decided.view.decisions)
         return variant
 
 

@@ -1,7 +1,9 @@
-"""torch's attention ops: those of flex_attention and of packed sequences, and the one that reads FP8."""
+"""torch's attention ops, with the places of their arguments, and the one that reads FP8."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -16,9 +18,11 @@ except ImportError:
 __all__ = [
     "FLEX",
     "FLEX_BACKWARD",
+    "FORMS",
     "HAS_QUANTIZED_ATTENTION",
     "VARLEN",
     "VARLEN_BACKWARD",
+    "Form",
     "active_implementation",
     "quantized_attention",
     "varlen",
@@ -30,6 +34,41 @@ FLEX_BACKWARD: Final[Any] = flex_attention_backward  # (query, key, value, out, 
 # (grad_out, query, key, value, out, logsumexp, ...); None: this torch has none.
 VARLEN: Final[Any] = torch.ops.torch_attn._varlen_attn.default if varlen else None
 VARLEN_BACKWARD: Final[Any] = torch.ops.torch_attn._varlen_attn_backward.default if varlen else None
+
+_aten: Final[Any] = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """One op for attention. q, k and v are its first arguments, [batch, heads, tokens, head size] unless packed."""
+
+    name: str
+    backward: Any
+    first: int = 1  # the position of q among the arguments of ``backward``
+    logsumexp: int = 5  # the position of the logsumexp of forward among them
+
+
+FORMS: Final[Mapping[Any, Form]] = {
+    _aten._scaled_dot_product_flash_attention.default: Form(
+        name="flash", backward=_aten._scaled_dot_product_flash_attention_backward.default
+    ),
+    _aten._scaled_dot_product_efficient_attention.default: Form(
+        name="memory-efficient", backward=_aten._scaled_dot_product_efficient_attention_backward.default, logsumexp=6
+    ),
+    _aten._scaled_dot_product_cudnn_attention.default: Form(
+        name="cuDNN", backward=_aten._scaled_dot_product_cudnn_attention_backward.default
+    ),
+    _aten._scaled_dot_product_fused_attention_overrideable.default: Form(
+        name="device's own",
+        backward=_aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+        logsumexp=7,
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: Form(
+        name="CPU flash", backward=_aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    ),
+    FLEX: Form(name="flex", backward=FLEX_BACKWARD, first=0, logsumexp=4),
+    **({VARLEN: Form(name="packed", backward=VARLEN_BACKWARD)} if VARLEN is not None else {}),
+}
 
 # FlashAttention-3's, whose kernel is not part of torch: the package flash_attn_interface, which
 # torch.nn.attention.activate_flash_attention_impl("FA3") registers for the op (torch/nn/attention/_fa3.py).

@@ -17,13 +17,14 @@ from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
 from fp8graph.ir.nodes import GEMM_KEY, fake_mode_of, value
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.sites import Attention, Decision, Site
+from fp8graph.ir.sites import Decision, Site
 from fp8graph.recipes import Recipe
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import AttentionRecord, GemmRecord, RefusalRecord
+from fp8graph.records import GemmRecord, OtherRecord, RefusalRecord, SiteRecord
 
 Kind = TypeVar("Kind", bound=ExtraInput)
 OneCondition = TypeVar("OneCondition", bound="Condition")
+Found = TypeVar("Found")
 
 
 class Condition:
@@ -84,13 +85,16 @@ class Compilation:
     known: Known
     sites: list[Site] = field(default_factory=list[Site])  # match
     decisions: dict[fx.Node, Decision] = field(default_factory=dict[fx.Node, Decision])  # assign
-    attention: list[Attention] = field(default_factory=list[Attention])  # find_attention
+    others: dict[type[OtherRecord], list[Site]] = field(  # sites that are no matmuls, by the class of their rows
+        default_factory=dict[type[OtherRecord], "list[Site]"]
+    )
     fused: dict[tuple[str, int, str], tuple[str, ...]] = field(  # fuse_linears: (fqn, index, gemm) -> its siblings
         default_factory=dict[tuple[str, int, str], "tuple[str, ...]"]
     )
     extra_inputs: list[ExtraInput] = field(default_factory=list[ExtraInput])  # any, see take()
-    rows: list[GemmRecord | AttentionRecord] = field(default_factory=list[GemmRecord | AttentionRecord])  # any
+    rows: list[SiteRecord] = field(default_factory=list[SiteRecord])  # any
     refusals: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  # any
+    _found: dict[type[Any], list[Any]] = field(default_factory=dict[type[Any], "list[Any]"])  # see found()
 
     def hardware_of(self, node: fx.Node) -> Hardware:
         """The hardware that ``node`` is decided for: the target, or the device of its result."""
@@ -101,6 +105,10 @@ class Compilation:
         found = (reader.meta[GEMM_KEY] for x in quantized.users for reader in x.users if GEMM_KEY in reader.meta)
         position, _ = next(found, (None, ""))
         return None if position is None else self.sites[position]
+
+    def found(self, kind: type[Found]) -> list[Found]:
+        """The findings of one class, a list that one pass fills for those behind it."""
+        return self._found.setdefault(kind, [])
 
     def take(self, graph: fx.Graph, asked: Sequence[ExtraInput]) -> list[fx.Node] | None:
         """Take what is ``asked`` for as inputs, behind those that passes took before. Each pass calls it once.
@@ -137,10 +145,17 @@ class Compilation:
 class Findings:
     """The findings that a graph's caller needs, whether the passes ran now or its code came from the cache."""
 
-    sites: tuple[Site, ...] = ()  # sites, without their GEMMs
-    attention: tuple[Site, ...] = ()  # attentions
+    sites: tuple[Site, ...] = ()  # matmuls, without their GEMMs
+    others: Mapping[type[OtherRecord], tuple[Site, ...]] = field(  # the other sites, by the class of their rows
+        default_factory=dict[type[OtherRecord], "tuple[Site, ...]"]
+    )
     extra_inputs: tuple[ExtraInput, ...] = ()  # in the order in which the graph takes them, behind Dynamo's inputs
     has_subgraphs: bool = False  # whether a higher-order op has matmuls in graphs of its own
+
+    @property
+    def by_kind(self) -> Mapping[type[SiteRecord], tuple[Site, ...]]:
+        """All sites, by the class of their rows."""
+        return {GemmRecord: self.sites, **self.others}
 
     @functools.cached_property
     def by_store(self) -> Mapping[str, tuple[ExtraInput, ...]]:
@@ -171,10 +186,11 @@ class Findings:
     def and_those_of(self, compilation: Compilation) -> Findings:
         """These findings and those in one more graph: a higher-order op has graphs of its own, without extra inputs."""
         sites = (dataclasses.replace(site, gemms=[]) for site in compilation.sites)
+        others = {kind: (*self.others.get(kind, ()), *more) for kind, more in compilation.others.items()}
         return Findings(
             sites=(*self.sites, *sites),
-            attention=(*self.attention, *(attention.site for attention in compilation.attention)),
+            others={**self.others, **others},
             extra_inputs=(*self.extra_inputs, *compilation.extra_inputs),
             has_subgraphs=self.has_subgraphs
-            or (compilation.known.subgraph and bool(compilation.sites or compilation.attention)),
+            or (compilation.known.subgraph and bool(compilation.sites or any(compilation.others.values()))),
         )

@@ -199,6 +199,16 @@ class Recipe:
         """The name of a field that is set, and that only attention knows; "": there is none."""
         return ""
 
+    @property
+    def why_not_for_gemms(self) -> str:
+        """The reason why no GEMM can have this recipe; "": some can."""
+        return f"{self.only_for_attention}=True is for attention alone" if self.only_for_attention else ""
+
+    @property
+    def why_only_for_linears(self) -> str:
+        """The reason why nothing but linears can have this recipe; "": other sites can, too."""
+        return "smooth_input is for linears, whose weight takes the inverse scales" if self.smooths else ""
+
     def quantizer(self, operand: OperandName) -> Quantizer:
         """The quantizer of ``operand`` under this recipe."""
         raise NotImplementedError

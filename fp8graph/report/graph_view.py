@@ -8,10 +8,11 @@ pass. ``TORCH_TRACE=folder`` (then ``tlparse folder/*.log``) keeps the graphs as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Final, cast
@@ -24,7 +25,16 @@ from fp8graph.ir import collectives
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.naming import split_source
 from fp8graph.ir.nodes import GATHERED_KEY, PURPOSE_KEY, backward_nodes, module_path, nodes, size_hint, value
-from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Origin, RefusalRecord
+from fp8graph.records import (
+    OTHERS,
+    AttentionRecord,
+    CollectiveRecord,
+    GemmRecord,
+    Origin,
+    OtherRecord,
+    RefusalRecord,
+    SiteRecord,
+)
 from fp8graph.report.tables import left_alone, summary
 
 _log: Final = logging.getLogger("fp8graph.report")
@@ -48,7 +58,7 @@ class GraphView:
     origins: dict[str, Origin]  #: of the nodes of all stages, by their names
     saved: tuple[str, ...]  #: what forward returns, results and all that it keeps for backward, by their names
     policy: str  #: the policy it was compiled with, as text; distinguishes graphs after set_policy
-    attention: tuple[AttentionRecord, ...] = ()  #: not counted among the GEMMs
+    others: tuple[OtherRecord, ...] = ()  #: of sites that are no matmuls, and not counted among the GEMMs
     load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -62,6 +72,16 @@ class GraphView:
                 f"graph {self.name!r} has text but no module: its model is gone, or it is from a file or a pickle"
             )
         return self.load_module()
+
+    @property
+    def attention(self) -> tuple[AttentionRecord, ...]:
+        """Its attentions, one row for each direction."""
+        return tuple(row for row in self.others if isinstance(row, AttentionRecord))
+
+    @property
+    def decisions(self) -> tuple[SiteRecord, ...]:
+        """The rows of all sites."""
+        return (*self.gemms, *self.others)
 
     def __getstate__(self) -> dict[str, Any]:
         """The part that is pickled and copied: the text, without the module."""
@@ -78,18 +98,23 @@ class GraphView:
         """The view as plain values, without the module."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         del values["load_module"]
-        records = {name: values[name] for name in ("gemms", "attention", "collectives", "refusals")}
+        others: tuple[OtherRecord, ...] = values.pop("others")
+        records: dict[str, Sequence[Any]] = {name: values[name] for name in ("gemms", "collectives", "refusals")}
+        records |= {name: [row for row in others if isinstance(row, kind)] for name, kind in OTHERS.items()}
         return values | {name: [dataclasses.asdict(record) for record in all_] for name, all_ in records.items()}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GraphView:
         """The inverse of :meth:`to_dict`."""
-        gemms = (GemmRecord(**(g | {"dtypes": tuple(g["dtypes"])})) for g in values["gemms"])
-        attention = (AttentionRecord(**(a | {"dtypes": tuple(a["dtypes"])})) for a in values["attention"])
+        rows = {
+            name: tuple(cast(Any, kind)(**(row | {"dtypes": tuple(row["dtypes"])})) for row in values[name])
+            for name, kind in {"gemms": GemmRecord, **OTHERS}.items()
+        }
         sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
         refused = (RefusalRecord(**r) for r in values["refusals"])
-        fields: dict[str, Any] = {**values, "gemms": tuple(gemms), "collectives": tuple(sent)}
-        fields["refusals"], fields["attention"] = tuple(refused), tuple(attention)
+        fields: dict[str, Any] = {name: value for name, value in values.items() if name not in rows}
+        fields["gemms"], fields["others"] = rows.pop("gemms"), tuple(itertools.chain(*rows.values()))
+        fields["collectives"], fields["refusals"] = tuple(sent), tuple(refused)
         fields["inputs"], fields["saved"] = tuple(values["inputs"]), tuple(values["saved"])
         fields["origins"] = {name: Origin(*origin) for name, origin in values["origins"].items()}
         return GraphView(**fields)

@@ -14,15 +14,23 @@ from fp8graph.errors import ConfigError, Fp8CoverageError, UnsupportedRecipeErro
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
-from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
+from fp8graph.records import (
+    AttentionRecord,
+    CollectiveRecord,
+    GemmRecord,
+    OtherRecord,
+    RefusalRecord,
+    SiteRecord,
+    StatisticRecord,
+)
 from fp8graph.report.graph_view import GraphView
 from fp8graph.report.page import Losses, page, page_data
 from fp8graph.report.tables import (
     aligned,
-    attention_rows,
-    attention_share,
+    by_kind,
     collective_rows,
     gemm_rows,
+    other_rows,
     refusal_rows,
     sites,
     size_text,
@@ -68,6 +76,16 @@ class Report:
         return [attention for graph in self.in_force for attention in graph.attention]
 
     @property
+    def others(self) -> list[OtherRecord]:
+        """All rows of sites that are no matmuls, in these graphs."""
+        return [row for graph in self.in_force for row in graph.others]
+
+    @property
+    def decisions(self) -> list[SiteRecord]:
+        """The rows of all sites of these graphs: GEMMs, and then the others."""
+        return [*self.gemms, *self.others]
+
+    @property
     def collectives(self) -> list[CollectiveRecord]:
         """All collectives of these graphs, and the bytes that each rank sends. DDP's and FSDP2's are not in graphs."""
         return [*(collective for graph in self.in_force for collective in graph.collectives), *self.reductions]
@@ -91,7 +109,7 @@ class Report:
     @property
     def unused_rules(self) -> list[str]:
         """Rules of the current policy that matched no site, except optional rules."""
-        used = {record.rule for record in (*self.gemms, *self.attention)}
+        used = {record.rule for record in self.decisions}
         return [
             f"rule {rule}" for index, rule in enumerate(self.policy.rules) if index not in used and not rule.optional
         ]
@@ -103,12 +121,9 @@ class Report:
             Fp8CoverageError: a GEMM that a user's rule or autocast region names is not in FP8 (although it would
                 pay), a user's rule matched nothing, or code ran in eager.
         """
-        problems = [f"{gemm.name} {gemm.gemm}: not in FP8: {gemm.reason}" for gemm in self.gemms if gemm.missing]
-        problems += [
-            f"{record.name} attention: not in FP8: {record.reason}" for record in self.attention if record.missing
-        ]
+        problems = [f"{row.name} {row.part}: not in FP8: {row.reason}" for row in self.decisions if row.missing]
         if self.in_force:
-            names = sorted({record.fqn for record in (*self.gemms, *self.attention)})
+            names = sorted({record.fqn for record in self.decisions})
             some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
             problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
         problems += [f"not compiled: {frame}" for frame in self.eager_frames]
@@ -180,10 +195,10 @@ class Report:
 
     def __str__(self) -> str:
         table = aligned(gemm_rows(self.gemms), ruled=True)
-        attention = aligned(attention_rows(self.attention), ruled=True) if self.attention else []
+        others = [line for rows in by_kind(self.others) for line in aligned(other_rows(rows), ruled=True)]
         sent = aligned(collective_rows(self.collectives), ruled=True) if self.collectives else []
         refused = aligned(refusal_rows(self.refusals), ruled=True) if self.refusals else []
-        return "\n".join([self.summary(), *table, *attention, *self.notes(), *sent, *refused])
+        return "\n".join([self.summary(), *table, *others, *self.notes(), *sent, *refused])
 
     def notes(self) -> list[str]:
         """All else that there is to know: one sentence each."""
@@ -192,7 +207,7 @@ class Report:
         lines = waiting + [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))
         ]
-        lines += attention_share(self.attention, self.gemms)
+        lines += [type(rows[0]).share(rows, self.gemms) for rows in by_kind(self.others)]
         for direction in ("forward", "backward", "step"):
             found = [c for c in self.collectives if c.direction == direction]
             if found:

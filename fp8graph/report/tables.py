@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
+from fp8graph.records import CollectiveRecord, GemmRecord, OtherRecord, RefusalRecord, percent
 
 
 def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
@@ -20,31 +19,6 @@ def summary(gemms: Sequence[GemmRecord], graphs: int | None = None) -> str:
     text = f"{len(fp8)} of {len(gemms)} GEMMs in FP8{share}"
     text += f", in {graphs} graph{'s' * (graphs != 1)}" if graphs is not None else ""
     return text + (f" ({emulated} emulated)" if emulated else "")
-
-
-def attention_share(attention: Sequence[AttentionRecord], gemms: Sequence[GemmRecord]) -> list[str]:
-    """One line: how many attentions there are, and their share of the FLOPs; none where there is none."""
-    if not attention:
-        return []
-    inside = sum(record.flops for record in gemms)
-    apart = sum(record.flops for record in attention if not record.written_out)
-    total = sum(record.flops for record in attention)
-    fp8 = [record for record in attention if record.recipe is not None and record.direction == "forward"]
-    back = sum(record.recipe is not None and record.direction == "backward" for record in attention)
-    forward = [record for record in attention if record.direction == "forward"]
-    line = f"{len(forward)} attention{'s' * (len(forward) != 1)}{' with backward' * (len(attention) > len(forward))}: "
-    line += f"{percent(total / (inside + apart))} of the FLOPs of GEMMs and attention" if inside + apart else "no FLOPs"
-    emulated = sum(record.execution == "emulated" for record in fp8)
-    line += f"; {len(fp8)} in FP8" + f" ({emulated} emulated)" * bool(emulated) if fp8 else "; in high precision"
-    line += f", {back} of them in backward, too" if back else ""
-    written = sum(record.written_out for record in forward)
-    line += f"; {written} written out as matmuls, which are GEMMs above" if written else ""
-    return [line]
-
-
-def percent(share: float) -> str:
-    """Rounded down: 100 % is everything."""
-    return f"{math.floor(100 * share)} %" if share >= 0.01 or not share else "less than 1 %"
 
 
 def left_alone(gemms: Iterable[GemmRecord]) -> list[str]:
@@ -107,29 +81,19 @@ def gemm_rows(gemms: Iterable[GemmRecord]) -> list[tuple[str, ...]]:
     return [HEADER, *rows]
 
 
-def attention_rows(attention: Iterable[AttentionRecord]) -> list[tuple[str, ...]]:
-    """One row per kind of attention: layers whose names differ only in numbers share a row."""
-    groups: Counter[tuple[str, ...]] = Counter()
-    for record in attention:
-        heads, sizes = _pair(record.heads, record.kv_heads), _pair(record.head_size, record.value_size)
-        more = [name for name in ("causal", "masked", "dropout") if getattr(record, name)]
-        key = (
-            any_layer(record.name) or "(root)",
-            ", ".join([record.form, *more]),
-            record.direction,
-            f"{record.batch} x {heads} x {record.queries} x {record.keys} x {sizes}",
-            record.recipe or "-",
-            " -> ".join(record.dtypes),
-            record.execution,
-            record.reason,
-        )
-        groups[key] += 1
-    header = "attention", "count", "form", "direction", "batch x heads x queries x keys x size"
-    return [(*header, "recipe", "dtypes", "execution", "reason"), *_counted(groups)]
+def by_kind(others: Iterable[OtherRecord]) -> list[list[OtherRecord]]:
+    """The rows of each kind of site, in the order of their first ones."""
+    found: dict[type[OtherRecord], list[OtherRecord]] = {}
+    for row in others:
+        found.setdefault(type(row), []).append(row)
+    return list(found.values())
 
 
-def _pair(one: int | str, other: int | str) -> str:
-    return str(one) if one == other else f"{one}:{other}"
+def other_rows(rows: Sequence[OtherRecord]) -> list[tuple[str, ...]]:
+    """One row per kind of decision, as in :func:`gemm_rows`. ``rows``: one or more, of one class."""
+    groups = Counter((any_layer(row.name) or "(root)", *row.cells()) for row in rows)
+    first, *header = rows[0].header
+    return [(first, "count", *header), *_counted(groups)]
 
 
 def _counted(groups: Counter[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:

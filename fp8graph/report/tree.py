@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from fp8graph.records import AttentionRecord, GemmRecord
+from fp8graph.records import GemmRecord, OtherRecord
 from fp8graph.report import Report
 from fp8graph.report.tables import any_layer, these_layers
 
@@ -71,13 +71,13 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
         said = [(one.gemm, one.recipe or "-", one.execution, one.reason) for one in modules[0]]
         size = f"{modules[0][0].m} x {modules[0][0].n} x {modules[0][0].k}"
         _node(root, site, [module[0].fqn for module in modules]).sites.append(_phrases(size, said, notes))
-    attention: dict[str, list[AttentionRecord]] = {}
-    for record in report.attention:
-        attention.setdefault(any_layer(record.name), []).append(record)
-    for site, records in attention.items():
+    others: dict[tuple[type[OtherRecord], str], list[OtherRecord]] = {}
+    for record in report.others:
+        others.setdefault((type(record), any_layer(record.name)), []).append(record)
+    for (_, site), records in others.items():
         said = [(one.direction, one.recipe or "-", one.execution, one.reason) for one in records]
         names = [record.fqn for record in records]
-        _node(root, site, names).sites.append(_phrases(f"{records[0].form} attention", said, notes))
+        _node(root, site, names).sites.append(_phrases(records[0].title, said, notes))
     found = Tree(Text(title, style="bold"))
     _grow(found, root)
     return found

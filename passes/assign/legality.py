@@ -20,8 +20,8 @@ _HIGH_PRECISION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 def why_not_in_fp8(gemm: Gemm, resolution: Resolution) -> str | None:
     """The reason why FP8 cannot do this GEMM, or None if it can."""
     recipe = resolution.recipes[gemm.gemm]
-    if recipe is not None and recipe.only_for_attention:  # of an autocast region: rules and policies refuse it
-        return f"{recipe.only_for_attention}=True is for attention alone"
+    if recipe is not None and (other := recipe.why_not_for_gemms):  # a region's
+        return other
     a, b = value(gemm.a.tensor), value(gemm.b.tensor)
     for tensor in (a, b):
         if tensor.dtype not in _HIGH_PRECISION_DTYPES:

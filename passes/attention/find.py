@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from fp8graph.compat.attention import FORMS
 from fp8graph.compat.ops import OpOverload
 from fp8graph.hardware import Hardware
 from fp8graph.ir.compilation import Compilation
@@ -33,12 +34,13 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
-from fp8graph.ir.sites import FORMS, Attention, Decision, why_not_of_size
+from fp8graph.ir.sites import Decision, why_not_of_size
 from fp8graph.ir.text import short
 from fp8graph.numerics import transforms
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.assign import resolve
 from fp8graph.passes.attention.occurrences import (
+    Attention,
     attention_ops,
     extra_results,
     has_gradient_of_mask,
@@ -71,7 +73,8 @@ def find_attention(graph: fx.Graph, compilation: Compilation) -> None:
     for attention, (fqn, index) in zip(found, names, strict=True):
         attention.site.fqn, attention.site.index = fqn, index
         attention.decision = _decide(attention, compilation)
-    compilation.attention = found
+    compilation.found(Attention).extend(found)
+    compilation.others[AttentionRecord] = [attention.site for attention in found]
     compilation.rows += [row for attention in found for row in _rows(attention, compilation)]
 
 
@@ -174,8 +177,8 @@ def why_not_quantized(attention: Attention, recipe: Recipe, compilation: Compila
     if attention.packed:
         return "attention of packed sequences is found, not quantized"
     kind = SCALINGS[recipe.quantizer("input").scaling]
-    if recipe.smooths:
-        return "smooth_input is for linears, whose weight takes the inverse scales"
+    if of_linears := recipe.why_only_for_linears:
+        return of_linears
     if kind.has_state:
         return f"{recipe.name} has no scales for attention: the amaxes that it keeps are those of GEMMs"
     if kind.tiled:

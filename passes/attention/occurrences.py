@@ -1,4 +1,4 @@
-"""Every attention of a graph: one op (``ir/sites.py`` lists them), or two matmuls of activations and a softmax.
+"""Every attention of a graph: one op of torch, or two matmuls of activations and a softmax.
 
     s = bmm(q, permute(k));  p = softmax(s * scale + mask);  y = bmm(dropout(p), v)     ->      one attention
 
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import fx
 
-from fp8graph.compat.attention import VARLEN
+from fp8graph.compat.attention import FORMS, VARLEN
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir.naming import place_of
 from fp8graph.ir.nodes import (
@@ -30,8 +31,69 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
-from fp8graph.ir.sites import FORMS, Attention, Operand, Read, Site, Size, Sizes
+from fp8graph.ir.sites import Decision, Site
 from fp8graph.recipes.autocast import REGION_KEY
+
+Operand = Literal["query", "key", "value", "probabilities", "grad_output", "grad_scores"]
+Size = int | torch.SymInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of softmax(q @ k.T) @ v: q [batch, heads, queries, head_size], k and v [batch, kv_heads, keys, ...]."""
+
+    batch: Size
+    heads: Size
+    kv_heads: Size
+    queries: Size
+    keys: Size
+    head_size: Size
+    value_size: Size  # v's head size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """One argument of an op that is q, k or v, maybe transposed; or another operand of a matmul."""
+
+    node: fx.Node
+    position: int  # among the arguments of the node
+    operand: Operand
+
+    @property
+    def argument(self) -> fx.Node:
+        """The argument as it is now."""
+        found = self.node.args[self.position]
+        assert isinstance(found, fx.Node)
+        return found
+
+
+@dataclass(kw_only=True, eq=False)
+class Attention:
+    """One attention of the user's program: one op forward and one backward, or the matmuls that it is written with."""
+
+    site: Site  # its name and region; without GEMMs
+    form: str  # the op, in words: "flash", "flex", ...; "written out" as matmuls and a softmax
+    forward: tuple[fx.Node, ...]  # one op, or the matmuls q @ k.T and p @ v
+    backward: tuple[fx.Node, ...]  # the ops that compute the gradients; () in inference
+    reads: tuple[Read, ...]  # of q, k and v, by all of these
+    inner: tuple[Read, ...] = ()  # of probabilities and gradients, by matmuls
+    sizes: Sizes
+    causal: bool = False  # the op is told so; a mask that is a tensor may be causal, too
+    masked: bool = False  # a tensor is added to the scores, or a function changes them
+    dropout: bool = False
+    packed: bool = False  # sequences of different lengths follow each other: [tokens, heads, size]
+    decision: Decision | None = field(default=None)
+
+    @property
+    def written_out(self) -> bool:
+        """Whether it consists of matmuls, which are sites of their own."""
+        return len(self.forward) > 1
+
+    @property
+    def result(self) -> fx.Node:
+        """The node that computes the result, or of which it is the first output."""
+        return self.forward[-1]
+
 
 _OPERANDS: Final[tuple[Operand, ...]] = ("query", "key", "value")
 _SAME: Final = (aten.alias.default, aten.detach.default)

@@ -53,9 +53,9 @@ from fp8graph.ir.nodes import (
     value,
     value_key,
 )
-from fp8graph.ir.sites import Attention, Operand, Read, Sizes
 from fp8graph.numerics import quantization
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.passes.attention.occurrences import Attention, Operand, Read, Sizes
 from fp8graph.passes.attention.ops import rounded_attention, rounded_attention_backward, scaled_attention
 from fp8graph.recipes import HADAMARD_SIGNS, Quantizer
 
@@ -65,13 +65,13 @@ Emit = Callable[..., fx.Node]
 
 def is_attention_quantized(graph: fx.Graph, compilation: Compilation) -> bool:
     """Whether some attention has a recipe."""
-    decisions = (attention.decision for attention in compilation.attention)
+    decisions = (attention.decision for attention in compilation.found(Attention))
     return any(decision is not None and decision.recipe is not None for decision in decisions)
 
 
 def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
     order = {node: position for position, node in enumerate(graph.nodes)}
-    for attention in compilation.attention:
+    for attention in compilation.found(Attention):
         decision = attention.decision
         if decision is not None and decision.recipe is not None:
             device, recipe = compilation.hardware_of(attention.reads[0].argument), decision.recipe

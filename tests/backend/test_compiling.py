@@ -124,8 +124,14 @@ MACHINE: dict[str, tuple[Any, Callable[[], Any]]] = {
     "attention.active_implementation": (attention, lambda: "another"),
 }
 DECIDE = ("analysis", "hardware", "ir", "models", "numerics", "passes", "recipes")  # the rooms of what decides
-# Not varied: a table of torch's, a check of names, and what an operator reads when the code runs.
-NOT_DECIDING = {"select_decomp_table", "inductor.option_names", "random_bits.rank", "checkpointing.graph_task"}
+# Not varied: tables of torch's, a check of names, and what an operator reads when the code runs.
+NOT_DECIDING = {
+    "select_decomp_table",
+    "FORMS.values",
+    "inductor.option_names",
+    "random_bits.rank",
+    "checkpointing.graph_task",
+}
 STATE = re.compile(
     r"torch\.(is_(?!tensor)|are_|get_|backends\.|cuda\.|utils\.deterministic)|os\.(environ|getenv)|sys\.|platform\."
 )

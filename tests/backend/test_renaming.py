@@ -16,6 +16,7 @@ from fp8graph.ir.compilation import Known
 from fp8graph.ir.naming import Parameter
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.hoist_weights import KeptWeight
+from fp8graph.records import AttentionRecord
 from helpers import Two, eager_backend, first_fast
 
 
@@ -85,7 +86,7 @@ def test_attention_is_decided_and_named_anew() -> None:
     new = old.under(known(old, policy, "7"))
     assert new is not None
     for found, layer, rule in ((old, 0, 0), (new, 7, 1)):
-        assert [site.fqn for site in found.findings.attention] == [f"{layer}.attention"]
+        assert [site.fqn for site in found.findings.others[AttentionRecord]] == [f"{layer}.attention"]
         forward, backward = found.view.attention
         assert (forward.fqn, forward.rule, backward.fqn) == (f"{layer}.attention", rule, f"{layer}.attention")
         assert forward.reason.startswith(f'rule "{layer}.*" (op attention) -> tensorwise')

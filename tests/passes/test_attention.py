@@ -8,12 +8,13 @@ import pytest
 from torch import fx
 
 from attentions import OPS, Attention, qkv, sdpa
-from fp8graph.compat.attention import FLEX
+from fp8graph.compat.attention import FLEX, FORMS
 from fp8graph.compat.ops import schema
+from fp8graph.ir.naming import Place
 from fp8graph.ir.nodes import backward_nodes
-from fp8graph.ir.sites import FORMS
-from fp8graph.ir.sites import Attention as Found
-from fp8graph.passes.attention.occurrences import attention_ops, extra_results
+from fp8graph.ir.sites import Site
+from fp8graph.passes.attention.occurrences import Attention as Found
+from fp8graph.passes.attention.occurrences import Read, Sizes, attention_ops, extra_results
 from helpers import passed
 
 
@@ -62,3 +63,31 @@ def test_other_ops_are_none() -> None:
 def test_all_ops_are_tried() -> None:
     """Those of packed sequences in tests/passes/test_find_attention.py."""
     assert {form.name for form in FORMS.values()} - {"packed"} == {*OPS, "flex"}
+
+
+SIZES = Sizes(batch=2, heads=4, kv_heads=2, queries=16, keys=16, head_size=64, value_size=64)
+
+
+def attention(*forward: fx.Node) -> Found:
+    site = Site(place=Place(root="", path="", parameter=None), op="attention", region=None)
+    reads = (Read(node=forward[0], position=0, operand="query"),)
+    return Found(site=site, form="flash", forward=forward, backward=(), reads=reads, sizes=SIZES)
+
+
+def test_two_matmuls_are_written_out() -> None:
+    graph = fx.Graph()
+    q = graph.placeholder("q")
+    first = graph.call_function(max, (q,))
+    second = graph.call_function(max, (first,))
+    assert not attention(first).written_out
+    assert attention(first, second).written_out
+    assert attention(first, second).result is second
+
+
+def test_a_read_sees_its_argument_change() -> None:
+    graph = fx.Graph()
+    q, other = graph.placeholder("q"), graph.placeholder("other")
+    (read,) = attention(node := graph.call_function(max, (q,))).reads
+    assert read.argument is q
+    node.args = (other,)
+    assert read.argument is other

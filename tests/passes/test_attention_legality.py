@@ -14,6 +14,7 @@ from attentions import Attention, qkv, sdpa, written_out
 from fp8graph import Policy, Rule
 from fp8graph.ir.compilation import Compilation
 from fp8graph.passes.attention.find import why_not_quantized
+from fp8graph.passes.attention.occurrences import Attention as Found
 from fp8graph.recipes import resolve_recipe
 from helpers import first_fast, passed
 
@@ -26,7 +27,7 @@ def why_not(module: Any, recipe: str = "tensorwise") -> str | None:
 
 
 def reason(compilation: Compilation, recipe: str = "tensorwise") -> str | None:
-    (attention,) = compilation.attention
+    (attention,) = compilation.found(Found)
     found = resolve_recipe(recipe)
     assert found is not None
     return why_not_quantized(attention, found, compilation)
@@ -70,7 +71,7 @@ def test_tokens_that_the_data_choose() -> None:
 
 def test_a_backward_of_other_tensors() -> None:
     graph, compilation = passed(sdpa(), *qkv(), last="find_attention")
-    (backward,) = compilation.attention[0].backward
+    (backward,) = compilation.found(Found)[0].backward
     backward.update_arg(1, next(node for node in graph.nodes if str(node.target).startswith("tangents")))
     assert reason(compilation) == "its backward does not read the same q, k and v as its forward"
 
@@ -101,5 +102,5 @@ def test_the_bodies_of_higher_order_ops(body: Any, training: bool) -> None:
 def test_a_body_whose_backward_is_a_graph_of_its_own() -> None:
     _, alone = passed(sdpa(), *qkv(), last="find_attention", subgraph=True)
     assert reason(alone) is None
-    alone.attention[0].backward = ()  # in another graph, to which the logsumexp goes
+    alone.found(Found)[0].backward = ()  # in another graph, to which the logsumexp goes
     assert str(reason(alone)).startswith("the backward of a higher-order op is a graph of its own")

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import value
-from fp8graph.ir.sites import Sizes
+from fp8graph.passes.attention.occurrences import Sizes
 from fp8graph.passes.attention.quantize import QuantizedTensor, quantized_tensor
 from fp8graph.recipes import resolve_recipe
 from helpers import graph_inputs_for

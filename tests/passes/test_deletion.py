@@ -17,6 +17,7 @@ LIST = "passes/__init__.py"
 
 FEATURES = (
     "accumulate_wgrad.py",
+    "attention",
     "fold.py",
     "fuse_linears.py",
     "gather_in_fp8.py",
@@ -33,7 +34,7 @@ FEATURES = (
 )
 
 # The compiler itself, and entries that ``Backend``, export, tune or the report still import.
-IMPORTED = {"assign", "attention", "connect_scales", "match", "quantize", "share"}
+IMPORTED = {"assign", "connect_scales", "match", "quantize", "share"}
 
 FORKS = """
 import os, sys, traceback

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import fp8graph
 from attentions import Attention, qkv, sdpa, written_out
-from fp8graph.ir.sites import Attention as Found
+from fp8graph.passes.attention.occurrences import Attention as Found
 from fp8graph.passes.attention.occurrences import written_attentions
 from helpers import passed
 

@@ -15,7 +15,7 @@ import fp8graph
 from attentions import qkv, sdpa, written_out
 from fp8graph.records import AttentionRecord, RefusalRecord
 from fp8graph.report import GraphView
-from fp8graph.report.tables import attention_rows, attention_share, refusal_rows
+from fp8graph.report.tables import by_kind, other_rows, refusal_rows
 from helpers import ALL, MLP
 from samples import AS_PAGES_SHOW
 from tiny_models import TINY
@@ -55,19 +55,19 @@ def report_of(module: Any, **settings: Any) -> fp8graph.Report:
 
 def test_the_share_of_the_flops() -> None:
     rows = report_of(sdpa()).attention
-    assert attention_share(rows, []) == [
+    assert AttentionRecord.share(rows, []) == (
         "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision"
-    ]
+    )
     gemms = fp8graph.explain(MLP(64, 128), qkv()[0], training=True).gemms
-    (line,) = attention_share(rows, gemms)
+    line = AttentionRecord.share(rows, gemms)
     share = sum(row.flops for row in rows) / sum(row.flops for row in (*rows, *gemms))
     assert f": {int(100 * share)} % of the FLOPs" in line
-    assert attention_share([], gemms) == []
+    assert by_kind([]) == []
 
 
 def test_flops_of_matmuls_are_counted_once() -> None:
     report = report_of(written_out())
-    (line,) = attention_share(report.attention, report.gemms)
+    line = AttentionRecord.share(report.attention, report.gemms)
     assert line == (
         "1 attention with backward: 100 % of the FLOPs of GEMMs and attention; in high precision; "
         "1 written out as matmuls, which are GEMMs above"
@@ -75,7 +75,7 @@ def test_flops_of_matmuls_are_counted_once() -> None:
 
 
 def test_one_row_per_kind() -> None:
-    rows = attention_rows(report_of(sdpa(is_causal=True, enable_gqa=True), kv_heads=2).attention)
+    rows = other_rows(report_of(sdpa(is_causal=True, enable_gqa=True), kv_heads=2).attention)
     assert [row[:4] for row in rows[1:]] == [
         ("(root)", "1", "CPU flash, causal", "forward"),
         ("(root)", "1", "CPU flash, causal", "backward"),
