@@ -200,8 +200,8 @@ class MainGrads(Store):
         self._buffers: dict[int, _Buffer] = {}  # by id of the parameter
 
     @staticmethod
-    def fact(parameter: Tensor, *, gathered: bool) -> str | None:
-        return why_not_accumulated(parameter, gathered=gathered)
+    def fact(parameter: Tensor, *, sharded: Any) -> str | None:
+        return why_not_accumulated(parameter, gathered=sharded is not None)
 
     def report(self) -> Mapping[str, int]:
         """The memory of the buffers, those that are ``main_grad`` not included."""

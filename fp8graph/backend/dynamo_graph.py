@@ -42,12 +42,10 @@ class DynamoGraph:
             for index, (source, x) in enumerate(zip(self.sources, example_inputs, strict=True))
             if isinstance(x, torch.nn.Parameter) or dynamo.is_part_of_parameter(source)
         }
-        whole = fsdp.gathered()
-        self.gathered = {
-            index: fsdp.facts(whole[key]) for index in self._parameters if (key := id(example_inputs[index])) in whole
-        }
+        whole, given = fsdp.gathered(), {index: example_inputs[index] for index in self._parameters}
+        self.gathered = frozenset(index for index, x in given.items() if id(x) in whole)
         self.facts = {
-            store.name: {i: store.fact(example_inputs[i], gathered=i in self.gathered) for i in self._parameters}
+            store.name: {index: store.fact(x, sharded=whole.get(id(x))) for index, x in given.items()}
             for store in STORES
         }
         # for variants that are compiled later; the real inputs must not be kept alive
@@ -117,7 +115,7 @@ class DynamoGraph:
         digest = hashlib.sha256()
         regions = sorted(str(region) for region in self.regions if region is not None)
         digest.update(repr([(region, region_text(region)) for region in regions]).encode())
-        digest.update(repr((self._parameters, sorted(self.gathered.items()))).encode())
+        digest.update(repr((self._parameters, sorted(self.gathered))).encode())
         digest.update(repr(self.facts).encode())
         for node in self.module.graph.nodes:
             stack = node.meta.get("nn_module_stack") or {}

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import fx
 
-from fp8graph.compat.fsdp import Shard
 from fp8graph.hardware import Hardware, of_device
 from fp8graph.ir.extra_inputs import ExtraInput, SpareInputs
 from fp8graph.ir.naming import Parameter, split_source
@@ -57,8 +56,7 @@ class Known:
     region: str | Recipe | None = None  # the autocast region around the whole call
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
-    # parameters that are whole only while the graph runs (FSDP2): what is known of their shards
-    gathered: Mapping[int, Shard] = field(default_factory=dict[int, Shard])
+    gathered: frozenset[int] = frozenset()  # those that are whole only while the graph runs
     # what stores say of parameters before the passes run, by store and input index (``Store.fact``)
     facts: Mapping[str, Mapping[int, Any]] = field(default_factory=dict[str, Mapping[int, Any]])
     conditions: tuple[Condition, ...] = ()  # what stores say of the calls of this variant

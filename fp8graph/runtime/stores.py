@@ -42,11 +42,11 @@ class Store:
         return cls()
 
     @staticmethod
-    def fact(parameter: Tensor, *, gathered: bool) -> Any:
+    def fact(parameter: Tensor, *, sharded: Any) -> Any:
         """The facts that its passes need of a parameter (``Known.facts``); a part of the cache key.
 
         Args:
-            gathered: FSDP2 gathers it.
+            sharded: the object that gathers it for each call (``compat/fsdp.py``); None for one that stays whole.
         """
         return None
 

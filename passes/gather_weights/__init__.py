@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.gather_legality import scale_may_differ
+from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Arrived, Compilation
 from fp8graph.ir.extra_inputs import ExtraInput
@@ -120,7 +121,8 @@ def _why_not(node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Comp
     sources = [source_of_part(part)[0] for part in asked.parts]
     if any(source not in parameters or value(source).ndim != 2 for source in sources) or len({*sources}) < len(sources):
         return "it is computed from more than matrices and casts"
-    for shard in (compilation.known.gathered[parameters[source]] for source in sources):
+    facts: Mapping[int, Shard] = compilation.known.facts[GatheredWeight.store]
+    for shard in (facts[parameters[source]] for source in sources):
         if shard.reason is not None:
             return shard.reason
         if asked.block and shard.rows % asked.block[0]:

@@ -56,6 +56,10 @@ class SentWeights(Store):
     def of(cls, services: Services) -> SentWeights:
         return cls(services)
 
+    @staticmethod
+    def fact(parameter: Tensor, *, sharded: Any) -> fsdp.Shard | None:
+        return None if sharded is None else fsdp.facts(sharded)
+
     def report(self) -> Mapping[str, int]:
         """The weights, and this rank's quantized rows, which it keeps from update to update."""
         alive = self._alive()

@@ -76,7 +76,7 @@ def wanted_copies(foreseen: Sequence[Foreseen], known: Known) -> int:
 
 def hoist_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    whole = known.parameters.keys() - known.gathered.keys() if known.keeps_weights else ()
+    whole = known.parameters.keys() - known.gathered if known.keeps_weights else ()
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
     hoist(graph, parameters, compilation, KeptWeight)
     for node in quantized_weights(graph) if known.keeps_weights or known.gathered else ():
@@ -137,7 +137,7 @@ def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    whole = known.parameters.keys() - known.gathered.keys()
+    whole = known.parameters.keys() - known.gathered
     parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
     found = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
     compilation.extra_inputs += [weight for weight in found if weight is not None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8graph import Policy
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.passes.gather_weights import why_not_sent
+from fp8graph.passes.gather_weights import GatheredWeight, why_not_sent
 from helpers import passed
 
 
@@ -36,7 +36,9 @@ def reasons(
     parameters = {
         node: index for node, index in graph_inputs(graph) if index is not None and index in found.known.parameters
     }
-    known = dataclasses.replace(found.known, gathered=dict.fromkeys(parameters.values(), Shard(*shard)))
+    known = dataclasses.replace(
+        found.known, facts={GatheredWeight.store: dict.fromkeys(parameters.values(), Shard(*shard))}
+    )
     return [*why_not_sent(graph, parameters, dataclasses.replace(found, known=known)).values()]
 
 

@@ -162,6 +162,9 @@ def test_a_buffer_stays_in_the_graph() -> None:
 # A graph by hand: what the backend knows beforehand (spare inputs, gathered parameters) is then the test's.
 
 
+SHARDED: dict[str, Any] = {"gathered": frozenset({0}), "facts": {GatheredWeight.store: {0: Shard(24, None)}}}
+
+
 def a_weight_and_spares(spares: int) -> fx.Graph:
     """Input 0 is a parameter and quantized; the others mean nothing yet."""
     graph, mode = fx.Graph(), FakeTensorMode()
@@ -211,7 +214,7 @@ def test_too_few_spare_inputs_leave_the_graph_to_be_traced_again(spares: int) ->
     [
         pytest.param({"settings": Settings(cache_weights=False)}, id="by the user"),
         pytest.param({"parameters": {}}, id="no parameter"),
-        pytest.param({"gathered": {0: Shard(24, None)}}, id="gathered by FSDP2"),
+        pytest.param(SHARDED, id="gathered by FSDP2"),
         pytest.param({"subgraph": True}, id="the body of a higher-order op"),
         pytest.param({"training": True}, id="a graph with a backward"),
     ],
@@ -227,7 +230,7 @@ def test_weight_is_not_hoisted(known: dict[str, Any]) -> None:
 
 
 def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)})
+    graph, found = a_weight_and_spares(2), compilation(**SHARDED)
     next(nodes(graph, (ops.quantize,))).meta[OPERAND_KEY] = "weight"
     gather_weights(graph, found)
     (asked,) = found.extra_inputs
@@ -236,14 +239,14 @@ def test_weight_that_fsdp2_may_gather_in_fp8_is_noted() -> None:
 
 
 def test_weight_gathered_in_fp8_becomes_an_input() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, conditions=ARRIVED)
+    graph, found = a_weight_and_spares(2), compilation(**SHARDED, conditions=ARRIVED)
     gather_weights(graph, found)
     assert graph_text(graph) == "p0: f32[48, 32]\np1: e4m3[48, 32]\np2: f32[]\nreturn p1, p2"
     assert [*map(type, found.extra_inputs)] == [GatheredWeight]
 
 
 def test_a_reader_in_high_precision_is_found() -> None:
-    graph, found = a_weight_and_spares(2), compilation(gathered={0: Shard(24, None)}, conditions=ARRIVED)
+    graph, found = a_weight_and_spares(2), compilation(**SHARDED, conditions=ARRIVED)
     (output,), (parameter, *_) = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")
     output.args = ([*output.args[0], parameter],)
     gather_weights(graph, found)

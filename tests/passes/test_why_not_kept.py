@@ -14,6 +14,7 @@ from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, nodes
+from fp8graph.passes.gather_weights import GatheredWeight
 from fp8graph.passes.hoist_weights import why_not_kept
 from gathers import Sharded, report_of, two_ranks
 from helpers import Weight, passed, view_of
@@ -30,6 +31,11 @@ def quantized(module: nn.Module, operand: str, last: str = "share", **known: Any
     return node, compilation
 
 
+def sharded(reason: str | None) -> dict[str, Any]:
+    """What is known of the one parameter, if FSDP2 gathers it."""
+    return {"gathered": frozenset({0}), "facts": {GatheredWeight.store: {0: Shard(24, reason)}}}
+
+
 def test_a_plain_weight_has_no_reason() -> None:
     node, compilation = quantized(nn.Linear(32, 48, bias=False), "weight")
     assert why_not_kept(node, compilation) == ""
@@ -44,13 +50,13 @@ def test_only_weights_have_a_reason(operand: str) -> None:
 def test_weights_gathered_by_fsdp2_are_not_cached() -> None:
     """It is a parameter that is whole only while the graph runs; which one, the backend knows."""
     memory = "a copy of all of it would take the memory that sharding saves"
-    linear, gathered = nn.Linear(32, 48, bias=False), {0: Shard(24, None)}
-    node, compilation = quantized(linear, "weight", gathered=gathered)
+    linear = nn.Linear(32, 48, bias=False)
+    node, compilation = quantized(linear, "weight", gathered=frozenset({0}))
     assert why_not_kept(node, compilation) == f"it is whole while the graph runs, and no longer: {memory}"
-    node, compilation = quantized(linear, "weight", "gather_weights", gathered=gathered)
+    node, compilation = quantized(linear, "weight", "gather_weights", **sharded(None))
     reason = "FSDP2 gathers it for each use, in FP8 from the first step of its optimizer on"
     assert why_not_kept(node, compilation) == reason
-    node, compilation = quantized(linear, "weight", "gather_weights", gathered={0: Shard(24, "it is padded")})
+    node, compilation = quantized(linear, "weight", "gather_weights", **sharded("it is padded"))
     reason = f"FSDP2 gathers it for each use, in high precision: it is padded; {memory}"
     assert why_not_kept(node, compilation) == reason
 
