@@ -35,7 +35,7 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, set_argument, update_value, update_views
-from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, nodes, value, value_key
+from fp8graph.ir.nodes import GEMM_KEY, OPERAND_KEY, USES_KEY, aten, nodes, value, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Site
 from fp8graph.recipes import GemmName
@@ -117,9 +117,9 @@ def _join(first: fx.Node, others: Sequence[fx.Node]) -> None:
     QuantizeNode(first).ask(more=[QuantizeNode(node).asked.x for node in others], dim=dim)
     for node in (first, *first.users):
         update_value(node)
-    if ROWS_KEY in first.meta:  # one amax: the rows of the others become further names of its row
-        rows = [row for node in (first, *others) for row in node.meta[ROWS_KEY]]
-        first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
+    if USES_KEY in first.meta:  # one amax: the rows of the others become further names of its row
+        rows = [row for node in (first, *others) for row in node.meta[USES_KEY]]
+        first.meta[USES_KEY] = list(dict.fromkeys(rows))
 
 
 def _slice(graph: fx.Graph, results: Sequence[fx.Node], sizes: Sequence[int], *, dim: int) -> None:
@@ -218,7 +218,7 @@ def key_of(linear: Linear) -> dict[str, Any]:
     """A key equal for linears that can be fused: module, input, and how each operand is quantized and multiplied."""
     quantized: list[Any] = []
     for (gemm, side), q in linear.quantized().items():
-        recipes = {row.recipe for row in q.meta.get(ROWS_KEY, [])}
+        recipes = {row.recipe for row in q.meta.get(USES_KEY, [])}
         asked = QuantizeNode(q).asked
         quantized.append((gemm, side, value(asked.x).dtype, repr(dataclasses.replace(asked, x=None)), *recipes))
     given: dict[GemmName, dict[str, Any]] = {gemm: named_arguments(node) for gemm, node in linear.gemms.items()}

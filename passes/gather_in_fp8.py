@@ -40,7 +40,7 @@ from fp8graph.ir.nodes import (
     GEMM_KEY,
     OPERAND_KEY,
     PURPOSE_KEY,
-    ROWS_KEY,
+    USES_KEY,
     aten,
     backward_nodes,
     known_contiguous,
@@ -134,7 +134,7 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
         asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
     args, kwargs = call(asked)
     made = emit(ops.quantize, *args, name=node.name, **kwargs)
-    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, ROWS_KEY, GEMM_KEY) if key in node.meta})
+    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, USES_KEY, GEMM_KEY) if key in node.meta})
     names = enumerate(QuantizeNode(made).names)
     return {name: emit(getitem, made, i, name=f"shard_{name}") for i, name in names if name != "amax"}
 

@@ -30,13 +30,12 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, take_place
-from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.nodes import (
     GEMM_KEY,
     GROUPED,
     OPERAND_KEY,
-    ROWS_KEY,
     SITES,
+    USES_KEY,
     aten,
     is_view,
     known_equal,
@@ -45,7 +44,7 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
+from fp8graph.ir.sites import Decision, Gemm, OperandView, Site, Use
 from fp8graph.numerics import quantization
 from fp8graph.recipes import Quantizer, Recipe
 
@@ -254,7 +253,7 @@ def quantize_operand(
     if quantized.kind.has_state:
         whose: dict[str, Any] = {"fqn": site.fqn, "index": site.index, "use": site.use, "parameter": site.parameter}
         whose["direct"] = _is_an_input(view.tensor)
-        outputs.meta[ROWS_KEY] = [StateRow(**whose, operand=operand, recipe=recipe)]
+        outputs.meta[USES_KEY] = [Use(**whose, operand=operand, recipe=recipe)]
     named: dict[str, fx.Node] = {}
     for position, name in enumerate(quantized.names):
         if name != "amax":  # pass `connect_scales` asks for it

@@ -41,7 +41,7 @@ from fp8graph.ir.nodes import (
     GATHERED_KEY,
     GEMM_KEY,
     OPERAND_KEY,
-    ROWS_KEY,
+    USES_KEY,
     aten,
     known_contiguous,
     nodes,
@@ -182,7 +182,7 @@ def _quantized_source(node: fx.Node, moves: Moves, emit: Callable[..., fx.Node])
 
 
 def _like(node: fx.Node, made: fx.Node) -> fx.Node:
-    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, ROWS_KEY, GEMM_KEY) if key in node.meta})
+    made.meta.update({key: node.meta[key] for key in (OPERAND_KEY, USES_KEY, GEMM_KEY) if key in node.meta})
     return made
 
 

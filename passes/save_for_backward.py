@@ -39,7 +39,7 @@ from torch import fx
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import CACHED_KEY, GEMM_KEY, OPERAND_KEY, ROWS_KEY, aten, is_backward, nodes, readers, value
+from fp8graph.ir.nodes import CACHED_KEY, GEMM_KEY, OPERAND_KEY, USES_KEY, aten, is_backward, nodes, readers, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
@@ -110,7 +110,7 @@ def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
         source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first)
         source.meta["partitioner_tag"] = _BACKWARD
         again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=[]), node, like=first)
-        again.node.meta.pop(ROWS_KEY, None)  # recorded in forward
+        again.node.meta.pop(USES_KEY, None)  # recorded in forward
         again.node.meta["partitioner_tag"] = _BACKWARD
         remade = {name: _output(graph, again, name) for name in outputs if name in again.names and name != "amax"}
     for name, output in outputs.items():
@@ -168,7 +168,7 @@ def _insert(graph: fx.Graph, asked: Asked, old: fx.Node, *, like: fx.Node) -> Qu
     name = f"quantize_{old.meta[OPERAND_KEY]}"
     args, kwargs = call(asked)
     node = insert(graph, ops.quantize, args, like=like, name=name, kwargs=kwargs)
-    node.meta.update({key: old.meta[key] for key in (OPERAND_KEY, ROWS_KEY) if key in old.meta})
+    node.meta.update({key: old.meta[key] for key in (OPERAND_KEY, USES_KEY) if key in old.meta})
     return QuantizeNode(node)
 
 

@@ -23,9 +23,9 @@ from torch import fx
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
-from fp8graph.ir.extra_inputs import StateRow
-from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, ROWS_KEY, nodes, runs_without_gradients, value_key
+from fp8graph.ir.nodes import NO_GRAD_KEY, OPERAND_KEY, USES_KEY, nodes, runs_without_gradients, value_key
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import Use
 
 
 @dataclass
@@ -63,8 +63,8 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
 def _key(node: fx.Node) -> Any:
     """Equal for nodes that may become one: tensor, quantizer and, with a state, the recipe that updates it."""
     asked = QuantizeNode(node).asked
-    rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
-    recipes = {row.recipe for row in rows}
+    uses = cast(list[Use], node.meta.get(USES_KEY, []))
+    recipes = {use.recipe for use in uses}
     return value_key(asked.x), repr(dataclasses.replace(asked, x=None, rowwise=[], columnwise=[])), *recipes
 
 
@@ -87,9 +87,9 @@ def _merge(graph: fx.Graph, group: Group) -> None:
             if name not in outputs and name != "amax":
                 label = f"{first.meta[OPERAND_KEY]}_{name}"
                 outputs[name] = insert(graph, getitem, (first, position), like=first, name=label)
-    if ROWS_KEY in first.meta:  # the first one's row is used; the others become further names for it
-        rows = [row for member in group.members for row in member.meta[ROWS_KEY]]
-        first.meta[ROWS_KEY] = list(dict.fromkeys(rows))
+    if USES_KEY in first.meta:  # the first one's row is used; the others become further names for it
+        rows = [row for member in group.members for row in member.meta[USES_KEY]]
+        first.meta[USES_KEY] = list(dict.fromkeys(rows))
     if not all(runs_without_gradients(member) for member in group.members):
         first.meta["custom"] = {**(first.meta.get("custom") or {}), NO_GRAD_KEY: False}
     for other in others:

@@ -10,9 +10,9 @@ from torch import fx
 from fp8graph.analysis.gather_path import Path
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.nodes import ROWS_KEY, aten, size_hint, static_size, value
+from fp8graph.ir.nodes import USES_KEY, aten, size_hint, static_size, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.recipes import DelayedScaling
+from fp8graph.ir.sites import Use
 
 _SETTINGS: Final = frozenset({"scaling", "block"})
 
@@ -58,9 +58,9 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
 
 def scale_may_differ(node: fx.Node, group: Any, compilation: Compilation) -> bool:
     """Whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
-    recipe = cast(DelayedScaling, node.meta[ROWS_KEY][0].recipe)
+    use: Use = node.meta[USES_KEY][0]
     wanted, reduced = collectives.ranks_of(group), collectives.ranks_of(compilation.known.amax_group)
-    return not recipe.reduce_amax or not wanted or not wanted <= reduced
+    return not use.recipe.reduces_amax or not wanted or not wanted <= reduced
 
 
 def _fits(size: Any, multiple: int) -> bool:

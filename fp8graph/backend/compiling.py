@@ -43,8 +43,7 @@ from fp8graph.ir.naming import names_of
 from fp8graph.ir.sites import Site
 from fp8graph.passes import STORES
 from fp8graph.passes.assign import resolve
-from fp8graph.passes.connect_scales import TakesPart
-from fp8graph.recipes import DelayedScaling, has_code
+from fp8graph.recipes import has_code
 from fp8graph.recipes.rules import Resolution
 from fp8graph.records import GemmRecord, RefusalRecord, SiteRecord
 from fp8graph.report import GraphView
@@ -79,10 +78,12 @@ class Compiler:
     def known(self, situation: Situation, names: tuple[str, ...], spares: int = 0) -> Known:
         """The frozen input of the passes, for this graph in ``situation`` and with parameters called ``names``."""
         graph, first = self._graph, len(self._graph.sources)
+        policy, _ = situation.in_force.of(graph.families)
         return Known(
-            policy=situation.in_force.of(graph.families)[0],
+            policy=policy,
             settings=self._shared.settings,
             region=situation.region,
+            recipes=graph.recipes(policy, situation),
             sources=graph.sources,
             records_amaxes=graph.gradients,
             amax_group=situation.amax_group,
@@ -98,11 +99,11 @@ class Compiler:
         shared, graph, settings = self._shared, self._graph, self._shared.settings
         options, first = self._options()
         identity = self._identity(situation, names)
-        recipes = graph.recipes(situation.in_force.of(graph.families)[0], situation)
-        spares = spare_inputs(graph.module, self.known(situation, names), training=graph.gradients)
+        known = self.known(situation, names)
+        spares = spare_inputs(graph.module, known, training=graph.gradients)
         if situation.in_force.may_rewrite([situation.region, *graph.regions]):
             options = {**inductor.codegen_patches(settings.hardware, inputs), **options}
-        kept = not any(has_code(recipe) for recipe in recipes) and not has_float_input(graph.module)
+        kept = not any(has_code(recipe) for recipe in known.recipes) and not has_float_input(graph.module)
         while True:
             joint = JointPass(
                 self.known(situation, names, spares),
@@ -124,13 +125,7 @@ class Compiler:
             except TooFewInputs as found:
                 spares = found.wanted
         stored = self._stored(situation, names, joint, compiled, spares)
-        findings = stored.findings
-        delayed_scaling = any(isinstance(recipe, DelayedScaling) and recipe.reduce_amax for recipe in recipes)
-        if graph.gradients and delayed_scaling and situation.amax_group is not None:
-            findings = dataclasses.replace(findings, extra_inputs=(*findings.extra_inputs, TakesPart()))
-        return Variant(
-            run=compiled, spares=spares, decided=Decided.of(findings, self.known(situation, names), stored.view)
-        )
+        return Variant(run=compiled, spares=spares, decided=Decided.of(stored.findings, known, stored.view))
 
     def _options(self) -> tuple[dict[str, Any], Any]:
         """The user's options of Inductor, and the pass that the user runs before ours."""

@@ -100,7 +100,7 @@ class DynamoGraph:
         custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
         return frozenset(values.get(REGION_KEY) for values in custom)
 
-    def recipes(self, policy: Policy, situation: Situation) -> set[Recipe]:
+    def recipes(self, policy: Policy, situation: Situation) -> frozenset[Recipe]:
         """Every recipe that may apply to a GEMM of this graph."""
         found: set[Recipe] = set(policy.recipes())
         for region in (situation.region, *self.regions):
@@ -108,7 +108,7 @@ class DynamoGraph:
                 recipe = region_recipe(region)
                 if isinstance(recipe, Recipe):
                     found.add(recipe)
-        return found
+        return frozenset(found)
 
     def identity(self) -> str:
         """The properties that decide how this graph is rewritten, beside its code: modules, regions, parameters."""

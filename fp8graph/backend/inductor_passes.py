@@ -196,6 +196,7 @@ class JointPass(_Pass):
             self.origins |= input_origins(texts)
         if self._known.spares.wanted > len(self._known.spares.indices):
             raise TooFewInputs(self._known.spares.wanted)
+        verify.check_connected(graph)
         if self._keep_module:
             copy = fx.Graph()
             copy.output(copy.graph_copy(graph, val_map=named_placeholders(graph, copy, self.inputs)))

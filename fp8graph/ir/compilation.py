@@ -54,6 +54,7 @@ class Known:
     policy: Policy
     settings: Settings = field(default_factory=Settings)
     region: str | Recipe | None = None  # the autocast region around the whole call
+    recipes: frozenset[Recipe] = frozenset()  # all that may apply to a GEMM of the graph: of the policy and of regions
     sources: tuple[str, ...] = ()  # Dynamo's names of the graph's inputs
     parameters: Mapping[int, Parameter] = field(default_factory=dict[int, Parameter])  # by input index
     gathered: frozenset[int] = frozenset()  # those that are whole only while the graph runs

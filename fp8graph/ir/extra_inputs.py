@@ -6,9 +6,8 @@ They are stored with the code. At a call, the store that each names (``runtime/s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,7 +15,6 @@ from torch import fx
 
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import TAKEN_KEY
-from fp8graph.recipes import OperandName, Recipe
 
 Rename = Callable[[str, int], tuple[str, int]]  # (fqn, index) of a site -> that of the same site in another layer
 
@@ -45,28 +43,6 @@ class ExtraInput:
     def renamed(self, rename: Rename) -> Self:
         """The same for another layer that runs the same code."""
         return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateRow:
-    """The owner of a scale: one tensor of one site under one recipe (delayed scaling)."""
-
-    fqn: str
-    index: int = field(compare=False)  # among the sites of the same module; for the name only
-    use: int  # of the weight in the graph: a layer that runs twice has two rows; uses without gradients do not count
-    parameter: int | None  # graph input that the site's weight comes from
-    operand: OperandName
-    recipe: Recipe
-    direct: bool = field(default=False, compare=False)  # the tensor is that parameter, behind views and casts
-
-    def renamed(self, rename: Rename) -> Self:
-        fqn, index = rename(self.fqn, self.index)
-        return dataclasses.replace(self, fqn=fqn, index=index)
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether the amax of the parameter is that of the tensor."""
-        return self.operand == "weight" and self.parameter is not None and self.direct
 
 
 @dataclass(kw_only=True)

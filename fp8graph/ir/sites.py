@@ -82,6 +82,24 @@ class Site:
         return self.place.parameter
 
 
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """The use of a quantized tensor: as one operand of one site under one recipe."""
+
+    fqn: str
+    index: int = field(compare=False)  # among the sites of the same module; for the name only
+    use: int  # of the weight in the graph: a layer that runs twice has two; uses without gradients do not count
+    parameter: int | None  # graph input that the site's weight comes from
+    operand: OperandName
+    recipe: Recipe
+    direct: bool = field(default=False, compare=False)  # the tensor is that parameter, behind views and casts
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether the amax of the parameter is that of the tensor."""
+        return self.operand == "weight" and self.parameter is not None and self.direct
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreseen:
     """A multiplication by a parameter in Dynamo's graph, before anything is traced, and how `assign` may decide it."""

@@ -13,10 +13,10 @@ import torch
 from torch import fx
 
 from fp8graph.compat.ops import named_arguments
-from fp8graph.errors import Fp8GraphError
+from fp8graph.errors import Fp8GraphError, UnsupportedRecipeError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
-from fp8graph.ir.nodes import PASS_KEY, aten, is_backward, known_contiguous, known_equal, static_size, value
+from fp8graph.ir.nodes import PASS_KEY, USES_KEY, aten, is_backward, known_contiguous, known_equal, static_size, value
 from fp8graph.ir.quantize_node import Asked, QuantizeNode
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
@@ -54,6 +54,22 @@ def verify(
                     problem = _CHECKS_OF_DEVICES[node.target](node, hardware_of(node))
                 if problem is not None:
                     fail(node, problem)
+
+
+def check_connected(graph: fx.Graph) -> None:
+    """Raise if a scale outlives a call and no pass has taken the tensor that keeps it: it would be 1 in each call.
+
+    Raises:
+        UnsupportedRecipeError: names the recipe.
+    """
+    for node in graph.find_nodes(op="call_function", target=ops.quantize):
+        quantized = QuantizeNode(node)
+        if quantized.kind.has_state and quantized.asked.scales is None:
+            name = next((use.recipe.name for use in node.meta.get(USES_KEY, ())), quantized.asked.scaling)
+            raise UnsupportedRecipeError(
+                f"the recipe {name} keeps its scales between calls, and fp8graph.passes has no pass that connects them "
+                "to a graph. Add that pass again, or choose a recipe without a state, such as tensorwise."
+            )
 
 
 def _quantize(node: fx.Node) -> str | None:

@@ -22,7 +22,7 @@ from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
 from fp8graph.planning import choose
 from fp8graph.planning.scoring import Loss, Measured, Scoring, measure, seconds
-from fp8graph.recipes import GEMMS, DelayedScaling, Float8CurrentScaling, Recipe, RecipeLike, resolve_recipe
+from fp8graph.recipes import GEMMS, Recipe, RecipeLike, resolve_recipe
 from fp8graph.recipes.policy import Policy, policy_toml
 from fp8graph.recipes.rules import INHERIT, recipe_text
 from fp8graph.report.terminal import progress_console
@@ -187,7 +187,7 @@ def tune(
     found, backend = measure(
         model,
         batches,
-        [_measurable(candidate) for candidate in candidates],
+        [candidate.without_state for candidate in candidates],
         labels,
         target=target if target is not None else device.name,
         loss=loss,
@@ -332,13 +332,6 @@ def _candidates(recipes: Sequence[RecipeLike] | None, device: Hardware) -> tuple
         )
     labels = [given if isinstance(given, str) else recipe_text(recipe) for recipe, given in resolved]
     return [recipe for recipe, _ in resolved if recipe is not None], labels
-
-
-def _measurable(recipe: Recipe) -> Recipe:
-    """``recipe``, or one whose scales come from the tensor itself."""
-    if isinstance(recipe, DelayedScaling):
-        return Float8CurrentScaling(fp8_format=recipe.fp8_format)
-    return recipe
 
 
 def _device(model: nn.Module, target: Any) -> Hardware:

@@ -22,7 +22,7 @@ import torch
 
 from fp8graph.errors import ConfigError
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.recipes import GEMM_OPERANDS, GEMMS, DelayedScaling, GemmName, Recipe
+from fp8graph.recipes import GEMM_OPERANDS, GEMMS, GemmName, Recipe
 from fp8graph.recipes.policy import MIN_SPEEDUP
 from fp8graph.report import Report
 
@@ -343,7 +343,7 @@ def _of_activations(
             yield one(kind=summed, direction="forward", payload=size * numbers)
             if mesh.sp:
                 yield one(kind="all_gather", direction="backward", payload=size * numbers)
-    if isinstance(recipe, DelayedScaling) and recipe.reduce_amax:
+    if recipe is not None and recipe.reduces_amax:
         tensors = {
             (linear.fqn, x)
             for linear in work.linears

@@ -180,6 +180,21 @@ class Recipe:
         )
 
     @property
+    def has_state(self) -> bool:
+        """Whether its scales come from amaxes of earlier steps, which are kept between calls."""
+        return False
+
+    @property
+    def reduces_amax(self) -> bool:
+        """Whether all ranks have one such scale for a tensor."""
+        return False
+
+    @property
+    def without_state(self) -> Recipe:
+        """The recipe of these FP8 types whose scales come from the tensor itself."""
+        return self
+
+    @property
     def smooths(self) -> bool:
         """Whether the channels of an input are scaled to one size before it is quantized (``passes/smooth.py``)."""
         return False

@@ -178,6 +178,18 @@ class DelayedScaling(Recipe):
                 raise self._bad(field, "True or False")
 
     @property
+    def has_state(self) -> bool:
+        return True
+
+    @property
+    def reduces_amax(self) -> bool:
+        return self.reduce_amax
+
+    @property
+    def without_state(self) -> Recipe:
+        return Float8CurrentScaling(fp8_format=self.fp8_format)
+
+    @property
     def smooths(self) -> bool:
         return self.smooth_input
 

@@ -128,6 +128,28 @@ class Store:
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
 
 
+class KeptScales(Store):
+    """A store of scales that outlive a call, for a weight that is quantized shard by shard, outside of any graph.
+
+    Attributes:
+        before_commit: called before amaxes are recorded, to stage those that were seen outside of graphs.
+    """
+
+    before_commit: list[Callable[[], None]]
+
+    def commit(self) -> None:
+        """Record the amaxes of the last step, if it is over."""
+        raise NotImplementedError
+
+    def scales_in(self, tensor: Tensor) -> Tensor:
+        """[rows, 2]: copies of the scales, and their inverses, in a tensor of this store."""
+        raise NotImplementedError
+
+    def stage(self, tensors: Sequence[Tensor], amaxes: Sequence[Sequence[Tensor]]) -> None:
+        """Stage amaxes [] FP32, perhaps several, for each of some tensors of this store, which have one row."""
+        raise NotImplementedError
+
+
 class ArrivesOtherwise(Exception):
     """From now on, the parameters at ``positions`` arrive in high precision: the call needs another variant."""
 

@@ -33,7 +33,7 @@ from fp8graph.ir.sites import Decision, Gemm, Site
 from fp8graph.ir.text import short
 from fp8graph.passes.assign.legality import is_batched, refuse_fused_ops, why_not_in_fp8
 from fp8graph.passes.assign.profit import choices, judge
-from fp8graph.recipes import GEMMS, DelayedScaling, Recipe
+from fp8graph.recipes import GEMMS, Recipe
 from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.records import GemmRecord
@@ -127,7 +127,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
     asked = f" ({resolution.source} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
-    if obstacle is None and compilation.known.subgraph and isinstance(recipe, DelayedScaling):
+    if obstacle is None and compilation.known.subgraph and recipe.has_state:
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
         return left_alone(obstacle + asked, required=resolution.by_user)

@@ -34,10 +34,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
-from fp8graph.ir.extra_inputs import ExtraInput, Rename, StateRow
-from fp8graph.ir.nodes import CACHED_KEY, ROWS_KEY, aten, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.extra_inputs import ExtraInput, Rename
+from fp8graph.ir.nodes import CACHED_KEY, USES_KEY, aten, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.quantize_node import QuantizeNode
-from fp8graph.ir.sites import Foreseen
+from fp8graph.ir.sites import Foreseen, Use
 from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, GEMMS, DelayedScaling, OperandName
@@ -49,8 +49,7 @@ _WITH_PAGES: Final[tuple[OperandName, ...]] = ("input", "grad_output")
 class PageLayout(ExtraInput):
     """One tensor of scaling state that a graph takes as an input: see ``numerics/history.py``.
 
-    ``rows``: one entry per row of the page. Tensors that are quantized once for several sites share a row, and the
-    entry lists the names of all these sites' rows.
+    ``rows``: one entry per row of the page, with all uses of its tensor: each gives the row a name.
     """
 
     store: ClassVar = "scales"
@@ -58,7 +57,7 @@ class PageLayout(ExtraInput):
     fp8_max: float
     backward: bool  # read and updated in backward
     device: torch.device
-    rows: tuple[tuple[StateRow, ...], ...]
+    rows: tuple[tuple[Use, ...], ...]
     group: str | None = None  # of ranks that reduce its amaxes after a step; None: they are recorded in the graph
     number: int = field(default=0, compare=False)  # among the graph's pages; for the title only
 
@@ -72,8 +71,13 @@ class PageLayout(ExtraInput):
         return self.recipe, self.fp8_max, self.group
 
     def renamed(self, rename: Rename) -> Self:
-        rows = (tuple(row.renamed(rename) for row in names) for names in self.rows)
+        rows = (tuple(_renamed(use, rename) for use in uses) for uses in self.rows)
         return dataclasses.replace(self, rows=tuple(rows))
+
+
+def _renamed(use: Use, rename: Rename) -> Use:
+    fqn, index = rename(use.fqn, use.index)
+    return dataclasses.replace(use, fqn=fqn, index=index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,15 +91,24 @@ class TakesPart(ExtraInput):
 class _Entry:
     """One tensor's place in a page: all its names, and the quantize nodes that use it."""
 
-    rows: list[StateRow]
+    rows: list[Use]
     users: list[fx.Node] = field(default_factory=list[fx.Node])
 
 
 def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
-    """Whether delayed scaling quantizes some tensor in this graph; a body of a higher-order op has no state."""
+    """Whether delayed scaling quantizes some tensor in this graph, or in another that ranks may run in its place.
+
+    A body of a higher-order op has no state.
+    """
     graphs = [graph, *(each.quantizing for each in compilation.extra_inputs if isinstance(each, WeightGraph))]
-    found = (ROWS_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
-    return not compilation.known.subgraph and any(found)
+    found = (USES_KEY in node.meta for each in graphs for node in nodes(each, (ops.quantize,)))
+    return not compilation.known.subgraph and (any(found) or _takes_part(compilation.known))
+
+
+def _takes_part(known: Known) -> bool:
+    """Whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has others."""
+    reduces = any(recipe.reduces_amax for recipe in known.recipes)
+    return known.records_amaxes and known.amax_group is not None and reduces
 
 
 def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
@@ -104,7 +117,7 @@ def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
         (recipe, each.hardware.quantizer(recipe, operand).fp8_max, operand == "grad_output")
         for each in foreseen
         for recipe in each.used(*GEMMS)
-        if isinstance(recipe, DelayedScaling)
+        if recipe.has_state
         for operand in _WITH_PAGES[: 1 + known.training]
     }
     return len(pages)
@@ -116,7 +129,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             compilation.extra_inputs[place] = each.passed(connect_scales, compilation.known)
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
-        rows = cast(list[StateRow], node.meta.get(ROWS_KEY, []))
+        rows = cast(list[Use], node.meta.get(USES_KEY, []))
         if rows and not node.meta.get(CACHED_KEY):
             recipe = cast(DelayedScaling, rows[0].recipe)
             asked = QuantizeNode(node).asked
@@ -145,6 +158,8 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
         update = _connect(graph, page, layout, entries, record=compilation.known.records_amaxes)
         if update is not None:
             _record(graph, update)
+    if _takes_part(compilation.known):
+        compilation.extra_inputs.append(TakesPart())
 
 
 @dataclass

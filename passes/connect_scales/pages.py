@@ -143,9 +143,9 @@ class WeightRow:
     def among(layout: PageLayout, rows: Sequence[Row]) -> list[WeightRow]:
         """Those of one page, whose ``rows`` are in order."""
         found: list[WeightRow] = []
-        for row, names in zip(rows, layout.rows, strict=True):
-            if layout.group is None and all(name.is_weight for name in names):  # else ranks agree on the scale
-                owners = {name.parameter: None for name in names if name.parameter is not None}
+        for row, uses in zip(rows, layout.rows, strict=True):
+            if layout.group is None and all(use.is_weight for use in uses):  # else ranks agree on the scale
+                owners = {use.parameter: None for use in uses if use.parameter is not None}
                 found.append(WeightRow(row, layout, tuple(owners)))
         return found
 

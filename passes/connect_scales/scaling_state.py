@@ -17,11 +17,11 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from fp8graph.compat import autograd, checkpointing
+from fp8graph.compat import autograd, checkpointing, ops
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
-from fp8graph.ir.extra_inputs import StateRow
-from fp8graph.numerics.history import HEADER, new_page, write_row
+from fp8graph.ir.sites import Use
+from fp8graph.numerics.history import HEADER, new_page, read_scales, write_row
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
@@ -42,12 +42,12 @@ from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
 from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.stores import KeptScales, Services
 
 _log = logging.getLogger("fp8graph")
 
 
-class State(Store):
+class State(KeptScales):
     """All pages of one backend."""
 
     name: ClassVar = PageLayout.store
@@ -274,11 +274,19 @@ class State(Store):
         self._loaded.warn_of_other_recipes(name)
         return None
 
-    def _key(self, row: StateRow, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
+    def _key(self, row: Use, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
         owner = args[row.parameter] if row.parameter is not None else anchor
         token = self._tokens.of(owner) if owner is not None else 0
         recipe, site = cast(DelayedScaling, row.recipe), row.fqn if row.parameter is None else None
         return RowKey(owner=token, site=site, use=row.use, operand=row.operand, recipe=recipe)
+
+    def scales_in(self, tensor: Tensor) -> Tensor:
+        return read_scales(tensor, copy=True)
+
+    def stage(self, tensors: Sequence[Tensor], amaxes: Sequence[Sequence[Tensor]]) -> None:
+        with torch.no_grad(), autograd.unnoticed_writes(tensors):
+            largest = ops.largest_of_each([torch.stack([*several]) for several in amaxes])
+            ops.raise_each([tensor[0, HEADER] for tensor in tensors], largest)
 
     def row(self, parameter: Tensor, operand: OperandName, recipe: DelayedScaling) -> SavedRow | None:
         """A copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""

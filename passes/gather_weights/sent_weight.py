@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,11 @@ from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
-from fp8graph.numerics import history
 from fp8graph.numerics.quantization import reducible_amax
-from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.gather_weights import source_of_part
 from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, Memory, quantizes_rows
 from fp8graph.runtime.staleness import storage_of, version
-from fp8graph.runtime.stores import Services
+from fp8graph.runtime.stores import KeptScales, Services
 
 
 class AllSent(Protocol):
@@ -38,6 +36,11 @@ class AllSent(Protocol):
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
 
+def kept_scales(weight: WeightGraph, services: Services) -> KeptScales | None:
+    """The store of the weight's scale, if that outlives a step."""
+    return cast(KeptScales, services.named(weight.asked[0].store)) if weight.asked else None
+
+
 class SentWeight:
     """One weight, perhaps joined of several parameters, that FSDP2 gathers in FP8.
 
@@ -46,7 +49,6 @@ class SentWeight:
         sharded: FSDP2's objects for ``weight.parameters``.
         all_sent: knows when a forward begins.
         memory: for what stands in the place of whole parameters.
-        state: of the backend, for delayed scaling.
     """
 
     def __init__(
@@ -57,16 +59,14 @@ class SentWeight:
         services: Services,
         all_sent: AllSent,
         memory: Memory,
-        state: State,
     ) -> None:
         self.weight, self.sharded = weight, list(sharded)
         self._steps, self._compile, self._tensors = services.steps, services.compile, services.tensors
         self._memory = memory
         self._all = weakref.ref(all_sent)
-        self._scaling_state = state
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
-        self._pages = weight.asked
+        self._kept, self._scales_kept = weight.asked, kept_scales(weight, services)
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
@@ -96,7 +96,7 @@ class SentWeight:
         """From the next gather on. The whole parameters must not be there now."""
         count = len(self._parts)
         self._rows, self._made_of = [{} for _ in range(count)], [None] * count
-        if self._kind.has_state:
+        if self._scales_kept is not None:
             self._amaxes = [torch.zeros((), device=fsdp.shard_of(sharded).device) for sharded, _ in self._parts]
         sizes = [sharded._orig_size[0] for sharded, _ in self._parts]
         self._copies = GatheredCopies(self.weight, sizes, fsdp.shard_of(self.sharded[0]).device)
@@ -151,20 +151,20 @@ class SentWeight:
                     found[-1] = found[-1].to(dtype)  # rounding keeps the order
         return reducible_amax(torch.stack(found).to(torch.float32))
 
-    def _delayed_scale(self) -> None:
-        """Take the scale from the scaling state, in which the last step is recorded first."""
-        self._scaling_state.commit()
-        self._scales, self._scales_of = history.read_scales(self._row(), copy=True), self._state()
+    def _take_scale(self, kept: KeptScales) -> None:
+        """Take the scale that outlives a step, once the last step is recorded in it."""
+        kept.commit()
+        self._scales, self._scales_of = kept.scales_in(self._row()), self._state()
 
     def _row(self) -> Tensor:
-        """[1, 2 + length]: the weight's page of scaling state."""
+        """The tensor that keeps the weight's scale."""
         owners = dict(zip(self.weight.parameters, map(fsdp.whole_of, self.sharded), strict=True))
         args = [owners.get(index) for index in range(max(owners) + 1)]
-        (page,) = self._tensors(self._pages, args)
-        return page
+        (kept,) = self._tensors(self._kept, args)
+        return kept
 
     def take_amaxes(self) -> tuple[Tensor, list[Tensor]] | None:
-        """Its page, and the amaxes of this rank's rows that are not recorded yet; None if there are none.
+        """The tensor that keeps its scale, and the amaxes of this rank's rows that are not in it yet; None without any.
 
         As for kept copies, an amax is recorded once for each update of the weight, if gradients were computed with it.
         """
@@ -224,8 +224,8 @@ class SentWeight:
             if self.waits_for_amax:  # written to without a step, or the first gather is one of backward
                 dist.all_reduce(amax := self.amax(), dist.ReduceOp.MAX, group=self.group)
                 self.set_amax(amax)
-            if self._kind.has_state and self._scales_of != state:
-                self._delayed_scale()
+            if self._scales_kept is not None and self._scales_of != state:
+                self._take_scale(self._scales_kept)
             sharded, casts = self._parts[part]
             rows = fsdp.shard_of(sharded).detach()
             made = self._rows[part]

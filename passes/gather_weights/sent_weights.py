@@ -15,6 +15,7 @@ once for each update that is noticed.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -24,15 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fp8graph.compat import autograd, fsdp, ops
+from fp8graph.compat import fsdp
 from fp8graph.ir.weight_graphs import WeightGraph
-from fp8graph.numerics.history import HEADER
-from fp8graph.passes.connect_scales.scaling_state import State
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather
 from fp8graph.passes.gather_weights.gathered_copies import Memory
-from fp8graph.passes.gather_weights.sent_weight import SentWeight
+from fp8graph.passes.gather_weights.sent_weight import SentWeight, kept_scales
 from fp8graph.runtime.slots import Caller, Slot
-from fp8graph.runtime.stores import ArrivesOtherwise, Services, Store
+from fp8graph.runtime.stores import ArrivesOtherwise, KeptScales, Services, Store
 
 
 class SentWeights(Store):
@@ -45,7 +44,7 @@ class SentWeights(Store):
         self._keeps = services.settings.keeps_weights(training=True)  # rows are quantized once for each update
         self.forwards = 0  # how many have begun
         self._gathered: set[tuple[int, int]] = set()  # weights, by id, and their parts: for this forward
-        self._state = services.store(State)
+        self._kept_scales: list[KeptScales] = []  # the stores of weights' scales that outlive a step
         self._attached: list[weakref.ref[SentWeight]] = []  # in the same order on all ranks
         self._restored: list[weakref.ref[SentWeight]] = []
         self._asked: list[tuple[WeightGraph, list[weakref.ref[Any]]]] = []
@@ -102,6 +101,10 @@ class SentWeights(Store):
             if None not in sharded and not any(id(x) in asked for x in sharded):
                 self._asked.append((weight, [weakref.ref(x) for x in sharded]))
                 self._listen()
+                scales = kept_scales(weight, self._services)
+                if scales is not None and scales not in self._kept_scales:
+                    self._kept_scales.append(scales)
+                    scales.before_commit.append(functools.partial(self._stage, scales))
 
     def arrived(self, args: Sequence[Any], positions: Iterable[int]) -> dict[int, SentWeight]:
         """Those that were gathered in FP8, for this backend or another one."""
@@ -122,19 +125,16 @@ class SentWeights(Store):
         if not self._listens:
             self._listens = True
             self._steps.listen(self._after_step)
-            self._state.before_commit.append(self._stage)
 
-    def _stage(self) -> None:
-        """Stage the amaxes of delayed weights, which are then reduced over the ranks with those of the graphs."""
+    def _stage(self, scales: KeptScales) -> None:
+        """Stage the amaxes of weights, which are then reduced over the ranks with those of the graphs."""
         taken = [found for weight in self._alive() if (found := weight.take_amaxes()) is not None]
         if taken:
-            pages = [page for page, _ in taken]
-            with torch.no_grad(), autograd.unnoticed_writes(pages):
-                amaxes = ops.largest_of_each([torch.stack(amaxes) for _, amaxes in taken])
-                ops.raise_each([page[0, HEADER] for page in pages], amaxes)
+            scales.stage([tensor for tensor, _ in taken], [amaxes for _, amaxes in taken])
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._state.commit()  # before weights are given back, whose amaxes it takes
+        for scales in self._kept_scales:
+            scales.commit()  # before weights are given back, whose amaxes it takes
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}  # no backward waits for these
 
         def free(sharded: Sequence[Any]) -> bool:
@@ -161,7 +161,6 @@ class SentWeights(Store):
                     services=self._services,
                     all_sent=self,
                     memory=self._memory,
-                    state=self._state,
                 )
                 sent.attach()
                 new = True

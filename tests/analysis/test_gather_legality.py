@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.analysis import gather_legality
-from fp8graph.ir.nodes import ROWS_KEY
+from fp8graph.ir.nodes import USES_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of, two_ranks
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
@@ -97,7 +97,7 @@ def test_all_ranks_that_gather_must_reduce_together(
     gathering: Any, reducing: Any, recipe: Any, may_differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather_legality.collectives, "ranks_of", frozenset)
-    node: Any = SimpleNamespace(meta={ROWS_KEY: [SimpleNamespace(recipe=recipe)]})
+    node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe)]})
     compilation: Any = SimpleNamespace(known=SimpleNamespace(amax_group=reducing))
     assert gather_legality.scale_may_differ(node, gathering, compilation) is may_differ
 

@@ -12,10 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.extra_inputs import StateRow
 from fp8graph.ir.naming import Place
 from fp8graph.ir.settings import Settings
-from fp8graph.ir.sites import Site
+from fp8graph.ir.sites import Site, Use
 from fp8graph.passes.accumulate_wgrad import Gradient
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.gather_weights import ReadWhole
@@ -34,7 +33,7 @@ def site(fqn: str) -> Site:
 
 def page(rows: int) -> PageLayout:
     named = tuple(
-        (StateRow(fqn=str(i), index=0, use=0, parameter=None, operand="input", recipe=RECIPE),) for i in range(rows)
+        (Use(fqn=str(i), index=0, use=0, parameter=None, operand="input", recipe=RECIPE),) for i in range(rows)
     )
     return PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device("cpu"), rows=named)
 

@@ -18,6 +18,7 @@ LIST = "passes/__init__.py"
 FEATURES = (
     "accumulate_wgrad.py",
     "attention",
+    "connect_scales",
     "fold.py",
     "fuse_linears.py",
     "gather_in_fp8.py",
@@ -33,8 +34,8 @@ FEATURES = (
     "unpack.py",
 )
 
-# The compiler itself, and entries that ``Backend``, export, tune or the report still import.
-IMPORTED = {"assign", "connect_scales", "match", "quantize", "share"}
+# The compiler itself.
+IMPORTED = {"assign", "match", "quantize", "share"}
 
 FORKS = """
 import os, sys, traceback
@@ -58,7 +59,7 @@ for folder in folders:
 """
 
 WORKS = """
-import importlib, pkgutil, sys
+import importlib, importlib.util, pkgutil, sys
 import torch
 from torch import Tensor, nn
 import fp8graph
@@ -105,6 +106,14 @@ for start, name in ((backend.observe, "observe"), (backend.guard, "guard")):
     except fp8graph.ConfigError as error:
         assert str(error).startswith(f"{name}: this build of fp8graph has no pass for it")
         assert name not in {store.name for store in fp8graph.passes.STORES}
+
+if importlib.util.find_spec("fp8graph.passes.connect_scales") is None:
+    try:
+        torch.compile(layer, backend=fp8graph.Backend(recipe="delayed", compiler="eager"), dynamic=False)(x)
+    except Exception as error:
+        assert "delayed keeps its scales between calls" in str(error), error
+    else:
+        raise AssertionError("delayed scaling was compiled without a pass that connects its scales")
 """
 
 

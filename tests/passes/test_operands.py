@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, NVFP4BlockScaling, Recipe
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import OPERAND_KEY, ROWS_KEY, aten, value
+from fp8graph.ir.nodes import OPERAND_KEY, USES_KEY, aten, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.quantize import QuantizedOperand, quantize_operand
@@ -48,7 +48,7 @@ def test_an_input_is_quantized_rowwise() -> None:
     assert quantized.asked.dtype == torch.float8_e4m3fn
     assert quantized.node.meta[OPERAND_KEY] == "input"
     assert (made.data.name, made.scale_inv.name, made.global_scale_inv) == ("input_rowwise", "input_scale_inv", None)
-    assert ROWS_KEY not in quantized.node.meta
+    assert USES_KEY not in quantized.node.meta
 
 
 def test_a_gradient_is_e5m2_in_the_default_recipe() -> None:
@@ -89,7 +89,7 @@ def test_scales_of_rows_are_those_of_the_layout() -> None:
 def test_delayed_scaling_knows_whose_scale_it_is_and_leaves_the_amax() -> None:
     recipe = DelayedScaling()
     _, quantized, new = written("fprop b", recipe=recipe)
-    (row,) = quantized.node.meta[ROWS_KEY]
+    (row,) = quantized.node.meta[USES_KEY]
     assert (row.operand, row.recipe, row.parameter, row.use) == ("weight", recipe, 0, 0)
     assert quantized.names == ["rowwise", "scale_inv", "amax"]
     assert new.count("getitem") == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8graph.ir.extra_inputs import StateRow
+from fp8graph.ir.sites import Use
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.pages import Page, Tokens
 from fp8graph.recipes import DelayedScaling
@@ -36,7 +36,7 @@ def test_a_token_does_not_come_again() -> None:
 
 
 def layout(rows: int = 2, group: str | None = None, device: str = "cpu") -> PageLayout:
-    row = StateRow(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
+    row = Use(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     return PageLayout(
         recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),) * rows, group=group
     )

@@ -899,8 +899,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "fused linears lose the state of all but the first",
         "passes/fuse_linears.py",
-        "rows = [row for node in (first, *others) for row in node.meta[ROWS_KEY]]",
-        "rows = [*first.meta[ROWS_KEY]]",
+        "rows = [row for node in (first, *others) for row in node.meta[USES_KEY]]",
+        "rows = [*first.meta[USES_KEY]]",
         ("tests/passes/test_fuse_linears.py",),
     ),
     Fault(

@@ -57,7 +57,7 @@ FEATURES: dict[str, Feature] = {
         places=("passes/attention/", "fp8graph/compat/attention.py", "fp8graph/planning/", "fp8graph/integrations/"),
     ),
     "delayed scaling": Feature(
-        names="DelayedScaling|[Dd]elayed|PageLayout|StateRow|TakesPart|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"
+        names="DelayedScaling|[Dd]elayed|PageLayout|TakesPart|connect_scales|[Ss]caling_?[Ss]tate|amax_history\\w*"
         "|reduce_amax|amax_group|history",
         places=("passes/connect_scales", "fp8graph/numerics/history.py", "fp8graph/numerics/scalings/delayed.py"),
     ),
