@@ -22,7 +22,7 @@ from fp8graph.errors import CheckpointError
 FORMATS: Final[Mapping[str, type[Quantization]]] = {
     kind.method: kind for kind in (HuggingFaceFP8, CompressedTensors, ModelOpt)
 }
-# What a new checkpoint does not take from its source: weights, whatever their format, and what is written anew.
+# Files of its source that a new checkpoint does not take: weights, whatever their format, and those that are rewritten.
 _NOT_COPIED: Final = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.index.json"),
     *("config.json", FILE),
@@ -30,7 +30,7 @@ _NOT_COPIED: Final = (
 
 
 class Checkpoint:
-    """A checkpoint with quantized layers, opened from a folder. Reads configs and headers; tensors when asked.
+    """A checkpoint with quantized layers, opened from a folder. Reads configs and headers; tensors on demand.
 
     ``layers``: how each quantized layer is stored. ``others``: the tensors that belong to none. ``problems``: what
     does not fit together, in sentences without their full stop; :meth:`weight` raises those of a layer.
@@ -120,7 +120,7 @@ class Checkpoint:
             if name.endswith(suffixes):
                 yield f"{info.file}: tensor {name!r} is a scale without a quantized layer"
             elif info.stored_as.startswith("F8") and not name.endswith(".weight"):
-                yield f"{info.file}: tensor {name!r} is {info.stored_as}, and no weight of a layer"
+                yield f"{info.file}: tensor {name!r} is {info.stored_as}, and not the weight of a layer"
 
 
 def _quantization_of(folder: Path) -> Quantization:

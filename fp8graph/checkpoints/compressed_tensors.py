@@ -215,13 +215,10 @@ def _stored(weights: object, inputs: object, where: str) -> LayerFormat:
         if strategy == "tensor_group" or (mx and (strategy, group) != ("group", 32)):
             raise fields.unknown("strategy", strategy, f"With num_bits 8 and scale_dtype {scales}, it is not known.")
         scale_dtypes: tuple[torch.dtype, ...] = (torch.uint8,) if mx else FLOATS
-        known = {"tensor": "FP8", "channel": "FP8_CHANNEL", "block": "FP8_BLOCK", "group": f"FP8_GROUP_{group}"}
+        per_token = activation == Activation(scale="dynamic", block=_PER_TOKEN)
+        channel = "FP8_DYNAMIC" if per_token else "FP8_CHANNEL"
+        known = {"tensor": "FP8", "channel": channel, "block": "FP8_BLOCK", "group": f"FP8_GROUP_{group}"}
         scheme = "MXFP8" if mx else known[strategy]
-        scheme = (
-            "FP8_DYNAMIC"
-            if (strategy, activation) == ("channel", Activation(scale="dynamic", block=_PER_TOKEN))
-            else scheme
-        )
     return LayerFormat(
         scheme=scheme + ("" if activation else "A16" if scheme in ("MXFP8", "NVFP4") else "_A16"),
         suffixes=suffixes,

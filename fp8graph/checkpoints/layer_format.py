@@ -349,7 +349,7 @@ class Quantization(ABC):
     @classmethod
     @abstractmethod
     def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
-        """The config for these layers and those that are left alone, by full names.
+        """The config for these layers and those that stay in high precision, by full names.
 
         Raises:
             CheckpointError: the format has no config that says this.

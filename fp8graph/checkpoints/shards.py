@@ -73,9 +73,10 @@ class Shards:
         path = Path(path)
         self.folder = path if path.is_dir() else path.parent
         if PARTIAL in self.folder.resolve().name:
-            raise CheckpointError(f"{self.folder}: what is left of an export that did not finish. Delete it.")
+            raise CheckpointError(f"{self.folder}: an export to it did not finish. Delete it.")
         index, files = _found(path)
-        self._where = _of_files(files) if index is None else _of_index(index)
+        listed = {} if index is None else _of_index(index)
+        self._where = listed | {one.name: one for file in files for one in tensors_of(file)}
         self._open: tuple[Path, Any] | None = None
 
     @property
@@ -124,11 +125,6 @@ class Shards:
             return self._open[1].get_tensor(name)
         except (imported_safetensors().SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: tensor {name!r} cannot be read ({error}).") from None
-
-    def items(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, file by file."""
-        for name in self:
-            yield name, self.tensor(name)
 
     def close(self) -> None:
         """Unmap the file that was read last. Tensors that were read stay."""
@@ -221,10 +217,6 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))
     text = f" {others[0]} is of a kind that is not read." if others else ""
     raise CheckpointError(f"{path}: no safetensors file.{text}")
-
-
-def _of_files(files: list[Path]) -> dict[str, TensorInfo]:
-    return {one.name: one for file in files for one in tensors_of(file)}
 
 
 def _of_index(index: Path) -> dict[str, TensorInfo]:

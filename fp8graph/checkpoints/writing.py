@@ -8,6 +8,7 @@ place deletes those that nobody holds.
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import logging
 import os
@@ -157,22 +158,18 @@ def new_folder(target: Path, *, overwrite: bool = False) -> Generator[Path]:
 
 def clear_leftovers(target: Path) -> None:
     """Delete what exports to ``target`` left that did not finish, and put back what one was about to replace."""
-    for old in target.parent.glob(f"{_escaped(target.name)}{_REPLACED}*"):
+    for old in target.parent.glob(f"{glob.escape(target.name)}{_REPLACED}*"):
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             _log.warning("%s: an export was interrupted as it replaced this folder: it is put back.", target)
             old.rename(target)
-    for partial in target.parent.glob(f"{_escaped(target.name)}{PARTIAL}*"):
+    for partial in target.parent.glob(f"{glob.escape(target.name)}{PARTIAL}*"):
         if _is_held(partial):
             _log.warning("%s: another export is writing here, or did on another system. Delete it if not.", partial)
         else:
             _log.warning("%s: deleted. It is what is left of an export that did not finish.", partial)
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

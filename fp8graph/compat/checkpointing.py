@@ -60,7 +60,7 @@ def now() -> Checkpointing:
     for hook in _pack_hooks():
         known = _variables(hook)
         if "gid" in known:
-            # an int is the backward in which autograd asked for a saved tensor. A nested backward is more recent
+            # an int is the backward in which autograd unpacked a saved tensor. A nested backward is more recent
             if not isinstance(known["gid"], int) or task in (-1, known["gid"]):
                 repeats = Repetition(known["target_frame_ref"](), known["gid"])
             break

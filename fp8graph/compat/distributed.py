@@ -55,13 +55,13 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def gathered_objects(own: Any, group: Any, *, others: bool) -> list[Any]:
+def gathered_objects(value: Any, group: Any, *, others: bool) -> list[Any]:
     """The objects of the ranks of ``group`` (None: all), in order; ``others``: not this rank's. All ranks call it."""
     ranks = number_of_ranks(None) if group is None else dist.get_world_size(group)
     if ranks == 1:
-        return [] if others else [own]
+        return [] if others else [value]
     found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, own, group=group)
+    dist.all_gather_object(found, value, group=group)
     this = dist.get_rank(group)
     return [x for rank, x in enumerate(found) if rank != this or not others]
 
@@ -69,8 +69,8 @@ def gathered_objects(own: Any, group: Any, *, others: bool) -> list[Any]:
 def running_stage() -> Any:
     """The ``PipelineStage`` whose module is being run by this thread; None outside of a pipeline.
 
-    A stage calls its module like any other, so that only the call stack tells. It is read before code is compiled or a
-    call is prepared, not at each call.
+    A stage calls its module like any other, so that only the call stack shows it. It is read before code is compiled or
+    a call is prepared, not at each call.
     """
     return next((frame.f_locals["self"] for frame in _frames_of_stages()), None)
 

@@ -65,7 +65,7 @@ def assert_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 class _Operators(TorchFunctionMode):
-    """Calls the operator where Python calls the method."""
+    """Call the operator where Python calls the method."""
 
     _OPERATORS: Final = {torch.Tensor.copy_: torch.ops.aten.copy_.default}
 
@@ -80,7 +80,7 @@ def without_device_guards() -> Generator[None]:
 
     ``x.copy_(y)``, ``~mask`` and ``x[i]`` then fail: the methods ask for a guard of the device, which the operators do
     not. An Inductor pass copies; a fake mode decomposes two operators, of an embedding's backward, into the others.
-    Only the shapes of their results are asked for: Inductor generates code for the operators themselves.
+    Only the shapes of their results are needed: Inductor generates code for the operators themselves.
     """
     aten = torch.ops.aten
 

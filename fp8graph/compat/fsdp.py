@@ -133,7 +133,7 @@ def group_of(sharded: Any) -> Any:
 def is_kept(group: Any) -> bool:
     """Whether the whole parameters of ``group`` stay after forward: backward does not gather them again.
 
-    So it is, unless said otherwise, for the module that FSDP2 was told of last. The parameters do not know it.
+    That is the default for the last module that ``fully_shard`` wrapped. The parameters do not know it.
     """
     return group.post_forward_mesh_info is None
 
@@ -175,8 +175,8 @@ def after_loading(sharded: Any, owner: Any, call: Callable[[Any], None]) -> None
     reference = weakref.ref(owner)
 
     def loaded(_module: Any, _keys: Any) -> None:
-        if (own := reference()) is not None:
-            call(own)
+        if (alive := reference()) is not None:
+            call(alive)
 
     sharded._module_info.module.register_load_state_dict_post_hook(loaded)
 

@@ -45,7 +45,7 @@ def compile_in_place(
         result = call(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # this is a part of a larger graph
             within()
-        elif torch.compiler.is_exporting():  # asked second: to Dynamo of torch 2.11 every trace is an export
+        elif torch.compiler.is_exporting():  # second: to Dynamo of torch 2.11 every trace is an export
             at_export("torch.export")
         elif autograd.in_transform():
             in_transform()

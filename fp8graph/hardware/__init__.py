@@ -111,7 +111,7 @@ class Support:
 
 
 def supports(recipe: RecipeLike, target: str | None = None) -> Support:
-    """Whether ``target`` has GEMMs for ``recipe``, asked before any model is compiled.
+    """Whether ``target`` has GEMMs for ``recipe``, before any model is compiled.
 
     Args:
         recipe: a recipe, or its name.

@@ -151,7 +151,7 @@ class Hardware:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
 
         If the vendor has no kernel, operands are decoded first (``numerics.matmul``). A CPU always does that; other
-        devices are asked for it only to look at another device's graph.
+        devices do it only to look at another device's graph.
 
         Args:
             a: [m, k] FP8, row-major.  b: [n, k] FP8, row-major: both contiguous along k ("TN", all that Hopper has).

@@ -87,7 +87,7 @@ class Speed:
         for name in speed.keys() - names:
             raise ConfigError(f'{path}: "speed" has no key {name!r}.{did_you_mean(name, names)}')
         if missing := [name for name, is_needed in names.items() if is_needed and name not in speed]:
-            raise ConfigError(f'{path}: not a calibration file: "speed" lacks {", ".join(missing)}.')
+            raise ConfigError(f'{path}: not a calibration file: "speed" has no {", ".join(missing)}.')
         return target, Speed(**speed)
 
     def low_precision_flops(self, kind: Scaling) -> float:

@@ -138,6 +138,15 @@ class FixedScales:
     batch_repeat_interleave = batch_select_indices = _stay
 
 
+def _on_both(method: str) -> Any:
+    """The method of an ``Fp8Layer`` that calls ``method`` of both layers."""
+
+    def call(self: Fp8Layer, *args: Any) -> None:
+        self._both(method, *args)
+
+    return call
+
+
 class Fp8Layer(CacheLayerMixin):
     """The cache of one layer: two of transformers' own layers, of which one holds bytes, the other scales.
 
@@ -191,9 +200,10 @@ class Fp8Layer(CacheLayerMixin):
                 ``exact_prefill``, the first ones are returned as they are.
 
         Raises:
-            ConfigError: a gradient is asked for, the dtype is another one, or a static cache has no room for so many
-                tokens. In compiled code and on a GPU, where looking at the count would wait for the device, only the
-                new tokens are compared with the room; torch's ``index_copy_`` then fails, or asserts on the device.
+            ConfigError: a key or value requires a gradient, the dtype is another one, or a static cache has no room for
+                so many tokens. In compiled code and on a GPU, where looking at the count would wait for the device,
+                only the new tokens are compared with the room; torch's ``index_copy_`` then fails, or asserts on the
+                device.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ConfigError(
@@ -295,11 +305,9 @@ class Fp8Layer(CacheLayerMixin):
 
     # What is done to the tokens is done to both.
 
-    def offload(self) -> None:
-        self._both("offload")
-
-    def prefetch(self) -> None:
-        self._both("prefetch")
+    offload, prefetch, reorder_cache = _on_both("offload"), _on_both("prefetch"), _on_both("reorder_cache")
+    crop, batch_select_indices = _on_both("crop"), _on_both("batch_select_indices")
+    batch_repeat_interleave = _on_both("batch_repeat_interleave")
 
     def reset(self) -> None:
         self._both("reset")
@@ -309,18 +317,6 @@ class Fp8Layer(CacheLayerMixin):
         """Let sliding layers keep the tokens that a later ``crop`` needs; others keep all."""
         if hasattr(self.data, "activate_past_recording"):
             self._both("activate_past_recording")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._both("reorder_cache", beam_idx)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._both("crop", tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._both("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._both("batch_select_indices", indices)
 
     def _both(self, method: str, *args: Any) -> None:
         for layer in (self.data, self.scales):

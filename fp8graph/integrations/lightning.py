@@ -53,7 +53,7 @@ def _made_for(library: str) -> type[Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """``ScalingStateCallback``: a subclass of the ``Callback`` of the Lightning in use, made when it is asked for."""
+    """``ScalingStateCallback``: a subclass of the ``Callback`` of the Lightning in use, made on first use."""
     if name != "ScalingStateCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     known = [library for library in _LIBRARIES if library in sys.modules]  # imported by the program

@@ -61,9 +61,8 @@ def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:
     """The FP8 layers of ``model`` that :func:`adopt` has not seen."""
-    found = ((module, _forward(module)) for module in model.modules())
-    own = "forward"
-    return [m for m, f in found if f is not None and getattr(m.__dict__.get(own), "__func__", None) is not f]
+    found = ((module, _forward(module), module.__dict__.get("forward")) for module in model.modules())
+    return [m for m, forward, given in found if forward is not None and getattr(given, "__func__", None) is not forward]
 
 
 def _forward(module: nn.Module) -> Callable[..., Any] | None:

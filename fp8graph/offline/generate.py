@@ -109,7 +109,7 @@ def _on_cuda(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphMod
     mode = next(x.fake_mode for x in inputs if isinstance(x, fakes.FakeTensor))
     for node in graph.nodes:
         node.args, node.kwargs = (map_aggregate(x, _to_cuda) for x in (node.args, node.kwargs))
-        # As they were traced. To run the nodes again is no way: a torch without CUDA indexes no fake CUDA tensor.
+        # As they were traced. The nodes cannot be run again: a torch without CUDA does not index a fake CUDA tensor.
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda x: _moved(x, mode), node.meta["val"])
         node.meta.pop("tensor_meta", None)

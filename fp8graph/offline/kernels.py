@@ -6,6 +6,7 @@ needed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 import subprocess
@@ -23,8 +24,6 @@ from fp8graph.offline.pretend import pretend
 Direction = Literal["forward", "backward", "weights"]
 # an instruction, with its predicate if it has one; the hexadecimal encoding follows in a second comment
 _INSTRUCTION: Final = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", re.MULTILINE)
-_GLOBAL_LOADS: Final = ("LDG", "LDGSTS")
-_GLOBAL_STORES: Final = ("STG",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +76,10 @@ class KernelRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, those of :attr:`compiled` included: this compiles the kernel."""
-        compiled = self.compiled
         costs = ("registers", "spills", "shared", "instructions", "loads", "stores", "fp8_store")
-        return {
-            "name": self.name,
-            "graph": self.graph,
-            "kind": self.kind,
-            "ops": list(self.ops),
-            "bytes": self.bytes,
-            "number": self.number,
-            "nodes": list(self.nodes),
-            "reads": list(self.reads),
-            "writes": list(self.writes),
-            **{cost: getattr(compiled, cost, None) for cost in costs},
-        }
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ("source", "target")]
+        values = {name: list(x) if isinstance(x := getattr(self, name), tuple) else x for name in names}
+        return values | {cost: getattr(self.compiled, cost, None) for cost in costs}
 
 
 @functools.cache
@@ -172,8 +161,8 @@ def _read(cubin: bytes, ptx: str, signature: Sequence[str], *, shared: int, conf
         spills=int(usage[2]),
         shared=shared,
         instructions=len(instructions),
-        loads=_widths(instructions, _GLOBAL_LOADS),
-        stores=_widths(instructions, _GLOBAL_STORES),
+        loads=_widths(instructions, ("LDG", "LDGSTS")),
+        stores=_widths(instructions, ("STG",)),
         fp8_store=min(_stores_to(ptx, [kind.startswith("*fp8") for kind in signature]), default=None),
         ptx=ptx,
     )

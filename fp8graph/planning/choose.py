@@ -162,13 +162,13 @@ def policy_of(decisions: Mapping[tuple[str, str], Decided], *, extends: str | No
     for fqn, op in decisions:
         by_family.setdefault((_family(fqn), op), []).append(fqn)
     for (family, op), names in by_family.items():
-        alike: dict[Decided, list[str]] = {}
+        by_decision: dict[Decided, list[str]] = {}
         for name in names:
-            alike.setdefault(decisions[name, op], []).append(name)
-        for decided, some in alike.items():
+            by_decision.setdefault(decisions[name, op], []).append(name)
+        for decided, some in by_decision.items():
             if op == "linear" and _whole(decided) == default:
                 continue
-            pattern = _glob(family, names) if len(alike) == 1 else _pattern(some)
+            pattern = _glob(family, names) if len(by_decision) == 1 else _pattern(some)
             rules.append(_rule(pattern, decided, op))
     return Policy(rules, default=default, extends=extends, min_speedup=0)  # profit was judged before
 

@@ -57,7 +57,7 @@ class Measured:
         """fprop: sum((dL/dY * change)^2); dgrad: sum(change^2) for each of the gradients that it reaches; wgrad: the
         square of the gradient's relative error.
 
-        What dgrad returns goes on into the gradients of all linears before it, and of one thing more, an embedding.
+        What dgrad returns goes on into the gradients of all linears before it, and of the embedding.
         What wgrad returns is the whole gradient of a parameter. benchmarks/tune_order.py holds all three against
         measurements.
         """
@@ -130,9 +130,9 @@ def measure(
     kept = {name: p.grad for name, p in original.named_parameters()}
     original.zero_grad(set_to_none=True)  # else the first backward would add to them in place
     backend = Scoring(candidates, target)
-    own = adopt(uncompiled_copy(original, lambda x: x))
-    backend.bind(own)
-    compiled = torch.compile(own, backend=backend, dynamic=False)
+    copy = adopt(uncompiled_copy(original, lambda x: x))
+    backend.bind(copy)
+    compiled = torch.compile(copy, backend=backend, dynamic=False)
     size = sum(p.numel() for p in original.parameters())
     of = {"model": f"{type(original).__name__} of {size} parameters", "recipes": list(labels), "seed": seed}
     done = _Done(resume, {"version": _VERSION, **of, "target": str(target)})
@@ -145,10 +145,10 @@ def measure(
                 continue
             expect_batch("tune", "batches", batch)
             with _seeded(seed + count):
-                _loss(
-                    compiled(**batch) if isinstance(batch, Mapping) else compiled(*_tuple(batch)), batch, loss
-                ).backward()
-            own.zero_grad(set_to_none=True)
+                arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
+                output = compiled(**batch) if isinstance(batch, Mapping) else compiled(*arguments)
+                _loss(output, batch, loss).backward()
+            copy.zero_grad(set_to_none=True)
             if count > len(done.batches):
                 done.add(backend.scores.batch(count - 1))
             backend.scores.next_batch()
@@ -181,7 +181,7 @@ class _Done:
                 )
         candidates = len(head["recipes"])
         if not all(_is_measured(row, candidates) for batch in _lists(self.batches) for row in _lists(batch)):
-            raise ConfigError(f"tune(resume={str(path)!r}): it is damaged. It holds scores that are no numbers >= 0.")
+            raise ConfigError(f"tune(resume={str(path)!r}): it is damaged. It holds scores that are not numbers >= 0.")
         _log.info("tune: %d batches of %s are not measured again", len(self.batches), path)
 
     def add(self, batch: list[dict[str, Any]]) -> None:
@@ -217,12 +217,12 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
     groups: dict[str, str] = {}  # a module that is called twice is in the group of its first call
     order = {fqn: index for index, fqn in enumerate(dict.fromkeys(gemm.fqn for gemm in gemms))}  # of forward
     found: list[Measured] = []
-    for (site, gemm, candidate), own in rows.items():
+    for (site, gemm, candidate), measured in rows.items():
         record = records.get((site, gemm))
         if record is None:
             raise ConfigError(f"tune(): {site!r} was measured before, and is not in this model: give another file.")
         m, n, k = (size if isinstance(size, int) else 1 for size in (record.m, record.n, record.k))
-        group = groups.setdefault(record.fqn, own[0]["group"])
+        group = groups.setdefault(record.fqn, measured[0]["group"])
         found.append(
             Measured(
                 site=record.fqn,
@@ -235,7 +235,7 @@ def _summed(batches: Sequence[Sequence[dict[str, Any]]], gemms: Sequence[GemmRec
                 n=n,
                 k=k,
                 dtype=_DTYPES[record.dtypes[2]],
-                **{part: sum(row[part] for row in own) for part in ERROR_PARTS},
+                **{part: sum(row[part] for row in measured) for part in ERROR_PARTS},
             )
         )
     return found
@@ -263,10 +263,6 @@ def _loss(output: Any, batch: Any, loss: Loss | None) -> Tensor:
             "loss=lambda output, batch: ..., or batches with labels, for which the model returns its own loss."
         )
     return value.reshape(())
-
-
-def _tuple(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 @contextlib.contextmanager

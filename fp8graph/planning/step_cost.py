@@ -220,11 +220,11 @@ def decide(
     for family in families.values():
         # the compiler quantizes weights once per update and leaves that out; a step has one update. What FSDP2
         # gathers it quantizes in forward and in backward
-        asked = list(_choices(work, mesh, speed, recipe, family, kept=mesh.fsdp == 1))
+        judged = list(_choices(work, mesh, speed, recipe, family, kept=mesh.fsdp == 1))
         paid = list(_choices(work, mesh, speed, recipe, family, kept=False))
-        speedups = judge(asked, work.min_speedup)
-        pairs = zip(asked, paid, strict=True)
-        chosen = {own.gemms[0]: own for choice, own in pairs if speedups[choice] >= work.min_speedup}
+        speedups = judge(judged, work.min_speedup)
+        pairs = zip(judged, paid, strict=True)
+        chosen = {cost.gemms[0]: cost for choice, cost in pairs if speedups[choice] >= work.min_speedup}
         uses = Uses(list(chosen.values()))
         for linear in family:
             fp8[linear.fqn].update(chosen)

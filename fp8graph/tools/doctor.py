@@ -100,16 +100,6 @@ def architectures() -> list[tuple[str, ...]]:
     return rows
 
 
-def trainer() -> list[str]:
-    """A line for users of Hugging Face Trainer: its option takes accelerate's list of names."""
-    if importlib.util.find_spec("accelerate") is None:
-        return []
-    return [
-        'torch_compile_backend="fp8graph" is refused ("not a valid DynamoBackend"): accelerate has a list of names. '
-        "Call fp8graph.compile(model) before Trainer or prepare()"
-    ]
-
-
 def machine() -> list[tuple[str, str]]:
     """This machine's hardware and software. Optional packages: see ``fp8graph/cli.py``."""
     of_torch, python, transformers = here()
@@ -134,7 +124,11 @@ def machine() -> list[tuple[str, str]]:
         rows.append(("GPU", "none: the CPU gives the right numbers, but not faster than bf16"))
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     rows.append(("C++ compiler", compiler or 'missing: Inductor needs one on CPU; compiler="eager" does not'))
-    rows += [("Trainer", line) for line in trainer()]
+    if importlib.util.find_spec("accelerate") is not None:
+        refused = (
+            'torch_compile_backend="fp8graph" is refused ("not a valid DynamoBackend"): accelerate has a list of names'
+        )
+        rows.append(("Trainer", f"{refused}. Call fp8graph.compile(model) before Trainer or prepare()"))
     device = hardware.of_machine()
     rows.append(("default recipe", f"{device.default_recipe}, for {device.name}"))
     return rows

@@ -85,7 +85,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
         if not isinstance(module, nn.Linear):
             raise CheckpointError(
                 f"{folder}: layer {layer!r} is quantized, and in the model it is a {type(module).__name__}: only "
-                "linears are loaded so. Load it with the library of the format, and call fp8graph.compile."
+                "nn.Linear can be loaded this way. Load it with the library of the format, and call fp8graph.compile."
             )
         if tuple(module.weight.shape) != shape:
             raise CheckpointError(
@@ -109,7 +109,7 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
     there = {id(targets[name]) for name in loaded if name in targets}  # tied weights are in one file once
     missing = [name for name, x in targets.items() if name not in loaded and id(x) not in there]
     unknown = [name for name in checkpoint.others if name not in targets]
-    for names, text in ((missing, "the checkpoint lacks"), (unknown, "the model has no place for")):
+    for names, text in ((missing, "the checkpoint does not have"), (unknown, "the model has no place for")):
         if names:
             shown = ", ".join(map(printable, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
             if strict:
@@ -121,12 +121,12 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
         name = kept[0] if kept else next(name for name in missing if targets[name].is_meta)
         raise CheckpointError(
             f"{folder}: {name} is on the meta device, and not in the checkpoint. Make the model on a real device, or "
-            "with only what is saved on meta."
+            "put only the saved tensors on meta."
         )
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """The kind of numbers that a dtype holds: a copy to one of another kind would change what they say."""
+    """The kind of numbers that a dtype holds: a copy to one of another kind would change their meaning."""
     if dtype == torch.bool:
         return "bool"
     return "floating" if dtype.is_floating_point else "complex" if dtype.is_complex else "whole"
@@ -149,7 +149,7 @@ def _put(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) 
 
 
 def _why_not(stored: LayerFormat) -> str | None:
-    """The reason why no scaled matmul multiplies weights that are stored so; None if one does."""
+    """The reason why no scaled matmul multiplies weights of this format; None if one does."""
     inputs = {(WHOLE, WHOLE): [(WHOLE, WHOLE), (1, WHOLE)], (1, WHOLE): [(1, WHOLE)]}
     rows, columns = stored.block
     e8m0 = all(dtype in _E8M0 for dtype in stored.scale_dtypes)

@@ -41,7 +41,7 @@ def package(
         model: in eval mode. If it was compiled with fp8graph, and no policy or recipe is given, its policy, settings
             and scaling state are used.
         path: of the file, with the ending ``.pt2``. It is replaced.
-        args, kwargs: of one call. Values that are no tensors are fixed.
+        args, kwargs: of one call. Values that are not tensors are fixed.
         policy, recipe: see :class:`Backend`.
 
     Returns:
@@ -62,7 +62,7 @@ def package(
     if on_cpu and not torch_build.PACKAGES_FP8_ON_CPU:
         raise ConfigError(f"torch {torch.__version__} cannot compile FP8 ahead of time for a CPU: 2.13 and later can.")
     backend = _backend(model, policy, recipe)
-    copy = adopt(uncompiled_copy(original, _itself))
+    copy = adopt(uncompiled_copy(original, lambda x: x))
     backend.bind(copy)
     result = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
     if len(backend.calls) != 1:
@@ -110,10 +110,6 @@ def _backend(model: nn.Module, policy: PolicyLike | None, recipe: RecipeLike) ->
     backend = _Catching(**compiled.arguments() | settings)
     backend.load_state_dict(compiled.state_dict())
     return backend
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _plain(x: Any) -> Any:

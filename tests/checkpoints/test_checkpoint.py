@@ -248,7 +248,7 @@ FP8 = torch.ones(128, 256).to(torch.float8_e4m3fn)
             {"lm_head__weight": FP8},
             "'lm_head.weight' is F8_E4M3, and the config leaves layer 'lm_head' in high precision",
         ),
-        ({"cache": FP8}, "tensor 'cache' is F8_E4M3, and no weight of a layer"),
+        ({"cache": FP8}, "tensor 'cache' is F8_E4M3, and not the weight of a layer"),
     ],
 )
 def test_check_names_the_tensor_that_does_not_fit(

@@ -51,7 +51,7 @@ def test_a_key_that_there_is_not(tmp_path: Path) -> None:
     with pytest.raises(fp8graph.ConfigError, match=r"has no key 'bandwith'. Did you mean 'bandwidth'\?"):
         Speed.load(written(tmp_path / "typo.json", bandwith=4e12))
     (tmp_path / "short.json").write_text('{"target": "sm_90", "speed": {"name": "x", "launch": 2e-6}}')
-    with pytest.raises(fp8graph.ConfigError, match=r'"speed" lacks bf16_flops, .*, bandwidth\.$'):
+    with pytest.raises(fp8graph.ConfigError, match=r'"speed" has no bf16_flops, .*, bandwidth\.$'):
         Speed.load(tmp_path / "short.json")
 
 

@@ -98,7 +98,7 @@ def changed(**changes: Tensor | None) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (changed(norm__bias=None), "the checkpoint lacks norm.bias. With strict=False that is a warning."),
+        (changed(norm__bias=None), "the checkpoint does not have norm.bias. With strict=False that is a warning."),
         (changed(more=torch.ones(1)), "the model has no place for more. With strict=False"),
         (changed(norm__weight=torch.ones(3)), r"'norm.weight' has shape \[3\], and that of the model has \[384\]"),
         (
@@ -144,7 +144,7 @@ def test_tensors_that_one_side_lacks_may_be_left(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING, "fp8graph"):
         fp8graph.load_checkpoint(Model(), folder, strict=False)
     said = [record.getMessage().partition(": ")[2] for record in caplog.records]
-    assert said == ["the checkpoint lacks norm.bias", "the model has no place for up.k_scale"]
+    assert said == ["the checkpoint does not have norm.bias", "the model has no place for up.k_scale"]
 
 
 def test_tensors_left_on_meta_are_refused(tmp_path: Path) -> None:
