@@ -28,7 +28,7 @@ from fp8graph.analysis.stored import stored_weight
 from fp8graph.ir import transforms
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import GROUPED, aten, value, value_key
+from fp8graph.ir.nodes import GROUPED, RESCALED_KEY, aten, value, value_key
 from fp8graph.ir.sites import Gemm, OperandView, Site
 
 _WHAT: Final = "smooth input"
@@ -89,7 +89,7 @@ def _rewrite(graph: fx.Graph, gemm: Gemm, made: dict[Any, Scales], compilation: 
     if gemm.gemm == "fprop":
         weight = next(view for view in (gemm.a, gemm.b) if view.operand == "weight")
         with graph.inserting_before(gemm.node):
-            product = emit(aten.mul.Tensor, (_rowwise(weight, emit), inverse), name="smoothed_weight")  # [N, K]
+            product = _scaled(_rowwise(weight, emit), inverse, emit, name="smoothed_weight")  # [N, K]
         changed["weight"] = dataclasses.replace(weight, tensor=product, flipped=False)
     else:
         _scale_back(graph, gemm, inverse, emit)
@@ -102,7 +102,13 @@ def _scales(source: OperandView, emit: Callable[..., fx.Node]) -> Scales:
     scale, inverse = (
         emit(getitem, (both, i), name=name) for i, name in enumerate(("smooth_scale", "smooth_scale_inv"))
     )
-    return emit(aten.mul.Tensor, (x, scale), name="smoothed_input"), inverse
+    return _scaled(x, scale, emit, name="smoothed_input"), inverse
+
+
+def _scaled(x: fx.Node, scale: fx.Node, emit: Callable[..., fx.Node], name: str) -> fx.Node:
+    product = emit(aten.mul.Tensor, (x, scale), name=name)
+    product.meta[RESCALED_KEY] = True
+    return product
 
 
 def _rowwise(view: OperandView, emit: Callable[..., fx.Node]) -> fx.Node:
@@ -115,6 +121,6 @@ def _scale_back(graph: fx.Graph, gemm: Gemm, inverse: fx.Node, emit: Callable[..
     with graph.inserting_after(gemm.node):
         along = inverse if gemm.b.operand == "input" else emit(aten.unsqueeze.default, (inverse, 1))
     with graph.inserting_after(gemm.node if along is inverse else along):
-        result = emit(aten.mul.Tensor, (gemm.node, along), name="smoothed_back")
+        result = _scaled(gemm.node, along, emit, name="smoothed_back")
     for reader in readers:
         reader.replace_input_with(gemm.node, result)

@@ -167,6 +167,50 @@ def test_tests_have_rooms_too() -> None:
     assert rooms - FLOOR.keys() == {"codegen", "docs", "fuzz", "scenarios", "support"}
 
 
+def names_of_passes() -> set[str]:
+    """Every name that the list of passes imports, and those that it gives to second runs."""
+    tree = ast.parse(MODULES["passes"].read_text(encoding="utf-8"))
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    ours = (node for node in imports if (node.module or "").startswith("fp8graph.passes."))
+    found = {alias.name for node in ours for alias in node.names}
+    keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg == "again")
+    return found | {str(ast.literal_eval(node.value)) for node in keywords}
+
+
+def compared_texts(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Each text that a file compares something with, alone or in a tuple, a list or a set, with the line."""
+    for node in ast.walk(tree):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.value] if isinstance(node, ast.MatchValue) else []
+        for side in sides:
+            for part in getattr(side, "elts", [side]):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    yield part.value, part.lineno
+
+
+def test_no_code_compares_with_the_name_of_a_pass() -> None:
+    """A pass leaves what others need in ``Compilation`` or in the metadata of nodes, and need not be known by name."""
+    passes = names_of_passes()
+    assert {"smooth", "share_tokens", "find_attention"} <= passes
+    compared = [
+        f"{name}, line {line}: {text}"
+        for name, file in MODULES.items()
+        for text, line in compared_texts(ast.parse(file.read_text(encoding="utf-8")))
+        if text in passes
+    ]
+    assert compared == []
+
+
+def test_compared_texts_are_found() -> None:
+    text = """
+if a == "b" or "c" != d or e in ("f", "g"): pass
+match h:
+    case "i": pass
+"j".strip(), k["l"]
+"""
+    assert {name for name, _ in compared_texts(ast.parse(text))} == {"b", "c", "f", "g", "i"}
+
+
 def test_a_docstring_begins_with_a_verb_or_the_thing() -> None:
     """Not with a question word, after which a reader has to wait for the subject."""
     trees = {name: ast.walk(ast.parse(file.read_text(encoding="utf-8"))) for name, file in MODULES.items()}

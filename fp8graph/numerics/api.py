@@ -13,6 +13,7 @@ from fp8graph.errors import ConfigError, expect
 from fp8graph.numerics.quantization import (
     decoding_kwargs,
     dequantize_data,
+    measuring_kwargs,
     quantize_layouts,
     quantizer_args,
     quantizer_kwargs,
@@ -178,8 +179,7 @@ def statistics(
             q.data,
             q.scale_inv,
             layout=layout,
-            rotation=q.quantizer.rotation,
-            **decoding_kwargs(q.quantizer),
+            **measuring_kwargs(q.quantizer),
             global_scale_inv=q.global_scale_inv,
         )
         recipe_parts = named(QUANTIZED_PARTS, parts)

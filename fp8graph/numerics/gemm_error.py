@@ -15,12 +15,30 @@ from torch import Tensor
 from fp8graph.numerics.quantization import quantized_copy, quantizer_args, quantizer_kwargs
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.transforms import hadamard, transform_rows
-from fp8graph.recipes import Quantizer
+from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Quantizer
 
 # sums over the elements of the result: of (a difference * the reference)^2, of difference^2, of reference^2
 ERROR_PARTS: Final = ("weighted_error", "square_error", "square_reference")
-NO_ROTATION: Final = -1
+_NO_ROTATION: Final = -1
 _ROWS: Final = 2048  # of the result at a time: it never takes more memory than they do
+
+
+def quantizers_of(gemm: GemmName, quantizers: Sequence[Quantizer]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of :func:`gemm_error` behind ``reference``, and those by name: the quantizers of a and b."""
+    settings = ([getattr(q, of) for q in quantizers] for of in ("power_2_scale", "amax_epsilon", "scaling"))
+    # not a list of dtypes: torch 2.11 hands an op their numbers
+    args = (*(q.dtype for q in quantizers), *settings, *(list(q.block) for q in quantizers))
+    rotations = [
+        _NO_ROTATION if q.rotation is None or layout != "columnwise" else q.rotation
+        for q, layout in zip(quantizers, GEMM_LAYOUTS[gemm], strict=True)
+    ]
+    return args, {
+        "rotations": rotations,
+        "stochastic": [q.stochastic for q in quantizers],
+        "four_over_six": [q.four_over_six for q in quantizers],
+        "largest_scales": [q.largest_scale for q in quantizers],
+        "row_scaled": [q.row_scaled for q in quantizers],
+    }
 
 
 def gemm_error(
@@ -35,7 +53,7 @@ def gemm_error(
     block_a: Sequence[int],
     block_b: Sequence[int],
     *,
-    rotations: Sequence[int] = (NO_ROTATION, NO_ROTATION),
+    rotations: Sequence[int] = (_NO_ROTATION, _NO_ROTATION),
     stochastic: Sequence[bool] = (False, False),
     four_over_six: Sequence[str] = ("", ""),
     largest_scales: Sequence[float] = (448.0, 448.0),
@@ -58,7 +76,7 @@ def gemm_error(
             amax_epsilon=amax_epsilons[i],
             scaling=cast(Any, scalings[i]),
             block=cast(Any, tuple((block_a, block_b)[i]) or Quantizer.block),
-            rotation=None if rotations[i] == NO_ROTATION else rotations[i],
+            rotation=None if rotations[i] == _NO_ROTATION else rotations[i],
             stochastic=stochastic[i],
             four_over_six=cast(Any, four_over_six[i]),
             largest_scale=largest_scales[i],

@@ -33,7 +33,7 @@ from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax
 from fp8graph.numerics.hints import divide, stored
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
-from fp8graph.numerics.transforms import hadamard, transform_rows
+from fp8graph.numerics.transforms import transformed
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
@@ -110,7 +110,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
             )
             sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
         if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
-            sources = [_transformed(source, asked.rotation, asked) for source in sources]
+            sources = [transformed(source, asked.rotation, asked.matrix) for source in sources]
             own = kind.shared(sources, asked)
         if transposed and groups is None:
             sources = [source.transpose(-2, -1) for source in sources]
@@ -128,11 +128,6 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         scales += [] if scale_inv is None else [scale_inv]
         whole.append(own)
     return [*data, *scales, *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
-
-
-def _transformed(x: Tensor, signs: int, asked: QuantizeArguments[Tensor]) -> Tensor:
-    """``x`` [..., rows, columns] with transformed columns, as many rows as whole groups have."""
-    return transform_rows(x, hadamard(x, signs) if asked.matrix is None else asked.matrix)
 
 
 def quantized_copy(
@@ -154,6 +149,12 @@ def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
 def quantizer_kwargs(quantizer: Quantizer) -> dict[str, Any]:
     """The rest of a quantizer as keyword arguments of ``fp8graph::quantize``, without those that are defaults."""
     return _settings(quantizer, _QUANTIZING)
+
+
+def measuring_kwargs(asked: Quantizer | QuantizeArguments[Any]) -> dict[str, Any]:
+    """The settings that measuring a copy needs (``stats.quantized_parts``), as keyword arguments."""
+    turned = {} if asked.rotation is None else {"rotation": asked.rotation}
+    return {"scaling": asked.scaling, "block": list(asked.block), **turned}
 
 
 def decoding_kwargs(quantizer: Quantizer) -> dict[str, Any]:

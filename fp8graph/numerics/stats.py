@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8graph.numerics.quantization import quantized_copy
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import join, pad_to_multiple, tiles_of
-from fp8graph.numerics.transforms import hadamard, transform_rows
+from fp8graph.numerics.transforms import transformed
 from fp8graph.recipes import FP8_MAX, Layout
 
 TENSOR_PARTS: Final = (
@@ -135,7 +135,7 @@ def quantized_parts(
     """
     kind = SCALINGS[scaling]
     if rotation is not None and layout == "columnwise":
-        x = transform_rows(x, hadamard(x, rotation))
+        x = transformed(x, rotation)
     source = (x.transpose(-2, -1) if layout == "columnwise" else x).to(torch.float32)
     largest = torch.full_like(data, _FP4_MAX) if kind.packed > 1 else _full(data, FP8_MAX[data.dtype])
     decoded, limit = (

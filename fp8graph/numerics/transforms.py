@@ -52,6 +52,11 @@ def transform_rows(x: Tensor, matrix: Tensor) -> Tensor:
     return torch.bmm(matrix.t().expand(groups.shape[0], SIZE, SIZE), groups).reshape(*batch, rows, columns)
 
 
+def transformed(x: Tensor, signs: int, matrix: Tensor | None = None) -> Tensor:
+    """``x`` [..., rows, columns] with transformed columns, as many rows as whole groups have."""
+    return transform_rows(x, hadamard(x, signs) if matrix is None else matrix)
+
+
 def rotate(x: Tensor, matrix: Tensor, dim: int) -> Tensor:
     """``x``, bf16 or fp32, with 16 elements along ``dim``, which has a multiple of 16, at a time times ``matrix``.
 

@@ -253,7 +253,7 @@ def _choose(
             if (point := _uniform(decisions, index)) is not None
         },
         target=device.name,
-        left_out=tuple(dict.fromkeys(f"{r.fqn}: {r.reason}" for r in backend.report.refusals if r.what == "score")),
+        left_out=tuple(backend.scores.left_out(backend.report.refusals)),
     )
 
 

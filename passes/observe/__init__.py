@@ -25,9 +25,10 @@ from torch import fx
 
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
-from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, PASS_KEY, aten, gemms_behind, matmul_arguments, nodes
+from fp8graph.ir.nodes import GEMM_KEY, GROUPED, OPERAND_KEY, RESCALED_KEY, gemms_behind, matmul_arguments, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen
+from fp8graph.numerics.quantization import measuring_kwargs
 from fp8graph.passes.observe.measuring import Measuring, Names, Observed
 from fp8graph.recipes import GemmName
 
@@ -74,7 +75,7 @@ def _results(graph: fx.Graph, compilation: Compilation) -> dict[tuple[int, GemmN
         if GEMM_KEY in node.meta and node.target not in (ops.quantize, getitem):
             found[node.meta[GEMM_KEY]] = node
     return {
-        (position, gemm): next(filter(is_smoothed, node.users), node) if gemm == "wgrad" else node
+        (position, gemm): next(filter(is_rescaled, node.users), node) if gemm == "wgrad" else node
         for (position, gemm), node in found.items()
     }
 
@@ -88,17 +89,15 @@ def _quantized(node: fx.Node, measuring: Measuring, compilation: Compilation) ->
     quantized = QuantizeNode(node)
     asked, operand = quantized.asked, node.meta[OPERAND_KEY]
     joined: dict[str, Any] = {"more": list(asked.more), "dim": asked.dim} if asked.more is not None else {}
-    own = {**joined, "more": [*map(before_smoothing, asked.more)]} if asked.more is not None else {}
-    measuring.tensor(before_smoothing(asked.x), names, operand, like=node, **own)
+    own = {**joined, "more": [*map(before_scaling, asked.more)]} if asked.more is not None else {}
+    measuring.tensor(before_scaling(asked.x), names, operand, like=node, **own)
     if asked.offs is not None or asked.per_matrix:
         return
     recipe, device = _recipe_of(*gemms[0], compilation), compilation.hardware_of(asked.x)
-    settings: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block), **joined}
-    if asked.rotation is not None:
-        settings["rotation"] = asked.rotation
+    settings = {**measuring_kwargs(asked), **joined}
     for layout in asked.layouts:
         measuring.copy(asked.x, quantized.outputs, names, operand, layout, recipe, like=node, **settings)
-        measuring.what_if(before_smoothing(asked.x), names, operand, layout, recipe, device, like=node, **own)
+        measuring.what_if(before_scaling(asked.x), names, operand, layout, recipe, device, like=node, **own)
 
 
 def _left_alone(measuring: Measuring, compilation: Compilation) -> None:
@@ -131,14 +130,14 @@ def _recipe_of(position: int, gemm: GemmName, compilation: Compilation) -> str:
     return recipe.name if recipe is not None else ""
 
 
-def is_smoothed(node: fx.Node) -> bool:
-    """Whether ``passes/smooth.py`` made this product of a tensor and powers of two."""
-    return node.meta.get(PASS_KEY) == "smooth" and node.target is aten.mul.Tensor
+def is_rescaled(node: fx.Node) -> bool:
+    """Whether a pass made this product of a tensor and scales."""
+    return RESCALED_KEY in node.meta
 
 
-def before_smoothing(node: fx.Node) -> fx.Node:
+def before_scaling(node: fx.Node) -> fx.Node:
     """The tensor whose channels were scaled to make ``node``; ``node`` if they were not."""
-    return cast(fx.Node, node.args[0]) if is_smoothed(node) else node
+    return cast(fx.Node, node.args[0]) if is_rescaled(node) else node
 
 
 def sites_of_gemm(position: int, gemm: str, compilation: Compilation) -> list[int]:

@@ -18,10 +18,10 @@ from fp8graph.ir.compilation import Compilation, Condition
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
-from fp8graph.numerics.gemm_error import ERROR_PARTS, NO_ROTATION
+from fp8graph.numerics.gemm_error import ERROR_PARTS, quantizers_of
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS
-from fp8graph.recipes import GEMM_LAYOUTS, GemmName, Layout, OperandName, Quantizer, Recipe
+from fp8graph.recipes import GemmName, Layout, OperandName, Quantizer, Recipe
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
 
@@ -161,21 +161,7 @@ class Measuring:
         like: fx.Node,
     ) -> None:
         """Measure how quantizing changes a GEMM's result. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
-        settings = ([getattr(q, of) for q in quantizers] for of in ("power_2_scale", "amax_epsilon", "scaling"))
-        # not a list of dtypes: torch 2.11 hands an op their numbers
-        args = (*nodes, *(q.dtype for q in quantizers), *settings, *(list(q.block) for q in quantizers))
-        turned = [layout == "columnwise" for layout in GEMM_LAYOUTS[gemm]]
-        rotations = [
-            NO_ROTATION if q.rotation is None or not columnwise else q.rotation
-            for q, columnwise in zip(quantizers, turned, strict=True)
-        ]
-        further = {
-            "rotations": rotations,
-            "stochastic": [q.stochastic for q in quantizers],
-            "four_over_six": [q.four_over_six for q in quantizers],
-            "largest_scales": [q.largest_scale for q in quantizers],
-            "row_scaled": [q.row_scaled for q in quantizers],
-        }
+        args, further = quantizers_of(gemm, quantizers)
         what = ObservedTensor(
             names=(name,),
             tensor=gemm,
@@ -185,7 +171,7 @@ class Measuring:
             group=group,
             parts=ERROR_PARTS,
         )
-        self._insert(ops.error_of_gemm, args, further, what, like)
+        self._insert(ops.error_of_gemm, (*nodes, *args), further, what, like)
 
     def write(self, compilation: Compilation) -> None:
         """Write what was measured into inputs of the graph: one for forward, one for backward.

@@ -18,7 +18,7 @@ that autograd does not differentiate in the graph, and the bodies of higher-orde
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 from torch import fx
@@ -28,6 +28,7 @@ from fp8graph.ir.nodes import GROUPED, is_backward, matmul_arguments, value_key
 from fp8graph.ir.sites import Gemm, Site
 from fp8graph.passes.observe.measuring import Measuring, Observed
 from fp8graph.passes.observe.observation import Observation
+from fp8graph.records import RefusalRecord
 from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.stores import Services, Store
 
@@ -62,6 +63,11 @@ class Scores(Store):
             for key, parts in self._observation.found().items()
             if key.step == number
         ]
+
+    @staticmethod
+    def left_out(refusals: Iterable[RefusalRecord]) -> list[str]:
+        """The sites that are not measured, and why."""
+        return list(dict.fromkeys(f"{r.fqn}: {r.reason}" for r in refusals if r.what == _WHAT))
 
 
 def is_scored(graph: fx.Graph, compilation: Compilation) -> bool:
