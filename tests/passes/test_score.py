@@ -34,7 +34,7 @@ def scored(module: nn.Module, x: Tensor, *recipes: str) -> tuple[Report, list[di
     backend.bind(module)
     compiled = torch.compile(module, backend=backend)
     compiled(x).square().sum().backward()
-    return backend.report, backend.batch(0)
+    return backend.report, backend.scores.batch(0)
 
 
 def test_every_gemm_of_a_linear_with_every_candidate() -> None:
