@@ -85,7 +85,7 @@ def demo(options: argparse.Namespace) -> int:
 def explain(options: argparse.Namespace) -> int:
     """Trace the model on the meta device, and print the report."""
     _check_recipe(options.recipe)
-    from fp8graph.backend import Backend
+    from fp8graph.backend.backend import Backend
 
     if options.html is not None:
         _check_writable(options.html)
@@ -138,7 +138,7 @@ def plan(options: argparse.Namespace) -> int:
     """Predict each mesh under each recipe."""
     _check_recipe(options.recipe)
     from fp8graph import hardware, planning
-    from fp8graph.backend import Backend
+    from fp8graph.backend.backend import Backend
     from fp8graph.errors import ConfigError
 
     meshes, target = [planning.Mesh.parse(text) for text in options.mesh], options.target or "sm_90"

@@ -3,7 +3,9 @@
 import fp8graph.models as models
 import fp8graph.numerics as numerics
 import fp8graph.planning as planning
-from fp8graph.backend import Backend, backend_of, compile, named_backend, refresh_weights
+from fp8graph.backend import named_backend
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import backend_of, compile, refresh_weights
 from fp8graph.compat.dynamo import register_backend
 from fp8graph.errors import (
     CheckpointError,

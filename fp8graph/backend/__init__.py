@@ -1,16 +1,181 @@
-"""torch.compile's side: one call of the backend per Dynamo graph, one variant per decision."""
+"""torch.compile's side: one call of the backend per Dynamo graph, one variant per decision.
 
-from fp8graph.backend.backend import Backend, PolicyLike
-from fp8graph.backend.entry import backend_of, compile, find_backend, refresh_weights
-from fp8graph.backend.named import NamedBackend, named_backend
+Here is ``backend="fp8graph"``, torch's entry point: a backend by name and options, one for each model. torch gives
+models that were compiled with equal options one backend and, if they are of one class, one compiled graph. So the model
+that a call belongs to is found at the call: by the first parameter among its arguments and, when that is new, by the
+outermost module on the stack that contains it. All ranks of a job find the same.
+"""
 
-__all__ = [
-    "Backend",
-    "NamedBackend",
-    "PolicyLike",
-    "backend_of",
-    "compile",
-    "find_backend",
-    "named_backend",
-    "refresh_weights",
-]
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from torch import Tensor, fx, nn
+
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.compiling import Variants
+from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.program import Program
+from fp8graph.compat import dynamo, fakes, wrappers
+from fp8graph.compat.fakes import FakeTensor
+from fp8graph.errors import ConfigError, expect
+from fp8graph.ir.settings import arguments_of
+
+
+class NamedBackend:
+    """``backend="fp8graph"``: one :class:`Backend` per model and distinct set of options.
+
+    torch shares Dynamo's graphs between compile calls whose backend and options are equal, for instance those of two
+    models of one class; :class:`ModelBackends` tells the models apart. torch's callable from ``torch.compile`` keeps
+    it alive, so that it is freed with the last of these models or by ``torch._dynamo.reset()``, like a Backend that
+    is passed as an object.
+    """
+
+    __name__ = "fp8graph"
+
+    def __init__(self) -> None:
+        self._known: list[tuple[dict[str, Any], weakref.ref[ModelBackends]]] = []
+
+    def __reduce__(self) -> str:
+        return "named_backend"
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        backends = self.backends_for(kwargs)
+        wrappers.hold(wrappers.calling_wrapper() or self, backends)
+        return backends(module, example_inputs)
+
+    def reset(self) -> None:
+        """``torch._dynamo.reset()`` calls this."""
+        for _, reference in self._known:
+            if (backends := reference()) is not None:
+                backends.reset()
+
+    def backends_for(self, kwargs: Mapping[str, Any]) -> ModelBackends:
+        """The backends for ``torch.compile(..., mode=, options=)``."""
+        for known, reference in self._known:
+            if (backends := reference()) is not None and known == kwargs:
+                return backends
+        mode, options = kwargs.get("mode"), kwargs.get("options") or {}
+        expect("torch.compile", "options", options, Mapping, "a dict of options")
+        backends = ModelBackends(lambda: Backend(**arguments_of(mode, options)))
+        self._known = [(known, reference) for known, reference in self._known if reference() is not None]
+        self._known.append((dict(kwargs), weakref.ref(backends)))
+        return backends
+
+
+named_backend: Final = NamedBackend()
+
+
+class ModelBackends:
+    """One :class:`Backend` per model, and one for calls without a module around them (compiled functions).
+
+    Args:
+        make: makes a new backend with the options.
+    """
+
+    def __init__(self, make: Callable[[], Backend]) -> None:
+        self._make = make
+        self._models: weakref.WeakKeyDictionary[nn.Module, Backend] = weakref.WeakKeyDictionary()
+        self._of_functions: Backend | None = None
+
+    def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one Dynamo graph."""
+        if dynamo.compiles_backward():  # of any model: no backend keeps anything of it
+            return (self.known or [self._make()])[0](module, example_inputs)
+        return SharedGraph(self, DynamoGraph(module, example_inputs), example_inputs)
+
+    @property
+    def known(self) -> list[Backend]:
+        """All of them so far."""
+        return [*self._models.values(), *([self._of_functions] if self._of_functions is not None else [])]
+
+    def reset(self) -> None:
+        """``torch._dynamo.reset()`` calls this."""
+        for backend in self.known:
+            backend.reset()
+
+    def of_call(self, parameter: Tensor | None) -> Backend:
+        """The backend of the model that is being called, to which ``parameter`` belongs."""
+        if parameter is None:
+            return self._backend_of_functions()
+        running = [model for model in dynamo.modules_on_stack() if _contains(model, parameter)]
+        known = [model for model in [*running, *self._models] if model in self._models]  # checkpointing runs layers
+        found = next((model for model in known if _contains(model, parameter)), None)
+        if found is not None:
+            return self._models[found]
+        return self._new(running[0]) if running else self._backend_of_functions()
+
+    def of(self, compiled: Any) -> Backend:
+        """The backend of a model that was compiled, or of one that compiled modules are part of.
+
+        Raises:
+            ConfigError: (a ``ValueError``) if parts of it belong to several models that were called one by one.
+        """
+        if not isinstance(compiled, nn.Module):
+            return self._backend_of_functions()
+        model = wrappers.original_module(compiled)
+        around = next((backend for other, backend in self._models.items() if model in {*other.modules()}), None)
+        if around is not None:
+            return around
+        inside = [backend for part in model.modules() if (backend := self._models.get(part)) is not None]
+        if len(inside) > 1:
+            raise ConfigError(
+                f"{type(model).__name__} holds {len(inside)} models that were compiled by name and called one by one; "
+                "each has a backend. Ask for them one by one, or compile them with one fp8graph.Backend."
+            )
+        return inside[0] if inside else self._new(model)
+
+    def _new(self, model: nn.Module) -> Backend:
+        backend = self._models[model] = self._make()
+        backend.steps.adapters.watch(model)
+        return backend
+
+    def _backend_of_functions(self) -> Backend:
+        if self._of_functions is None:
+            self._of_functions = self._make()
+        return self._of_functions
+
+
+class SharedGraph:
+    """One Dynamo graph, as the programs of the models that run it. They share compiled code, and nothing else."""
+
+    def __init__(self, backends: ModelBackends, graph: DynamoGraph, example_inputs: Sequence[Any]) -> None:
+        self._backends, self._graph = backends, graph
+        self._first = graph.positions[0] if graph.positions else None
+        self._programs: dict[int, tuple[Backend, Program]] = {}  # by the id of the first parameter; 0: without any
+        self._variants: Variants = {}
+        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._find(example_inputs, compiling=True)
+
+    def __call__(self, *args: Any) -> Any:
+        found = self._programs.get(0 if self._first is None else id(args[self._first]))
+        _, program = found or self._find(args)
+        return program(*args)
+
+    def _find(self, args: Sequence[Any], *, compiling: bool = False) -> tuple[Backend, Program]:
+        """The backend and the program of the model that ``args`` belong to."""
+        parameter = None if self._first is None else args[self._first]
+        backend = self._backends.of_call(parameter)
+        program = next((known for other, known in self._programs.values() if other is backend), None)
+        if program is None:
+            program = backend.program(self._graph, args if compiling else None, self._variants)
+        key, this = 0 if parameter is None else id(parameter), weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            if (graph := this()) is not None:
+                graph._programs.pop(key, None)
+                graph._alive.pop(key, None)
+
+        if parameter is not None:
+            self._alive[key] = weakref.ref(parameter, forget)
+        return self._programs.setdefault(key, (backend, program))
+
+
+def _contains(model: nn.Module, parameter: Tensor) -> bool:
+    """Whether ``parameter``, or what a fake one stands for (DDPOptimizer compiles with those), is one of the model."""
+    return any(
+        own is parameter or (isinstance(parameter, FakeTensor) and fakes.is_fake_of(parameter, own))
+        for own in model.parameters()
+    )

@@ -319,10 +319,9 @@ class Backend:
         too. It measures as :meth:`observe` does. At the first call after an observed step it reads the numbers, which
         waits for the device; other steps wait for nothing.
 
-        A healthy small Llama (``fp8graph demo``, 20 steps, five FP8 recipes) reaches 4.1 % underflows (columns of a
-        gradient, blockwise), 5.4 % saturated (mxfp8) and, after step 0, an sqnr of 19.4 dB (delayed). At step 0 of
-        "delayed", when scales are 1, 86 % of a gradient underflow: hence ``start``. In 4 bits (nvfp4) much of a healthy
-        tensor is zero (38 %) or the largest number (97 %), so that only the sqnr is judged there (18.7 dB).
+        docs/statistics.md has what a healthy model reaches. At step 0 of "delayed", when scales are 1, much of a
+        gradient underflows: hence ``start``. In 4 bits (nvfp4) much of a healthy tensor is zero, or the largest number,
+        so that only the sqnr is judged there.
 
         Args:
             underflows, saturated: bounds in percent of the numbers that become zero, or the largest; None: no bound.

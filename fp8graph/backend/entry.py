@@ -3,29 +3,45 @@
 A model of 32 layers compiled as a whole takes 32 times as long as one layer; compiled layer by layer (``regions``),
 Dynamo runs the same compiled code for all layers that look the same. The modules around the blocks that multiply by
 matrices (a head, a projection) are compiled piece by piece; the code in between runs in eager.
+
+Modules that are compiled have a mark, so that their copies are compiled, too: torch drops the compiled code of a module
+that is copied or pickled (``Module.__getstate__``) without a word. A copy for an average of weights, or a model that
+``torch.save`` wrote, ran in bf16.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
+import pickle
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
 
-from fp8graph.backend import copies
+from fp8graph.backend import coverage
 from fp8graph.backend.backend import Backend, PolicyLike
-from fp8graph.backend.named import NamedBackend
 from fp8graph.backend.program import programs_of
-from fp8graph.compat import wrappers
+from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import ConfigError, expect
-from fp8graph.ir.settings import Settings, choices
+from fp8graph.ir.settings import Settings, arguments_of, choices
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
 
+_ATTRIBUTE: Final = "_fp8graph_compiled"
+_EXPORTED: Final = "%s is exported as it was written, in high precision: %s leaves compiled code out."
+_WITHIN: Final = (
+    "%s is compiled again, by torch.compile(backend=%s), and runs in high precision there: the outer compilation "
+    "decides. Leave it out: fp8graph.compile has compiled the model in place."
+)
+_TRANSFORMED: Final = (
+    "%s is called by a transform of torch.func (vmap, grad, ...). torch does not compile there: the call runs in "
+    "eager, in high precision. To transform it in FP8, compile the function that calls the transform."
+)
 _AGAIN: Final = (
     "%s was compiled with fp8graph before. Its new backend takes the place of the old one, whose policy, report and "
     "scaling state it does not have. To keep the scales, take backend_of(model).state_dict() before, and load it after."
@@ -54,14 +70,14 @@ def backend_of(compiled: Any) -> Backend:
 
 def find_backend(compiled: Any) -> Backend | None:
     """:func:`backend_of`; None if it was not compiled with fp8graph."""
-    pieces = compiled.modules() if isinstance(compiled, torch.nn.Module) else [compiled]  # compiled block by block
+    pieces = compiled.modules() if isinstance(compiled, nn.Module) else [compiled]  # compiled block by block
     found = next(filter(None, (wrappers.fp8graph_backends(wrappers.orig_backend(piece)) for piece in pieces)), None)
     if found is None:
-        return _that_calls(compiled) if isinstance(compiled, torch.nn.Module) else None
+        return _that_calls(compiled) if isinstance(compiled, nn.Module) else None
     return found if isinstance(found, Backend) else found.of(compiled)
 
 
-def _that_calls(model: torch.nn.Module) -> Backend | None:
+def _that_calls(model: nn.Module) -> Backend | None:
     """The backend of code that was called with parameters of ``model``; those of fp8graph's own tools do not count."""
     backends = dict.fromkeys(program.backend for program in programs_of(model.parameters()))
     found = [backend for backend in backends if type(backend) is Backend]
@@ -80,7 +96,7 @@ def refresh_weights(backend: Backend | Any) -> None:
 
 
 def compile(  # noqa: A001  (the public name is torch's)
-    model: torch.nn.Module,
+    model: nn.Module,
     policy: PolicyLike | None = None,
     *,
     recipe: RecipeLike = None,
@@ -89,7 +105,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     regions: Regions | None = None,
     backend: Backend | None = None,
     **kwargs: Any,
-) -> torch.nn.Module:
+) -> nn.Module:
     """``model.compile(backend=...)`` in place, with the model's parameter names bound. Returns the model.
 
     Compiling in place also covers ``model.generate()``, which calls the model, not the wrapper that
@@ -111,7 +127,7 @@ def compile(  # noqa: A001  (the public name is torch's)
         TypeError: for an argument that does not exist, or something that is not a model.
     """
     given: object = model
-    if not isinstance(given, torch.nn.Module):
+    if not isinstance(given, nn.Module):
         raise TypeError(
             f"fp8graph.compile takes a model, an nn.Module, not {given!r}. "
             'For a function: torch.compile(function, backend="fp8graph").'
@@ -131,7 +147,7 @@ def compile(  # noqa: A001  (the public name is torch's)
     if (mode := kwargs.pop("mode", None)) is not None:
         options["mode"] = mode
     if backend is None:
-        backend = NamedBackend().make(None, options)
+        backend = Backend(**arguments_of(None, options))
     elif not isinstance(backend, Backend):
         raise TypeError(f"fp8graph.compile: backend must be a fp8graph.Backend, not {backend!r}.")
     elif given := [name for name, value in options.items() if value is not None]:
@@ -139,13 +155,13 @@ def compile(  # noqa: A001  (the public name is torch's)
     if adopt(model) not in backend.names:
         backend.bind(model)
     backend.check_layers()
-    if copies.is_compiled(model):
+    if is_compiled(model):
         _log.warning(_AGAIN, type(model).__name__)
     compiled = [model] if regions is None else regions_of(model, regions)
     for module in compiled:
-        copies.compile_in_place(module, backend, kwargs, named=module is model)
+        _compile_in_place(module, backend, kwargs, named=module is model)
     if model not in compiled:  # bound in its copies, too
-        copies.compile_in_place(model, backend, None)
+        _compile_in_place(model, backend, None)
     return model
 
 
@@ -216,3 +232,118 @@ def _multiplies(module: nn.Module) -> bool:
         if not isinstance(inner, nn.Embedding | nn.EmbeddingBag)
         for parameter in inner.parameters(recurse=False)
     )
+
+
+def _compile_in_place(
+    module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, *, named: bool = True
+) -> None:
+    """Compile ``module`` so that its copies are compiled, too.
+
+    Args:
+        arguments: of ``torch.compile``; None if only modules inside ``module`` are compiled.
+        named: names of parameters are relative to ``module``, not to a model that it is a part of.
+    """
+    module.__dict__[_ATTRIBUTE] = Compiled.now(module, backend, arguments, named)
+
+
+def _check_within(backend: Backend, model: str) -> None:
+    """While Dynamo traces ``model`` (a class) for another ``torch.compile`` call: warn if its backend is no fp8graph.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    outer = dynamo.backend_of_frame()
+    if wrappers.fp8graph_backends(outer) is None:
+        name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", outer)
+        coverage.say(backend, _WITHIN % (model, name))
+
+
+def _marks(model: nn.Module) -> list[Compiled]:
+    """The marks of all modules of ``model``."""
+    return [mark for module in model.modules() if (mark := module.__dict__.get(_ATTRIBUTE)) is not None]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether fp8graph compiled ``model``: in place, its blocks for it, or by name."""
+    mark: Compiled | None = model.__dict__.get(_ATTRIBUTE)
+    in_place = mark is not None and mark.holds()
+    return in_place or wrappers.fp8graph_backends(wrappers.orig_backend(model)) is not None
+
+
+def uncompiled_copy(model: nn.Module, tensor: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A copy of ``model`` that nothing has compiled, with ``tensor(x)`` for each of its parameters and buffers x."""
+    memo: dict[int, Any] = dict.fromkeys(map(id, _marks(model)))
+    memo.update((id(x), tensor(x)) for x in (*model.parameters(), *model.buffers()))  # deepcopy takes what memo has
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules():
+        wrappers.undo_compile_in_place(module)
+    return copied
+
+
+class Compiled:
+    """A mark in the ``__dict__`` of a module, which is copied with it.
+
+    A copy gets a backend of its own, with the settings and the scaling state of the original, once for all modules
+    that are copied together; so does what is loaded from a pickle.
+    """
+
+    def __init__(self, module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, named: bool) -> None:
+        self._module = weakref.ref(module)
+        self._backend = backend
+        self._arguments = arguments
+        self._named = named
+
+    @staticmethod
+    def now(module: nn.Module, backend: Backend, arguments: Mapping[str, Any] | None, named: bool) -> Compiled:
+        """Compile ``module`` (which may be an empty one, being copied) and return its mark."""
+        if named:
+            backend.names.bind_later(module)
+        if arguments is not None:
+            name, this = type(module).__name__, weakref.ref(module)
+            wrappers.compile_in_place(
+                module,
+                lambda: coverage.check_compiled(backend, this()),
+                lambda by: _log.warning(_EXPORTED, name, by),
+                lambda: _check_within(backend, name),
+                lambda: coverage.say_once(backend, _TRANSFORMED % name),
+                backend=backend,
+                **arguments,
+            )
+        return Compiled(module, backend, arguments, named)
+
+    def holds(self) -> bool:
+        """Whether the module is compiled as it was: it may have got another backend, or none."""
+        found = wrappers.orig_backend(self._module())
+        return self._arguments is None or wrappers.fp8graph_backends(found) is self._backend
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Compiled | None:
+        copied = memo.get(id(self._module()))  # known by now, and still empty: its state is being copied
+        if copied is None or not self.holds():
+            return None
+        key = Compiled, id(self._backend)
+        if key not in memo:
+            memo[key] = Backend(**self._backend.arguments())
+            memo[key].load_state_dict(self._backend.state_dict())
+        return Compiled.now(copied, memo[key], self._arguments, self._named)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        module = self._module()
+        if not self.holds():
+            return type(None), ()
+        try:
+            pickle.dumps((self._backend, self._arguments))
+        except Exception as error:  # of functions in a policy: any
+            _log.warning(
+                "%s is pickled without its compilation: %s. Call fp8graph.compile where it is loaded.",
+                *(type(module).__name__, error),
+            )
+            return type(None), ()
+        # A module's state is read after the module itself, so that the state may hold the module.
+        return _unpickled, (), (module, self._backend, self._arguments, self._named)
+
+    def __setstate__(self, state: tuple[nn.Module, Backend, Mapping[str, Any] | None, bool]) -> None:
+        self.__dict__.update(vars(Compiled.now(*state)))
+
+
+def _unpickled() -> Compiled:
+    return object.__new__(Compiled)

@@ -11,7 +11,8 @@ import zlib
 import torch
 from torch import nn
 
-from fp8graph.backend import Backend, backend_of
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import backend_of
 from fp8graph.errors import StateError
 from fp8graph.runtime.state_dict import BackendState
 

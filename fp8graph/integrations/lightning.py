@@ -8,7 +8,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8graph.backend import backend_of
+from fp8graph.backend.entry import backend_of
 from fp8graph.integrations import missing, state_to_save
 
 __all__ = ["ScalingStateCallback"]

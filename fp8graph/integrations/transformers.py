@@ -10,7 +10,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from fp8graph.backend import backend_of
+from fp8graph.backend.entry import backend_of
 from fp8graph.integrations import from_text, missing, state_to_save, to_text
 
 __all__ = ["ScalingStateCallback"]

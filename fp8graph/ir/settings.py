@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 from fp8graph import hardware
 from fp8graph.compat import inductor
-from fp8graph.errors import ConfigError, did_you_mean
+from fp8graph.errors import ConfigError, did_you_mean, expect
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import launches_are_replayed
 
@@ -128,3 +128,37 @@ class Settings:
 def choices(what: str, name: str, known: Sequence[str]) -> str:
     """The rest of a message about an unknown ``name``: the name that was probably meant, and all known names."""
     return f".{did_you_mean(name, known)} {what}: {', '.join(known)}."
+
+
+# Backend's arguments, and two of torch's own under short names
+_OPTIONS: Final = (
+    *("policy", "recipe", "observe", "guard"),
+    *(name for name in Settings.names() if name != "inductor_options"),
+    *("mode", "inductor"),
+)
+
+
+def arguments_of(mode: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a backend for ``torch.compile(..., mode=, options=)``.
+
+    Raises:
+        ConfigError: for an option that does not exist, or that is none of Inductor's.
+    """
+    given = dict(options)
+    given |= Settings.taken_from(given)
+    if unknown := sorted(given.keys() - set(_OPTIONS)):
+        raise ConfigError(
+            f"fp8graph has no option {unknown[0]!r}{choices('Options', unknown[0], _OPTIONS)} "
+            'Inductor\'s own options go into a dict: options={"inductor": {...}}.'
+        )
+    mode, own = given.pop("mode", mode), given.pop("inductor", None) or {}
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"option 'inductor' must be a dict of Inductor options, not {own!r}.")
+    of_mode: Mapping[str, Any] = {}
+    if mode is not None:
+        expect("torch.compile", "mode", mode, str, "the name of a mode")
+        try:
+            of_mode = inductor.options_of_mode(mode)
+        except KeyError as error:
+            raise ConfigError(f"mode must be one of {error.args[0]}, not {mode!r}.") from None
+    return {**given, "inductor_options": {**of_mode, **own}}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8graph import hardware
-from fp8graph.backend import Backend
-from fp8graph.backend.copies import uncompiled_copy
+from fp8graph.backend.backend import Backend
 from fp8graph.backend.dynamo_graph import DynamoGraph
+from fp8graph.backend.entry import uncompiled_copy
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
 from fp8graph.hardware import Hardware

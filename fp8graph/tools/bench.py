@@ -189,7 +189,7 @@ def linears(
     device: torch.device, recipes: Sequence[str], shapes: Sequence[tuple[int, int, int]] = SHAPES, *, rounds: int = 5
 ) -> Iterator[LinearResult]:
     """Measure each linear [tokens, inputs] -> [tokens, outputs] in bf16 and under each recipe; predict it too."""
-    from fp8graph.backend import Backend
+    from fp8graph.backend.backend import Backend
     from fp8graph.recipes.policy import Policy
 
     for tokens, inputs, outputs in shapes:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fp8graph.backend import Backend
+from fp8graph.backend.backend import Backend
 from fp8graph.numerics import sqnr_db
 
 SEQUENCE, BATCH = 128, 8

@@ -12,8 +12,8 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fp8graph.backend import Backend, PolicyLike
-from fp8graph.backend.copies import uncompiled_copy
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import uncompiled_copy
 from fp8graph.backend.inductor_passes import compile_dialect, run_eagerly
 from fp8graph.compat import aot, dynamo, wrappers
 from fp8graph.compat.fakes import FakeTensor, FakeTensorMode
@@ -24,6 +24,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.offline import KernelRecord, OfflineInductor
 from fp8graph.recipes import RecipeLike
 from fp8graph.report import Report
+from fp8graph.runtime.policies import PolicyLike
 
 
 def explain(

@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8graph.backend import Backend, backend_of
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import backend_of
 from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, Shards, write_checkpoint
 from fp8graph.checkpoints.writing import SHARD_BYTES

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fp8graph.backend import Backend, PolicyLike, find_backend
-from fp8graph.backend.copies import uncompiled_copy
+from fp8graph.backend.backend import Backend
 from fp8graph.backend.coverage import check_compiled
+from fp8graph.backend.entry import find_backend, uncompiled_copy
 from fp8graph.compat import inductor, torch_build, wrappers
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import ConfigError, expect, expect_path
@@ -20,6 +20,7 @@ from fp8graph.libraries import adopt
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.recipes import RecipeLike
 from fp8graph.report import Report
+from fp8graph.runtime.policies import PolicyLike
 
 
 @torch.no_grad()

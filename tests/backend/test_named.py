@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import fp8graph
-from fp8graph.backend.named import NamedBackend
+from fp8graph.backend import NamedBackend
+from fp8graph.ir.settings import arguments_of
 from fp8graph.numerics import sqnr_db
 from helpers import ALL, MLP, step
 
@@ -24,12 +25,11 @@ def test_equal_options_are_one_backend() -> None:
 
 
 def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
-    named = NamedBackend()
     options: dict[str, Any] = {"inductor": {"triton.cudagraphs": False}}
-    plain = named.make("reduce-overhead", {})
-    own = named.make("reduce-overhead", options)
-    inside = named.make(None, {"mode": "reduce-overhead"})
-    assert [b.settings.inductor["triton.cudagraphs"] for b in (plain, own, inside)] == [True, False, True]
+    plain = arguments_of("reduce-overhead", {})
+    own = arguments_of("reduce-overhead", options)
+    inside = arguments_of(None, {"mode": "reduce-overhead"})
+    assert [given["inductor_options"]["triton.cudagraphs"] for given in (plain, own, inside)] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_mode_is_options_of_inductor_and_the_users_own_win() -> None:
 )
 def test_unknown_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
-        NamedBackend().make(None, options)
+        arguments_of(None, options)
 
 
 def test_every_argument_of_the_backend_is_an_option_by_name() -> None:

@@ -11,7 +11,7 @@ import torch
 
 import fp8graph
 from fp8graph import Backend
-from fp8graph.backend.copies import is_compiled
+from fp8graph.backend.entry import is_compiled
 from fp8graph.errors import ConfigError
 from fp8graph.passes.observe.statistics import Layers, texts
 from helpers import ALL, MLP
