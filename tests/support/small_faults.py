@@ -659,7 +659,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     # report
     Fault(
         "99.6 % is given as everything",
-        f"{_REPORT}/tables.py",
+        "fp8graph/records.py",
         "math.floor(100 * share)",
         "round(100 * share)",
         ("tests/report/test_tables.py", "tests/report/test_report.py"),
