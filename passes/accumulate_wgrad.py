@@ -40,8 +40,7 @@ from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, value
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
-from fp8graph.runtime.slots import Caller, Run, Slot
-from fp8graph.runtime.stores import Store
+from fp8graph.runtime.stores import Caller, Run, Slot, Store
 
 _STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"

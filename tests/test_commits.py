@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import Backend, DelayedScaling
-from fp8graph.runtime.slots import accelerator_of
+from fp8graph.runtime.stores import accelerator_of
 from helpers import MLP
 
 if dist.is_available():

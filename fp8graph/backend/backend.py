@@ -22,11 +22,10 @@ from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, PolicyFile, PolicyLike, Schedule, tables
 from fp8graph.runtime.rank_groups import RankGroups, agree
-from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.staleness import Epoch, Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
 from fp8graph.runtime.stores import Store
 

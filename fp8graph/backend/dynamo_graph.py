@@ -24,7 +24,7 @@ from fp8graph.recipes.autocast import REGION_KEY, region_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT
 from fp8graph.runtime.policies import InForce
-from fp8graph.runtime.slots import accelerator_of
+from fp8graph.runtime.stores import accelerator_of
 
 
 class DynamoGraph:

@@ -34,7 +34,7 @@ from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
 from fp8graph.records import CollectiveRecord, GemmRecord, Origin, OtherRecord, RefusalRecord, SiteRecord
 from fp8graph.report.graph_view import add_origins, collective_records, input_origins
-from fp8graph.runtime.slots import accelerator_of
+from fp8graph.runtime.stores import accelerator_of
 
 GraphPass = Callable[[fx.Graph], None]
 

@@ -28,8 +28,7 @@ from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.slots import Caller
-from fp8graph.runtime.stores import ArrivesOtherwise
+from fp8graph.runtime.stores import ArrivesOtherwise, Caller
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[Program]] = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """The inputs that a graph takes beside Dynamo's: FP8 copies of weights, pages of scaling state, and more.
 
 A pass takes them (``Compilation.take``); the order in which passes took them is the order in which the graph has them.
-They are stored with the code. At a call, the store that each names (``runtime/slots.py``) gives the tensors.
+They are stored with the code. At a call, the store that each names (``runtime/stores.py``) gives the tensors.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
 To find the needs of a call (the variant for its situation, pages of scaling state, FP8 copies of weights) takes
 hundreds of microseconds for a model of hundreds of weights. To check that those of the last call are still valid
-takes tens: the parameters are the same objects, nobody changed policy, names or state (:class:`Epoch`), and no weight
-has changed (``staleness.Unchanged``).
+takes tens: the parameters are the same objects, nobody changed policy, names or state (``staleness.Epoch``), and no
+weight has changed (``staleness.Unchanged``).
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,24 +16,8 @@ from typing import Any
 import torch
 
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.slots import Run, Slot
-
-
-class Epoch:
-    """A number that grows when prepared calls may no longer be valid."""
-
-    def __init__(self) -> None:
-        self.now = 0
-
-    def advance(self) -> None:
-        self.now += 1
-
-
-def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """A function that returns the items at ``positions``, in one call of C code however many they are."""
-    if len(positions) > 1:
-        return operator.itemgetter(*positions)
-    return lambda args: tuple(args[position] for position in positions)
+from fp8graph.runtime.staleness import Epoch, picker
+from fp8graph.runtime.stores import Run, Slot
 
 
 class Called:

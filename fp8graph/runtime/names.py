@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fp8graph.compat import fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.recipes import FP8_MAX
-from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.staleness import Epoch
 
 # modules whose parameters of several dims are looked up or convolved
 _NO_LINEARS: Final = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)

@@ -29,8 +29,7 @@ from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.autocast import DISABLED, POLICY
 from fp8graph.recipes.policy import WATCH, Policy, in_file, values_of_file
-from fp8graph.runtime.call import Epoch
-from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.staleness import Epoch, Steps
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]

@@ -1,7 +1,8 @@
-"""Signals that parameters have changed: versions, addresses, steps of optimizers.
+"""Signals that a prepared call is stale: the backend's state has changed (:class:`Epoch`), or parameters have.
 
-They are cheap, and none of them is certain: ``.data`` writes, ``AdamW(fused=True)``, other processes and inference
-tensors change some or all of them without a trace. ``runtime/contents.py`` looks at the numbers themselves.
+Those of parameters are versions, addresses and steps of optimizers. They are cheap, and none of them is certain:
+``.data`` writes, ``AdamW(fused=True)``, other processes and inference tensors change some or all of them without a
+trace. ``runtime/contents.py`` looks at the numbers themselves.
 
 PEFT merges adapters into weights through ``.data``, which no tensor shows. The layers of all its methods list what is
 merged into them in ``merged_adapters``: lists that only they change, in place. Whether those are as they were is cheap
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -24,9 +26,25 @@ from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
-from fp8graph.runtime.call import picker
 
 _log = logging.getLogger("fp8graph")
+
+
+class Epoch:
+    """A number that grows when prepared calls may no longer be valid."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+    def advance(self) -> None:
+        self.now += 1
+
+
+def picker(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that returns the items at ``positions``, in one call of C code however many they are."""
+    if len(positions) > 1:
+        return operator.itemgetter(*positions)
+    return lambda args: tuple(args[position] for position in positions)
 
 
 class OptimizerSteps:

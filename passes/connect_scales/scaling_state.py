@@ -37,12 +37,10 @@ from fp8graph.passes.connect_scales.pages import (
 )  # fmt: skip
 from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, not_shared, recognizes
 from fp8graph.recipes import DelayedScaling, OperandName
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
-from fp8graph.runtime.slots import Caller, Run, Slot, accelerator_of
-from fp8graph.runtime.staleness import Steps
-from fp8graph.runtime.stores import KeptScales, Services
+from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.stores import Caller, KeptScales, Run, Services, Slot, accelerator_of
 
 _log = logging.getLogger("fp8graph")
 

@@ -30,8 +30,7 @@ from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather
 from fp8graph.passes.gather_weights.gathered_copies import Memory
 from fp8graph.passes.gather_weights.sent_weight import SentWeight, kept_scales
-from fp8graph.runtime.slots import Caller, Slot
-from fp8graph.runtime.stores import ArrivesOtherwise, KeptScales, Services, Store
+from fp8graph.runtime.stores import ArrivesOtherwise, Caller, KeptScales, Services, Slot, Store
 
 
 class SentWeights(Store):

@@ -42,11 +42,9 @@ from fp8graph.compat.fakes import FakeTensor
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import KeptWeight
-from fp8graph.runtime.call import picker
 from fp8graph.runtime.contents import EVERY, Look, Watch, contents_of
-from fp8graph.runtime.slots import Caller, Slot
-from fp8graph.runtime.staleness import Unchanged, storage_of, version
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.staleness import Unchanged, picker, storage_of, version
+from fp8graph.runtime.stores import Caller, Services, Slot, Store
 
 _log = logging.getLogger("fp8graph")
 

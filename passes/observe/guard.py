@@ -24,9 +24,8 @@ from fp8graph.passes.observe.statistics import DueSteps, Graph, Layers, Watched,
 from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike, name_of, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule, rule_from_dict
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.policies import Policies, Schedule
-from fp8graph.runtime.staleness import Steps
+from fp8graph.runtime.staleness import Epoch, Steps
 from fp8graph.runtime.state_dict import refusal
 from fp8graph.runtime.stores import Services, Store
 

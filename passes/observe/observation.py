@@ -22,8 +22,7 @@ from fp8graph.compat.distributed import gathered_objects
 from fp8graph.numerics.stats import Parts, merged, named
 from fp8graph.passes.observe.measuring import Observed, StatisticsPage
 from fp8graph.runtime.policies import Schedule
-from fp8graph.runtime.slots import Caller, Run, Slot
-from fp8graph.runtime.stores import Services, Store
+from fp8graph.runtime.stores import Caller, Run, Services, Slot, Store
 
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
 

@@ -30,9 +30,9 @@ from fp8graph.records import StatisticRecord
 from fp8graph.report import GraphView, Report
 from fp8graph.report.page import Losses
 from fp8graph.report.tables import sites
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Schedule
+from fp8graph.runtime.staleness import Epoch
 from fp8graph.runtime.stores import Services, Store
 
 _log = logging.getLogger("fp8graph")

@@ -16,7 +16,7 @@ from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.scaling_state import State
-from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.staleness import Epoch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 CPU = torch.device("cpu")

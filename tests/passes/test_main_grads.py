@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8graph
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.accumulate_wgrad import Gradient, MainGrads, why_not_accumulated
-from fp8graph.runtime.slots import Caller, Slot
+from fp8graph.runtime.stores import Caller, Slot
 from helpers import eager_backend, first_fast
 
 

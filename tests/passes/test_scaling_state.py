@@ -19,7 +19,7 @@ from fp8graph.ir.sites import Use
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.scaling_state import State
-from fp8graph.runtime.call import Epoch
+from fp8graph.runtime.staleness import Epoch
 from helpers import MLP, eager_backend, first_fast, first_slow
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.runtime.call import Epoch
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.staleness import Epoch
 from helpers import MLP
 
 
