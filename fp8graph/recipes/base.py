@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import inspect
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, Self, cast
+from typing import Any, ClassVar, Final, Literal, Self
 
 import torch
 
@@ -164,13 +164,10 @@ class Recipe:
         accum: object = self.use_fast_accum
         if not (isinstance(accum, tuple) and len(accum) == 3 and all(type(a) is bool for a in accum)):
             raise self._bad("use_fast_accum", "three booleans, for fprop, dgrad and wgrad")
-
-    def _check_scale_fields(self) -> None:
-        """For the recipes with ``power_2_scale`` and ``amax_epsilon``."""
-        values = cast(Any, self)
-        if type(values.power_2_scale) is not bool:
-            raise self._bad("power_2_scale", "True or False")
-        epsilon = values.amax_epsilon
+        for field in dataclasses.fields(self):
+            if type(field.default) is bool and type(getattr(self, field.name)) is not bool:
+                raise self._bad(field.name, "True or False")
+        epsilon = getattr(self, "amax_epsilon", 0.0)
         if type(epsilon) not in (int, float) or not (0.0 <= epsilon <= FLT_MAX):
             raise self._bad("amax_epsilon", "a finite number >= 0 that fits in FP32")
 
@@ -197,22 +194,22 @@ class Recipe:
     @property
     def smooths(self) -> bool:
         """Whether the channels of an input are scaled to one size before it is quantized (``passes/smooth.py``)."""
-        return False
+        return getattr(self, "smooth_input", False)
 
     @property
     def rotates_qk(self) -> bool:
         """Whether q and k of an attention are transformed before they are quantized."""
-        return False
+        return getattr(self, "hadamard_qk", False)
 
     @property
     def quantizes_attention_backward(self) -> bool:
         """Whether all products of an attention read FP8 numbers, those of backward too."""
-        return False
+        return getattr(self, "attention_backward", False)
 
     @property
     def only_for_attention(self) -> str:
-        """The name of a field that is set, and that only attention knows; "": there is none."""
-        return ""
+        """The name of a field that is set, and that only attention has; "": there is none."""
+        return next((name for name in ("hadamard_qk", "attention_backward") if getattr(self, name, False)), "")
 
     @property
     def why_not_for_gemms(self) -> str:
@@ -269,25 +266,3 @@ class AttentionFields(Recipe):
 
     hadamard_qk: bool = False
     attention_backward: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field in _FOR_ATTENTION:
-            if type(getattr(self, field)) is not bool:
-                raise self._bad(field, "True or False")
-
-    @property
-    def rotates_qk(self) -> bool:
-        return self.hadamard_qk
-
-    @property
-    def quantizes_attention_backward(self) -> bool:
-        return self.attention_backward
-
-    @property
-    def only_for_attention(self) -> str:
-        return next((name for name in _FOR_ATTENTION if getattr(self, name)), "")
-
-
-_OF_ALL: Final = {field.name for field in dataclasses.fields(Recipe)}
-_FOR_ATTENTION: Final = tuple(f.name for f in dataclasses.fields(AttentionFields) if f.name not in _OF_ALL)

@@ -61,16 +61,6 @@ class Float8CurrentScaling(AttentionFields):
 
     name: ClassVar[str] = "tensorwise"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_scale_fields()
-        if type(self.smooth_input) is not bool:
-            raise self._bad("smooth_input", "True or False")
-
-    @property
-    def smooths(self) -> bool:
-        return self.smooth_input
-
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(
             dtype=self.fp8_format.dtype(operand),
@@ -104,12 +94,6 @@ class Float8RowwiseScaling(AttentionFields):
     high_precision_wgrad: bool = False
 
     name: ClassVar[str] = "rowwise"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_scale_fields()
-        if type(self.high_precision_wgrad) is not bool:
-            raise self._bad("high_precision_wgrad", "True or False")
 
     def covers(self, gemm: GemmName) -> bool:
         return not (gemm == "wgrad" and self.high_precision_wgrad)
@@ -173,9 +157,6 @@ class DelayedScaling(Recipe):
             raise self._bad("amax_compute_algo", '"max", "most_recent" or a function')
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
             raise self._bad("scaling_factor_compute_algo", "a function or None")
-        for field in ("reduce_amax", "smooth_input"):
-            if type(getattr(self, field)) is not bool:
-                raise self._bad(field, "True or False")
 
     @property
     def has_state(self) -> bool:
@@ -188,10 +169,6 @@ class DelayedScaling(Recipe):
     @property
     def without_state(self) -> Recipe:
         return Float8CurrentScaling(fp8_format=self.fp8_format)
-
-    @property
-    def smooths(self) -> bool:
-        return self.smooth_input
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         own_amax = operand == "weight" and self.smooth_input  # scaled by the outliers of this step
@@ -231,7 +208,6 @@ class Float8BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_scale_fields()
         if any(self.use_fast_accum):
             raise self._bad("use_fast_accum", "(False, False, False): block scaling accumulates in FP32 only")
         if self.scale_format not in ("fp32", "ue8m0"):
@@ -242,9 +218,8 @@ class Float8BlockScaling(Recipe):
             block: object = getattr(self, field)
             if isinstance(block, list):  # TOML and JSON have no tuples
                 object.__setattr__(self, field, block := tuple(cast(list[Any], block)))
-            if not (isinstance(block, tuple) and len(cast(Any, block)) == 2):
-                raise self._bad(field, "two whole numbers >= 1: (rows, elements along the contraction dim)")
-            if not all(type(size) is int and size >= 1 for size in cast(tuple[Any, ...], block)):
+            sizes = cast(tuple[Any, ...], block) if isinstance(block, tuple) else ()
+            if len(sizes) != 2 or not all(type(size) is int and size >= 1 for size in sizes):
                 raise self._bad(field, "two whole numbers >= 1: (rows, elements along the contraction dim)")
 
     def quantizer(self, operand: OperandName) -> Quantizer:
@@ -278,11 +253,6 @@ class MXFP8BlockScaling(Recipe):
     enable_2d_quantization: bool = False
 
     name: ClassVar[str] = "mxfp8"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.enable_2d_quantization) is not bool:
-            raise self._bad("enable_2d_quantization", "True or False")
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         square = operand == "weight" and self.enable_2d_quantization
@@ -347,10 +317,6 @@ class NVFP4BlockScaling(Recipe):
         super().__post_init__()
         if self.fp8_format is not Format.E4M3:
             raise self._bad("fp8_format", "Format.E4M3: the type of the block scales; the data is E2M1")
-        switches = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization", "row_scaled_activation")
-        for field in switches:
-            if type(getattr(self, field)) is not bool:
-                raise self._bad(field, "True or False")
         if self.row_scaled_activation and not self.disable_rht:
             raise self._bad("disable_rht", "True with row_scaled_activation=True: rows have scales, and no transform")
         for field in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):

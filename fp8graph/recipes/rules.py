@@ -71,15 +71,15 @@ class Rule:
             isinstance(pattern, re.Pattern) and not isinstance(pattern.pattern, str)
         ):
             raise PolicyError(
-                f"{self._call}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
+                f"{self._described}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
             )
         if self.op not in OPS:
-            raise PolicyError(f"{self._call}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
+            raise PolicyError(f"{self._described}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
-            raise PolicyError(f"{self._call}: optional must be True or False.")
+            raise PolicyError(f"{self._described}: optional must be True or False.")
         if self.op == "attention" and (given := [gemm for gemm in GEMMS if getattr(self, gemm) is not INHERIT]):
             raise PolicyError(
-                f'{self._call}: op="attention" takes no {", ".join(given)}: attention has no such GEMMs. '
+                f'{self._described}: op="attention" takes no {", ".join(given)}: attention has no such GEMMs. '
                 "Its forward runs as recipe says, its backward if the recipe has attention_backward=True."
             )
         self._check_steps()
@@ -89,7 +89,7 @@ class Rule:
             try:
                 check_op(self.op, self.recipe_for(gemm))
             except Fp8GraphError as error:
-                raise type(error)(f"{self._call}: {error}") from None
+                raise type(error)(f"{self._described}: {error}") from None
 
     def _check_steps(self) -> None:
         steps: Any = self.steps
@@ -101,7 +101,7 @@ class Rule:
         first, end = self.steps if isinstance(self.steps, tuple) and len(self.steps) == 2 else (None, None)
         if type(first) is not int or first < 0 or (end is not None and (type(end) is not int or end <= first)):
             raise PolicyError(
-                f"{self._call}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}."
+                f"{self._described}: steps must be (first, end) with 0 <= first < end, or end None; not {steps!r}."
             )
 
     def __str__(self) -> str:
@@ -120,8 +120,8 @@ class Rule:
         return f"{pattern} ({', '.join(more)})" if more else pattern
 
     @property
-    def _call(self) -> str:
-        """The rule in an error message: its other arguments may be what is wrong."""
+    def _described(self) -> str:
+        """The rule in an error message, which may be about its other arguments."""
         if isinstance(self.pattern, re.Pattern):
             return f"Rule(re.compile({self.pattern.pattern!r}), ...)"
         return f"Rule({self.pattern!r}, ...)"
