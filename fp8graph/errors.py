@@ -64,8 +64,8 @@ class PolicyError(ConfigError):
 class UnsupportedRecipeError(ConfigError):
     """A recipe that does not exist, or whose fields ask for something that no hardware supports.
 
-    Raised where a recipe is made or named. A recipe that this machine does not multiply is no error: it is emulated,
-    and the report says so.
+    Raised where a recipe is made or named. A recipe that this machine does not multiply is not an error: it is
+    emulated, and the report says so.
     """
 
 
@@ -111,7 +111,7 @@ def expect_path(call: str, argument: str, value: object) -> None:
 
 
 def expect_batches(call: str, argument: str, value: object) -> None:
-    """:func:`expect` batches. One batch is no list of them: its rows or keys would be taken for batches."""
+    """:func:`expect` batches. One batch is not a list of batches: its rows or keys would be taken for them."""
     wanted = "a list of batches, or another iterable"
     expect(call, argument, value, Iterable, wanted)
     if isinstance(value, (Mapping, torch.Tensor, str)):
@@ -124,7 +124,7 @@ def expect_batch(call: str, argument: str, value: object) -> None:
 
 
 def printable(text: str) -> str:
-    """``text`` in one line, with escapes for what is no printable character: names in files are anybody's."""
+    """``text`` in one line, with escapes for characters that are not printable, which names in files may have."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

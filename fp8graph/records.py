@@ -138,7 +138,7 @@ class AttentionRecord(OtherRecord):
 
     fqn: str  #: the full name of the module that attends
     index: int  #: among the attentions of one module
-    form: str  #: the op, in words: "flash", "flex", ...; "written out" as matmuls, which have rows of their own
+    form: str  #: the op, in words: "flash", "flex", ...; "written out" as matmuls, which have their own rows
     direction: str  #: forward or backward
     batch: int | str  #: a string when the size is dynamic, as all sizes here
     heads: int | str  #: of queries
@@ -172,7 +172,7 @@ class AttentionRecord(OtherRecord):
 
     @property
     def written_out(self) -> bool:
-        """Whether its FLOPs are those of matmuls, which have rows of their own."""
+        """Whether its FLOPs are those of matmuls, which have their own rows."""
         return self.form == "written out"
 
     @property

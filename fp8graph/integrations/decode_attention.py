@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from fp8graph.errors import ConfigError
 from fp8graph.integrations.kv_cache import AS_THEY_ARE, QUANTIZED
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import materialize
 
 __all__ = ["NAME", "decode_attention", "use_decode_attention"]
 
@@ -90,7 +90,8 @@ def decode_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     groups = heads // key_heads  # of heads that share a key head
-    q = stored(query.reshape(batch, key_heads, groups, 1, size).to(torch.float32))  # or each key would rotate it again
+    # else each key would rotate it again
+    q = materialize(query.reshape(batch, key_heads, groups, 1, size).to(torch.float32))
     scores = (q * key.unsqueeze(2).to(torch.float32)).sum(-1) * (size**-0.5 if scaling is None else scaling)
     if attention_mask is not None:  # to [batch, key heads, groups, cached tokens]
         own = attention_mask.shape[1] != 1  # of each head

@@ -116,9 +116,9 @@ def quantize(
 def dequantize(q: QuantizedTensor) -> Tensor:
     """Decode ``q`` to the source's shape and dtype (with one rounding to that dtype).
 
-    A Hadamard transform of the columnwise copy is taken back, in FP32.
+    A Hadamard transform of the columnwise copy is inverted, in FP32.
     """
-    expect("dequantize", "q", q, QuantizedTensor, "what quantize() returns")
+    expect("dequantize", "q", q, QuantizedTensor, "a result of quantize()")
     extra = decoding_kwargs(q.quantizer)
     signs = q.quantizer.rotation if q.layout == "columnwise" else None
     decoded_dtype = q.dtype if signs is None else torch.float32
@@ -152,7 +152,7 @@ def statistics(
 
     Args:
         x, recipe, operand, layout, scale: see :func:`quantize`. Without a recipe, only ``x`` itself is described.
-        block_size: of the blocks that "max_blockwise_dynamic_range" looks at, along rows and along columns.
+        block_size: of the blocks of "max_blockwise_dynamic_range", along rows and along columns.
 
     Returns:
         Numbers, by Transformer Engine's names. Of the tensor min, max, mean, std, l1_norm, l2_norm, cur_amax,

@@ -1,7 +1,7 @@
 """Numerics of grouped matmuls: the rows of one operand fall into groups, one per expert.
 
 ``offs`` [experts], int32, is the end of each group of rows. Groups are contiguous and may be empty; rows after the last
-group belong to none. Each group is quantized as if it were a tensor of its own, as Transformer Engine's GroupedLinear
+group belong to none. Each group is quantized as if it were a separate tensor, as Transformer Engine's GroupedLinear
 does, except with delayed scaling, where all groups share one scale and one history.
 
 Two forms (fprop and dgrad; wgrad), operands contiguous along k as everywhere:
@@ -33,7 +33,7 @@ def padded_rows(rows: int, groups: int, multiple: int) -> int:
 
 
 def not_empty(x: Tensor) -> Tensor:
-    """``x``, with a zero row at the end if it may have no row at all: a maximum of nothing has no value."""
+    """``x``, with a zero row at the end if it may have no rows: a maximum over no rows does not exist."""
     return x if statically_known_true(x.shape[0] > 0) else torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1) + [0, 1])
 
 
@@ -91,9 +91,9 @@ def spans(offs: Tensor, multiple: int = 1) -> Iterator[Span]:
     """The groups that have rows. Reads ``offs``: waits for the device."""
     rows = pairwise([0, *offs.tolist()])
     columns = pairwise([0, *padded_offsets(offs, multiple).tolist()])
-    for group, (own, padded) in enumerate(zip(rows, columns, strict=True)):
-        if own[1] > own[0]:
-            yield Span(group, slice(*own), slice(*padded))
+    for group, (exact, padded) in enumerate(zip(rows, columns, strict=True)):
+        if exact[1] > exact[0]:
+            yield Span(group, slice(*exact), slice(*padded))
 
 
 def grouped_mm(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from fp8graph.compat import inductor
 from fp8graph.recipes import FLT_MAX
 
 _library: Final = torch.library.Library("fp8graph_hints", "DEF")
-_library.define("stored(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("stored", torch.clone, "CompositeExplicitAutograd")
-torch.library.register_fake("fp8graph_hints::stored", torch.empty_like, lib=_library)
+_library.define("materialize(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("materialize", torch.clone, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::materialize", torch.empty_like, lib=_library)
 _library.define("divide(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
 _library.impl("divide", torch.div, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
@@ -37,7 +37,7 @@ def _(x: Tensor) -> Tensor:
 FEW: Final = 2**18
 
 
-def stored(x: Tensor) -> Tensor:
+def materialize(x: Tensor) -> Tensor:
     """``x``, written to memory in the shape that it has here.
 
     Inductor merges the dims of a view that follows before it looks for loops to fuse: a cast of [rows, tiles, 128]
@@ -45,7 +45,7 @@ def stored(x: Tensor) -> Tensor:
     the amax, and the view is free. A tensor that several GEMMs read is also stored only once: Inductor does not know
     that ``_scaled_mm`` reads from memory, and would store the tensor for each of them.
     """
-    return torch.ops.fp8graph_hints.stored(x)
+    return torch.ops.fp8graph_hints.materialize(x)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -77,6 +77,6 @@ def visible(x: Tensor) -> Tensor:
 
 
 inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
-inductor.lower_to_stored(torch.ops.fp8graph_hints.stored.default)
+inductor.lower_to_stored(torch.ops.fp8graph_hints.materialize.default)
 inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
 inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

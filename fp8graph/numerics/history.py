@@ -89,9 +89,9 @@ def _largest(amaxes: Sequence[Tensor]) -> Tensor:
     for position, amax in enumerate(amaxes):
         positions.setdefault(str(amax.shape), []).append(position)  # as text: a dynamic size has no hash
     largest: list[Tensor | None] = [None] * len(amaxes)
-    for alike in positions.values():
-        reduced = torch.stack([not_empty(amaxes[i].reshape(-1)) for i in alike]).amax(1)  # experts may get no row
-        for position, value in zip(alike, reduced.unbind(), strict=True):
+    for equal in positions.values():
+        reduced = torch.stack([not_empty(amaxes[i].reshape(-1)) for i in equal]).amax(1)  # experts may get no row
+        for position, value in zip(equal, reduced.unbind(), strict=True):
             largest[position] = value
     return torch.stack(cast("list[Tensor]", largest))
 

@@ -6,7 +6,7 @@ All amax and scale arithmetic is FP32. Casts round to nearest even; finite numbe
 Read this first:
 
 * ``scale`` multiplies: ``x_fp8 = cast(x * scale)``. ``scale_inv = 1 / scale`` is what a GEMM needs.
-* A tile is (rows, elements along the contraction dim). Ragged edges are tiles of their own: they are quantized as if
+* A tile is (rows, elements along the contraction dim). Ragged edges are separate tiles: they are quantized as if
   filled with zeros, which change no amax.
 * NaN stays NaN, and an infinite number becomes NaN (nvfp4: the scale of its tile does, E2M1 has none), in each operand
   under each recipe. Saturated, an overflow of the model would be a finite number: a loss that looks right, and from
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax
-from fp8graph.numerics.hints import divide, stored
+from fp8graph.numerics.hints import divide, materialize
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
 from fp8graph.numerics.transforms import transformed
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
@@ -81,8 +81,8 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
         if kind.scale_of_layout:
             whole.append([*batch, r, 1] if asked.row_scaled else [])
     units = asked.x.shape[0] if asked.per_matrix else groups or None
-    of_both = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
-    return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *of_both))]
+    shared = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
+    return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *shared))]
 
 
 def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
@@ -103,7 +103,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     scales: list[Tensor] = []
     whole: list[Shared] = []
     for layout, multiples in asked.layouts.items():
-        own, sources, groups, transposed = shared, parts, None, layout == "columnwise"
+        of_layout, sources, groups, transposed = shared, parts, None, layout == "columnwise"
         if offs is not None and group is not None:
             rows, of_rows = (
                 pad_groups(asked.x, offs, multiples[1]) if transposed else (asked.x, group.clamp_max(offs.shape[0] - 1))
@@ -111,23 +111,23 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
             sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
         if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
             sources = [transformed(source, asked.rotation, asked.matrix) for source in sources]
-            own = kind.shared(sources, asked)
+            of_layout = kind.shared(sources, asked)
         if transposed and groups is None:
             sources = [source.transpose(-2, -1) for source in sources]
         if transposed and asked.row_scaled:
-            own = kind.shared(sources if groups is None else [sources[0].t()], asked)
+            of_layout = kind.shared(sources if groups is None else [sources[0].t()], asked)
         request = LayoutRequest(
             parts=sources,
             axis=-3 - dim if transposed and groups is None else dim,
             multiples=multiples,
             asked=dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked,
-            shared=own,
+            shared=of_layout,
         )
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
         scales += [] if scale_inv is None else [scale_inv]
-        whole.append(own)
-    return [*data, *scales, *kind.of_layouts(whole, asked), *kind.of_both(shared, asked)]
+        whole.append(of_layout)
+    return [*data, *scales, *kind.layout_scales(whole, asked), *kind.shared_outputs(shared, asked)]
 
 
 def quantized_copy(
@@ -136,9 +136,9 @@ def quantized_copy(
     """Data, scales and global scale of one layout of ``x``, not padded; ``settings``: scaling, block."""
     multiples = ([], [1, 1]) if layout == "columnwise" else ([1, 1], [])
     results = quantize_layouts(x, dtype, power_2_scale, amax_epsilon, *multiples, **settings)
-    made = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
-    scale_inv = made["scale_inv"] if "scale_inv" in made else made[f"{layout}_scale_inv"]
-    return made[layout], scale_inv, made.get(f"{layout}_global_scale_inv")
+    outputs = dict(zip(output_names(settings.get("scaling", "tensor"), [layout]), results, strict=True))
+    scale_inv = outputs["scale_inv"] if "scale_inv" in outputs else outputs[f"{layout}_scale_inv"]
+    return outputs[layout], scale_inv, outputs.get(f"{layout}_global_scale_inv")
 
 
 def quantizer_args(quantizer: Quantizer) -> tuple[torch.dtype, bool, float]:
@@ -215,7 +215,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, power_2_scale: bool) -> tupl
         power_2_scale: see :class:`fp8graph.Float8RowwiseScaling`.
     """
     amax = amax_of(x, -1, keepdim=True)
-    scale = stored(scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale))
+    scale = materialize(scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale))
     data = saturating_cast(overflow_as_nan(x) * scale, dtype)
     return data.contiguous(), inverse(scale)
 

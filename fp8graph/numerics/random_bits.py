@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat.distributed import rank
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import materialize
 
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS: Final = (0x9E3779B9, 0xBB67AE85)
@@ -33,7 +33,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         # Inductor follows each use of a number to its start, and each word is used twice in each round: 2^10 times. It
         # need not beyond what is stored, and stores none of these after all, since one kernel makes and reads them.
         words = (high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a)
-        words = tuple(map(stored, words)) if turn + 1 < _ROUNDS else words
+        words = tuple(map(materialize, words)) if turn + 1 < _ROUNDS else words
     return words
 
 
@@ -48,7 +48,7 @@ def random_halves(seed: Tensor | None, draw: int, part: int, groups: int, device
     half = torch.arange(2, device=device)  # two counters, 4 words of 2 halves each
     counter = (group & _WORD, half, torch.full_like(half, draw), torch.full_like(half, part))
     # two's complement in int32, two bytes per number: else each number would compute all of its group's
-    words = [stored((word - ((word >> 31) << 32)).to(torch.int32)) for word in philox(counter, key)]
+    words = [materialize((word - ((word >> 31) << 32)).to(torch.int32)) for word in philox(counter, key)]
     four = torch.stack(torch.broadcast_tensors(*words), -1)  # [groups, 2, 4]
     return ((four.unsqueeze(-1) >> (_BITS * half).to(torch.int32)) & _HALF).reshape(groups, 16)
 

@@ -81,8 +81,8 @@ Parts = Mapping[str, float]
 def tensor_parts(x: Tensor, block_size: int = 32) -> Tensor:
     """The ``TENSOR_PARTS`` of ``x`` [..., rows, columns], FP32.
 
-    ``block_size``: of max_blockwise_dynamic_range, which looks at blocks along rows and along columns, and so reads
-    ``x`` twice more; 0: it is left out (and is 0).
+    ``block_size``: of max_blockwise_dynamic_range, over blocks along rows and along columns, which reads ``x``
+    twice more; 0: it is not computed (and is 0).
     """
     numbers = x.to(torch.float32)
     sizes = numbers.abs()
@@ -131,7 +131,7 @@ def quantized_parts(
     """The ``QUANTIZED_PARTS`` of ``x`` [..., rows, columns] and its quantized copy, FP32.
 
     ``data``, ``scale_inv``, ``scaling``, ``block``, ``rotation``, ``global_scale_inv``: see ``quantize_layouts``. A
-    transformed copy is compared with the transformed tensor. What pads the data does not count.
+    transformed copy is compared with the transformed tensor. Padding of the data does not count.
     """
     kind = SCALINGS[scaling]
     if rotation is not None and layout == "columnwise":
@@ -205,7 +205,7 @@ def of_other_copy(
     dim: int = -1,
     **settings: Any,
 ) -> Tensor:
-    """:func:`quantized_parts` of what a quantizer makes of ``x`` and ``more``, joined along ``dim``."""
+    """:func:`quantized_parts` of ``x`` and ``more``, joined along ``dim``, and their copy by a quantizer."""
     whole = join([x, *(more or ())], dim)
     layout: Layout = "columnwise" if columnwise else "rowwise"
     data, scale_inv, global_scale_inv = quantized_copy(whole, dtype, power_2_scale, amax_epsilon, layout, **settings)
@@ -270,7 +270,7 @@ def merged(vectors: Sequence[Parts]) -> dict[str, float]:
 
 
 def finished(tensor: Parts, quantized: Parts | None = None) -> dict[str, float]:
-    """The statistics that the parts come to, by Transformer Engine's names where it has one.
+    """The statistics computed from the parts, by Transformer Engine's names if it has one.
 
     "overflows%" counts numbers beyond the largest that the scale leaves room for; "saturated%" those that were
     quantized to it. "sqnr" is in dB, "scale_inv_std" in octaves (log2). A tensor of zeros has a dynamic range of 0.

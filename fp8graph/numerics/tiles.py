@@ -18,16 +18,16 @@ from fp8graph.numerics.experts import pad_groups
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
     """Zero rows and columns at the end so that both sizes are multiples. Zeros change no amax."""
-    pad_rows, pad_columns = missing(x.shape[-2], rows), missing(x.shape[-1], columns)
+    pad_rows, pad_columns = padding_needed(x.shape[-2], rows), padding_needed(x.shape[-1], columns)
     if pad_rows is None and pad_columns is None:
         return x
     return torch.constant_pad_nd(x, [0, pad_columns or 0, 0, pad_rows or 0], 0.0)
 
 
-def missing(size: int, multiple: int) -> int | None:
-    """The padding of ``size`` to a multiple; None if it is certainly none (a dynamic size may need some)."""
-    lacks = -size % multiple
-    return None if statically_known_true(lacks == 0) else lacks
+def padding_needed(size: int, multiple: int) -> int | None:
+    """The padding of ``size`` to a multiple; None if it is known to be 0 (a dynamic size may need some)."""
+    padding = -size % multiple
+    return None if statically_known_true(padding == 0) else padding
 
 
 def tiles_of(x: Tensor, block: Sequence[int]) -> Tensor:
@@ -54,13 +54,13 @@ def join(parts: Sequence[Tensor], axis: int) -> Tensor:
 def with_padding(x: Tensor, multiples: Sequence[int]) -> Tensor:
     """``x`` with zeros at the end so that its last sizes are ``multiples``.
 
-    The zeros are written by a loop of their own: the loop that makes ``x`` keeps its size, and still fuses with its
+    The zeros are written by a separate loop: the loop that makes ``x`` keeps its size, and still fuses with its
     producer.
     """
     for axis, multiple in ((-1, multiples[1]), (-2, multiples[0])):
-        if (lacks := missing(x.shape[axis], multiple)) is not None:
+        if (padding := padding_needed(x.shape[axis], multiple)) is not None:
             shape = [*x.shape]
-            shape[axis] = lacks
+            shape[axis] = padding
             x = torch.cat([x, x.new_zeros(shape)], axis)
     return x
 

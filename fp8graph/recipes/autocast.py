@@ -5,7 +5,7 @@ Inside compiled code, every node of the region, forward and backward, is annotat
 and the compiled callable picks a variant at call time (``backend/program.py``).
 
 A region holds for the forwards that are called in it. A backward that is called in it may run forwards again
-(activation checkpointing): these had regions of their own (``runtime/recomputation.py``).
+(activation checkpointing): these have their own regions (``runtime/recomputation.py``).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _unknown_argument(name: str) -> str:
 
 
 def names_a_group() -> bool:
-    """Whether a region around the current call says over which ranks amaxes are reduced."""
+    """Whether a region around the current call names the ranks over which amaxes are reduced."""
     return any(region.group is not None for region in _regions())
 
 

@@ -85,7 +85,7 @@ class Quantizer:
     The last five fields are for nvfp4: a Hadamard transform of the columnwise copy before its amax is taken
     (``rotation``: the rows of its matrix that are negated, as bits; None: no transform), stochastic rounding, for each
     tile the better of two scales ("four over six", by the error in this mode), the largest of the tiles' scales, and
-    whether each row of the operand as the GEMM contracts it has an FP32 number of its own, not the tensor.
+    whether each row of the operand as the GEMM contracts it has an FP32 number, instead of the tensor.
     """
 
     dtype: torch.dtype  # one of ``FP8_MAX``

@@ -54,7 +54,7 @@ class Policy:
         extends: "default" puts the default policy's rules (heads, MoE routers, adapters, and what the model's family
             keeps in high precision) behind these ones; ``default`` is then its recipe unless it is given.
         min_speedup: a GEMM is rewritten only if the target's speed model predicts at least this speedup over
-            bf16 (the default excludes gains within the model's own error); 0 rewrites whatever is legal.
+            bf16 (the default excludes gains within the model's error); 0 rewrites everything that is legal.
             CPUs and emulated GEMMs have no speed model.
         keep_heads: leave linears in high precision that the graph shows to be output heads (tied to an embedding, read
             by the loss, or logits over an embedding's vocabulary), unless a rule that is not optional matches them.
@@ -167,7 +167,7 @@ class Policy:
         return {recipe for recipe in named if recipe is not None}
 
     def identity(self) -> str:
-        """A text that is equal for policies that decide alike: names are resolved to their current recipes."""
+        """A text that is equal for policies with equal decisions: names are resolved to their current recipes."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
         patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
@@ -219,7 +219,7 @@ class Policy:
 
     @staticmethod
     def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
-        """A policy from what users pass: a Policy, its dict form, or a path."""
+        """A policy from a Policy, its dict form, or a path."""
         if isinstance(value, Policy):
             return value
         if isinstance(value, Mapping):
@@ -250,7 +250,7 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def in_file(path: str | os.PathLike[str]) -> Generator[None]:
-    """Name the file in errors about what it holds."""
+    """Name the file in errors about its content."""
     try:
         yield
     except Fp8GraphError as error:
@@ -282,5 +282,5 @@ def _toml(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, cast(list[Any], value)))}]"
     if isinstance(value, str) and any("\ud800" <= one <= "\udfff" for one in value):
-        raise PolicyError(f"{value!r} cannot be written to a file: half of a surrogate pair is no character.")
+        raise PolicyError(f"{value!r} cannot be written to a file: half of a surrogate pair is not a character.")
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # strings, numbers, booleans

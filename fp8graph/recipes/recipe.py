@@ -180,7 +180,7 @@ class Float8BlockScaling(Recipe):
     """One FP32 scale per tile: 1x128 for x and dy, 128x128 for w ("blockwise", DeepSeek-V3's).
 
     A tile is (rows, elements along the contraction dim) of the operand as its GEMM contracts it; both layouts are
-    quantized from high precision; a ragged edge is a tile of its own. Each scale as in
+    quantized from high precision; a ragged edge is a separate tile. Each scale as in
     :class:`Float8CurrentScaling`, except that an infinite one becomes the largest number of the input's dtype.
     Accumulation is always split. Source: ``Float8BlockScaling`` in Transformer Engine.
 
@@ -270,7 +270,7 @@ class NVFP4BlockScaling(Recipe):
     Three ingredients make it train: weights get one scale per 16x16 tile, so that both layouts hold the same numbers;
     a random Hadamard transform spreads outliers of the columnwise copies of input and grad_output, 16 elements along
     wgrad's contraction at a time, and cancels in the product; gradients are rounded stochastically, so that the
-    expectation of what is rounded is the number itself. The scales of a transformed copy are its own.
+    expectation of a rounded number is the number itself. A transformed copy has separate scales.
 
     Stochastic rounding draws one seed from torch's generator of the device in each backward graph, so that
     ``torch.manual_seed`` and a saved generator state repeat a run; ranks draw different numbers from one seed.
@@ -288,7 +288,7 @@ class NVFP4BlockScaling(Recipe):
             its amax 6 or the one that makes it 4, whichever loses less. Gradients are never among them.
         nvfp4_4over6_e4m3_use_256: which of those use 256 as the largest scale of a tile instead of 448, so that the
             scale for 4, which is 1.5 times as large, still fits.
-        nvfp4_4over6_err_mode: "MAE" or "MSE": what is lost, as a sum of absolute values or of squares.
+        nvfp4_4over6_err_mode: "MAE" or "MSE": the loss, as a sum of absolute values or of squares of errors.
         row_scaled_activation: inputs have one FP32 scale per row of what the GEMM contracts, in place of one for the
             tensor: per token in fprop, per channel in wgrad. A token then does not depend on the others of its batch.
             It needs ``disable_rht=True``, as in Transformer Engine.

@@ -106,8 +106,8 @@ class Rule:
 
     def __str__(self) -> str:
         """The rule as a line: ``"*.down_proj" (steps 0 to 99) -> delayed, wgrad: high precision``."""
-        own = [f"{gemm}: {recipe_text(getattr(self, gemm))}" for gemm in GEMMS if getattr(self, gemm) is not INHERIT]
-        return f"{self.where} -> {', '.join([recipe_text(self.recipe), *own])}"
+        given = [f"{gemm}: {recipe_text(getattr(self, gemm))}" for gemm in GEMMS if getattr(self, gemm) is not INHERIT]
+        return f"{self.where} -> {', '.join([recipe_text(self.recipe), *given])}"
 
     @property
     def where(self) -> str:
@@ -143,8 +143,8 @@ class Rule:
 
     def recipe_for(self, gemm: GemmName) -> Recipe | None:
         """The recipe of one GEMM; ``None`` leaves it in high precision."""
-        own = cast(GemmRecipe, getattr(self, gemm))
-        return resolve_recipe(self.recipe if own is INHERIT else own)
+        recipe = cast(GemmRecipe, getattr(self, gemm))
+        return resolve_recipe(self.recipe if recipe is INHERIT else recipe)
 
     def to_dict(self) -> dict[str, Any]:
         """The rule as in a policy file: only the fields that differ from the defaults."""
@@ -154,8 +154,8 @@ class Rule:
         if self.op != "linear":
             values["op"] = self.op
         for gemm in GEMMS:
-            if (own := getattr(self, gemm)) is not INHERIT:
-                values[gemm] = recipe_to_plain(own)
+            if (recipe := getattr(self, gemm)) is not INHERIT:
+                values[gemm] = recipe_to_plain(recipe)
         if self.optional:
             values["optional"] = True
         if self.steps is not None:
@@ -212,8 +212,8 @@ def recipe_text(recipe: GemmRecipe) -> str:
         return "high precision"
     if not isinstance(recipe, Recipe):
         return str(recipe)
-    own = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
-    changed = {name: value for name, value in own.items() if value != getattr(type(recipe)(), name)}
+    fields = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe) if f.init}
+    changed = {name: value for name, value in fields.items() if value != getattr(type(recipe)(), name)}
     arguments = ", ".join(f"{name}={getattr(value, 'name', value)!r}" for name, value in changed.items())
     return f"{type(recipe).__name__}({arguments})"
 

@@ -58,7 +58,7 @@ class GraphView:
     origins: dict[str, Origin]  #: of the nodes of all stages, by their names
     saved: tuple[str, ...]  #: what forward returns, results and all that it keeps for backward, by their names
     policy: str  #: the policy it was compiled with, as text; distinguishes graphs after set_policy
-    others: tuple[OtherRecord, ...] = ()  #: of sites that are no matmuls, and not counted among the GEMMs
+    others: tuple[OtherRecord, ...] = ()  #: of sites that are not matmuls, which are not counted among the GEMMs
     load_module: Callable[[], fx.GraphModule] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -106,18 +106,18 @@ class GraphView:
     @staticmethod
     def from_dict(values: dict[str, Any]) -> GraphView:
         """The inverse of :meth:`to_dict`."""
-        rows = {
-            name: tuple(cast(Any, kind)(**(row | {"dtypes": tuple(row["dtypes"])})) for row in values[name])
-            for name, kind in {"gemms": GemmRecord, **OTHERS}.items()
-        }
-        sent = (CollectiveRecord(**(c | {"shape": tuple(c["shape"])})) for c in values["collectives"])
-        refused = (RefusalRecord(**r) for r in values["refusals"])
-        fields: dict[str, Any] = {name: value for name, value in values.items() if name not in rows}
-        fields["gemms"], fields["others"] = rows.pop("gemms"), tuple(itertools.chain(*rows.values()))
-        fields["collectives"], fields["refusals"] = tuple(sent), tuple(refused)
-        fields["inputs"], fields["saved"] = tuple(values["inputs"]), tuple(values["saved"])
+        kinds: dict[str, Any] = {"gemms": GemmRecord, "collectives": CollectiveRecord, "refusals": RefusalRecord}
+        fields = _with_tuples(values)
+        for name, kind in {**kinds, **OTHERS}.items():
+            fields[name] = tuple(kind(**_with_tuples(row)) for row in values[name])
+        fields["others"] = tuple(itertools.chain(*(fields.pop(name) for name in OTHERS)))
         fields["origins"] = {name: Origin(*origin) for name, origin in values["origins"].items()}
         return GraphView(**fields)
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has lists in place of tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def announce(view: GraphView) -> None:
@@ -157,7 +157,7 @@ def add_origins(found: dict[str, Origin], graph: fx.Graph) -> None:
 
 
 def input_origins(names: Mapping[fx.Node, str | None]) -> dict[str, Origin]:
-    """The inputs of a graph, by their names in the report; None: nobody took this spare input."""
+    """The inputs of a graph, by their names in the report; None: an unused spare input."""
     found: dict[str, Origin] = {}
     for node, text in names.items():
         root, path = split_source(text or "")

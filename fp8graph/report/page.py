@@ -1,7 +1,14 @@
 """The report's page: one HTML file with its data, its code and its libraries inside. It needs no network.
 
-The data are plain values: the shares of FP8, the tables, the graphs, the statistics. Stages are numbers of lines;
-identical graphs and identical layers (:mod:`fp8graph.report.folding`) are there once; what is large is packed.
+The data are plain values: the shares of FP8, the tables, the graphs, the statistics. Stages are numbers of lines; large
+data are packed; identical graphs are there once, and so are identical layers of a graph's text::
+
+    add: bf16[8] = aten.add.Tensor(x, y)        # model.layers.0   ->   as it is
+    add_1: bf16[8] = aten.add.Tensor(add, z)    # model.layers.1   ->   (left out: it reads as model.layers.0)
+
+A layer is everything under one number in a module's name. Two layers are identical if their lines are the same in all
+stages, once nodes are numbered in the order in which each layer makes them. The nodes of other layers count as the
+same, those outside of all layers do not: layers that read two different masks stay.
 """
 
 from __future__ import annotations
@@ -10,22 +17,24 @@ import array
 import base64
 import json
 import math
+import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from fp8graph.errors import ConfigError
 from fp8graph.offline import KernelRecord
-from fp8graph.records import CollectiveRecord, GemmRecord, RefusalRecord, StatisticRecord
-from fp8graph.report.folding import folded, name_of
+from fp8graph.records import CollectiveRecord, GemmRecord, Origin, RefusalRecord, StatisticRecord
 from fp8graph.report.graph_view import GraphView
-from fp8graph.report.tables import collective_rows, gemm_groups, refusal_rows
+from fp8graph.report.tables import any_layer, collective_rows, gemm_groups, refusal_rows
 
 Losses = Sequence[float] | Mapping[int, float]  # by step
 _SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "kernels", "stages", "charts", "page")
 _FOLDER: Final = resources.files("fp8graph.report")
+_LAYER: Final = re.compile(r"(?:[^\s,]*?\.)??\d+(?=\.|$)")  # "model.layers.0" of "model.layers.0.mlp.up"
+_NAME: Final = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=(.])")
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -196,17 +205,17 @@ def graph_data(views: Sequence[GraphView], kernels: Mapping[int, KernelRecord] |
         "training": first.training,
         "summary": first.summary(),
         "count": len(views),
-        "others": layers,  # GEMMs of the graphs that are alike
+        "others": layers,  # GEMMs of the identical graphs
         "stages": ["before", *first.stages],
         "content": packed(json.dumps(_content(first, kernels or {}), separators=(",", ":")).encode()),
     }
 
 
 def _content(view: GraphView, kernels: Mapping[int, KernelRecord]) -> dict[str, Any]:
-    found = folded({"before": view.before, **view.stages}, view.origins)
+    graph = folded({"before": view.before, **view.stages}, view.origins)
     numbers: dict[str, int] = {}  # of lines
-    texts = [[numbers.setdefault(line, len(numbers)) for line in lines] for lines in found.stages.values()]
-    names = dict.fromkeys(name for line in numbers if (name := name_of(line)) in view.origins)
+    texts = [[numbers.setdefault(line, len(numbers)) for line in lines] for lines in graph.stages.values()]
+    names = dict.fromkeys(name for line in numbers if (name := _name_of(line)) in view.origins)
     modules: dict[str, int] = {}
     sources: dict[str, int] = {}
     origins = {
@@ -225,7 +234,7 @@ def _content(view: GraphView, kernels: Mapping[int, KernelRecord]) -> dict[str, 
         "origins": origins,
         "saved": [name for name in view.saved if name in names],
         "kernels": list(_drawn(kernels, {name: number for number, name in enumerate(names)})),
-        "alike": found.alike,
+        "alike": graph.identical,
         "emulated": sorted({gemm.name for gemm in view.gemms if gemm.execution == "emulated"}),
     }
 
@@ -239,6 +248,108 @@ def _drawn(kernels: Mapping[int, KernelRecord], numbers: Mapping[str, int]) -> I
         )
         if nodes:
             yield [place, nodes, *others]
+
+
+class Folded(NamedTuple):
+    """The stages of one graph, with one of several identical layers."""
+
+    stages: Mapping[str, Sequence[str]]  # lines; one line stands for those of layers that are left out
+    identical: Mapping[str, Sequence[str]]  # a layer that is kept -> those that it stands for
+
+
+def folded(stages: Mapping[str, str], origins: Mapping[str, Origin]) -> Folded:
+    """The stages without the layers that are identical to an earlier one."""
+    split = {stage: text.split("\n") for stage, text in stages.items()}
+    layers = {name: layer for name, origin in origins.items() if (layer := layer_of(origin.module))}
+    identical = _identical(_readings(split.values(), layers))
+    left_out = {layer: kept for kept, others in identical.items() for layer in others}
+    return Folded({stage: list(_without(lines, layers, left_out)) for stage, lines in split.items()}, identical)
+
+
+def layer_of(module: str) -> str:
+    """The name of the layer that a module belongs to; "" if no number is in its name."""
+    match = _LAYER.match(module)
+    return match[0] if match else ""
+
+
+def _name_of(line: str) -> str:
+    """The node that a line of a graph's text makes; "" for a comment, or what the graph returns."""
+    name, colon, _ = line.partition(": ")
+    return name if colon and name.isidentifier() else ""
+
+
+def _readings(stages: Iterable[Sequence[str]], layers: Mapping[str, str]) -> dict[str, list[str]]:
+    """By layer: its lines in all stages, with nodes in place of names."""
+    numbers: dict[str, int] = {}  # of a node, among those of its layer
+    counts: dict[str, int] = {}
+    known: dict[str, str] = {}  # line -> its reading
+    readings: dict[str, list[str]] = {}
+    for lines in stages:
+        for line in lines:
+            name = _name_of(line)
+            layer = layers.get(name)
+            if layer is None:
+                continue
+            if name not in numbers:
+                numbers[name] = counts[layer] = counts.get(layer, -1) + 1
+            reading = known.get(line)
+            if reading is None:
+                reading = known[line] = _reading(line, layer, layers, numbers)
+            readings.setdefault(layer, []).append(reading)
+        for reading in readings.values():
+            reading.append("")
+    return readings
+
+
+def _reading(line: str, layer: str, layers: Mapping[str, str], numbers: Mapping[str, int]) -> str:
+    def reading(match: re.Match[str]) -> str:
+        name = match[0]
+        if layers.get(name) == layer and name in numbers:
+            return f"%{numbers[name]}"
+        return "%" if name in layers else name
+
+    text, hash_, module = line.partition("  # ")
+    return _NAME.sub(reading, text) + hash_ + module.removeprefix(layer)
+
+
+def _identical(readings: Mapping[str, list[str]]) -> dict[str, list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for layer, lines in readings.items():
+        if not any(" = " in line for line in lines):
+            continue  # only inputs: arguments are not identical layers
+        groups.setdefault((any_layer(f"{layer}."), *lines), []).append(layer)
+    return {first: others for first, *others in groups.values() if others}
+
+
+def _without(lines: Iterable[str], layers: Mapping[str, str], left_out: Mapping[str, str]) -> Iterator[str]:
+    omitted: dict[str, set[str]] = {}  # layer that is kept -> the layers like it whose lines were left out here
+    number = 0
+
+    def comment() -> Iterator[str]:
+        nonlocal number
+        if number:
+            like = "; ".join(f"{len(of)} layer{'s' * (len(of) > 1)} like {kept}" for kept, of in omitted.items())
+            yield f"# {number} lines of {like}"
+        omitted.clear()
+        number = 0
+
+    for line in lines:
+        layer = layers.get(_name_of(line), "")
+        if layer in left_out:
+            omitted.setdefault(left_out[layer], set()).add(layer)
+            number += 1
+            continue
+        yield from comment()
+        yield _shorter(line, layers, left_out) if line.startswith("return ") else line
+    yield from comment()
+
+
+def _shorter(line: str, layers: Mapping[str, str], left_out: Mapping[str, str]) -> str:
+    """The line that returns, without the results of layers that were left out."""
+    results = line.removeprefix("return ").split(", ")
+    kept = [name for name in results if layers.get(name, "") not in left_out]
+    more = len(results) - len(kept)
+    return f"return {', '.join(kept)}" + (f"  # and {more} more, of layers that were left out" if more else "")
 
 
 def statistics_data(records: Iterable[StatisticRecord], losses: Losses | None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Report:
     in_no_graph: list[str] = field(default_factory=list[str])  #: layers not called yet, or run in eager
     fp8_in_no_graph: list[str] = field(default_factory=list[str])  #: those of them that hold FP8 weights
     unused_state: list[str] = field(default_factory=list[str])  #: loaded scaling state that no layer has asked for
-    forgotten: int = 0  #: graphs that are gone with their models and no longer listed
+    forgotten: int = 0  #: graphs that were freed with their models and are no longer listed
     pass_seconds: float = 0.0  #: the time that fp8graph's own passes took
     reductions: list[CollectiveRecord] = field(default_factory=list[CollectiveRecord])  #: after each step
     weights: int = 0  #: the number of weights that are kept in FP8, outside the graphs
@@ -201,7 +201,7 @@ class Report:
         return "\n".join([self.summary(), *table, *others, *self.notes(), *sent, *refused])
 
     def notes(self) -> list[str]:
-        """All else that there is to know: one sentence each."""
+        """Further facts, one sentence each."""
         waiting = [] if self.in_force else ["no graph yet: nothing is compiled before the model is called"]
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
         lines = waiting + [

@@ -26,7 +26,7 @@ def progress_console() -> Console | None:
 
 @contextlib.contextmanager
 def progress_bar(title: str) -> Generator[Callable[[int, int], None]]:
-    """A function of what is done and of all, which shows a bar on a terminal once two seconds are over."""
+    """A function of the amounts done and in all, which shows a bar on a terminal after two seconds."""
     started, bar, task = time.monotonic(), None, None
     console = progress_console()
 
@@ -57,7 +57,7 @@ def _started_bar(console: Console) -> Any:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Show on a terminal ``what`` is done, for how long, and a moving line, for work whose length nobody knows."""
+    """Show on a terminal the name of work of unknown length, its duration, and a moving line."""
     if (console := progress_console()) is None:
         yield
         return

@@ -33,12 +33,12 @@ class Node:
     """One part of the names of modules, with the sites that are there."""
 
     parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
-    sites: list[Text] = field(default_factory=list[Text])  # what is said of each site of this module
+    sites: list[Text] = field(default_factory=list[Text])  # the text of each site of this module
     count: int = 0  # layers of one parent that go by this name: one for each number in place of its *
 
 
 class Notes:
-    """Reasons, each said once, below the tree."""
+    """Reasons, each printed once, below the tree."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -68,16 +68,16 @@ def tree(report: Report, title: str, notes: Notes) -> Tree:
     """Layers that differ only in their numbers are one branch, with how many they are."""
     root = Node()
     for site, modules in _sites(report.gemms):
-        said = [(one.gemm, one.recipe or "-", one.execution, one.reason) for one in modules[0]]
+        decisions = [(one.gemm, one.recipe or "-", one.execution, one.reason) for one in modules[0]]
         size = f"{modules[0][0].m} x {modules[0][0].n} x {modules[0][0].k}"
-        _node(root, site, [module[0].fqn for module in modules]).sites.append(_phrases(size, said, notes))
+        _node(root, site, [module[0].fqn for module in modules]).sites.append(_phrases(size, decisions, notes))
     others: dict[tuple[type[OtherRecord], str], list[OtherRecord]] = {}
     for record in report.others:
         others.setdefault((type(record), any_layer(record.name)), []).append(record)
     for (_, site), records in others.items():
-        said = [(one.direction, one.recipe or "-", one.execution, one.reason) for one in records]
+        decisions = [(one.direction, one.recipe or "-", one.execution, one.reason) for one in records]
         names = [record.fqn for record in records]
-        _node(root, site, names).sites.append(_phrases(records[0].title, said, notes))
+        _node(root, site, names).sites.append(_phrases(records[0].title, decisions, notes))
     found = Tree(Text(title, style="bold"))
     _grow(found, root)
     return found
@@ -127,10 +127,10 @@ def _grow(branch: Tree, node: Node) -> None:
         _grow(grown, below)
 
 
-def _phrases(what: str, said: Iterable[tuple[str, str, str, str]], notes: Notes) -> Text:
-    """``what``, and what becomes of it: in one phrase if it is one for all GEMMs (or directions)."""
-    phrases: dict[tuple[str, str], list[str]] = {}  # what is said and its style -> of which
-    for which, recipe, execution, reason in said:
+def _phrases(what: str, decisions: Iterable[tuple[str, str, str, str]], notes: Notes) -> Text:
+    """``what`` and its decisions, in one phrase if they are equal for all GEMMs (or directions)."""
+    phrases: dict[tuple[str, str], list[str]] = {}  # the words and their style -> the GEMMs or directions
+    for which, recipe, execution, reason in decisions:
         words = {"native": recipe, "emulated": f"{recipe}, emulated"}.get(execution, execution)
         words += notes.mark(reason) if execution != "native" else ""
         these = phrases.setdefault((words, _STYLES[execution]), [])

@@ -9,7 +9,7 @@ from torch import nn
 
 import fp8graph
 from fp8graph.records import Origin
-from fp8graph.report.folding import folded, layer_of
+from fp8graph.report.page import folded, layer_of
 from helpers import ALL
 
 
@@ -22,10 +22,10 @@ def chain(ops: list[str]) -> tuple[str, dict[str, Origin]]:
     return "\n".join([*lines, f"return n{len(ops)}, n1"]), origins | {"n0": Origin("x", "", False)}
 
 
-def test_layers_that_read_alike_are_left_out() -> None:
+def test_identical_layers_are_left_out() -> None:
     text, origins = chain(["aten.mul"] * 4)
     found = folded({"before": text}, origins)
-    assert found.alike == {"model.layers.1": ["model.layers.2", "model.layers.3"]}  # the first reads x
+    assert found.identical == {"model.layers.1": ["model.layers.2", "model.layers.3"]}  # the first reads x
     assert found.stages["before"] == [
         "n0: f32[8]",
         "w1: f32[8]",
@@ -42,7 +42,7 @@ def test_layers_that_differ_in_one_stage_stay() -> None:
     text, origins = chain(["aten.mul"] * 4)
     later, _ = chain(["aten.mul", "aten.add", "aten.mul", "aten.mul"])
     found = folded({"before": text, "after": later}, origins)
-    assert found.alike == {"model.layers.2": ["model.layers.3"]}
+    assert found.identical == {"model.layers.2": ["model.layers.3"]}
     assert "n2: f32[8] = aten.add(n1, w2)" in found.stages["after"]
     assert "n2: f32[8] = aten.mul(n1, w2)" in found.stages["before"]
 
@@ -50,7 +50,7 @@ def test_layers_that_differ_in_one_stage_stay() -> None:
 def test_a_graph_without_repeated_layers_is_unchanged() -> None:
     text = "x: f32[8]\n# backward\ny: f32[8] = aten.neg(x)\n\nreturn y"
     found = folded({"before": text}, {"x": Origin("x", "", False), "y": Origin("net.neg", "", True)})
-    assert found.alike == {}
+    assert found.identical == {}
     assert "\n".join(found.stages["before"]) == text
 
 
@@ -66,14 +66,14 @@ def test_names_of_layers() -> None:
 def test_arguments_are_no_layers() -> None:
     text = "a: f32[8]\nb: f32[8]\nreturn a"
     origins = {"a": Origin("args.0", "", False), "b": Origin("args.1", "", False)}
-    assert folded({"before": text}, origins).alike == {}
+    assert folded({"before": text}, origins).identical == {}
 
 
 def test_layers_of_a_compiled_model() -> None:
     block = [nn.Sequential(nn.Linear(32, 64, bias=False), nn.Tanh(), nn.Linear(64, 32, bias=False)) for _ in range(6)]
     (view,) = fp8graph.explain(nn.Sequential(*block), torch.randn(16, 32, requires_grad=True), policy=ALL).graphs
     found = folded({"before": view.before, **view.stages}, view.origins)
-    (others,) = found.alike.values()
+    (others,) = found.identical.values()
     assert len(others) >= 3  # the first and the last may differ: no gradient comes from outside, ...
     whole, kept = (len(view.after.splitlines()), len(found.stages["save_for_backward"]))
     assert kept < 0.7 * whole

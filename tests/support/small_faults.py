@@ -673,7 +673,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "layers that read two different masks are folded",
-        f"{_REPORT}/folding.py",
+        f"{_REPORT}/page.py",
         'return "%" if name in layers else name',
         'return "%"',
         ("tests/report/test_folding.py",),

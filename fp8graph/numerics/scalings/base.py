@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.formats import inverse, scale_from_amax
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import materialize
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, Layout
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Scaling(ABC):
     tiled: ClassVar[bool] = False  # one scale per tile of ``QuantizeArguments.block``
     one_scale: ClassVar[bool] = False  # for a whole tensor: columnwise data are the rowwise data, transposed
     has_state: ClassVar[bool] = False  # the scale comes from earlier steps
-    scale_of_layout: ClassVar[bool] = False  # each layout also has one for all of it, beside those of its tiles
+    scale_of_layout: ClassVar[bool] = False  # each layout also has one scale, beside those of its tiles
     takes_scale: ClassVar[bool] = True  # ``QuantizeArguments.scales`` may replace the scales from an amax
     columns_again: ClassVar[bool] = False  # the columnwise copy reads the tensor once more, at no better place
     not_sent: ClassVar[str | None] = None  # why no collective sends such tensors quantized
@@ -151,7 +151,7 @@ class Scaling(ABC):
 
     # What it costs (``hardware.speed``): for a tensor that is needed rowwise, and for one that is needed columnwise
     # (too), how often it is read once more before it can be cast. Scales of the whole tensor, or of all of a column,
-    # need that; tiles that lie along columns are cast in a pass of their own. Counted in generated code.
+    # need that; tiles that lie along columns are cast in a separate pass. Counted in generated code.
     reads: ClassVar[tuple[int, int]]
     # The kernels of the same, producers that nothing fuses into (attention) and the update of amax histories included:
     # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
@@ -179,7 +179,7 @@ class Scaling(ABC):
         return [rows, columns]
 
     def scale_shape(self, rows: int, columns: int, block: Sequence[int], groups: int = 0) -> list[int] | None:
-        """The shape of the scales of one layout [rows, columns] with padded sizes; None if it has none of its own.
+        """The shape of the scales of one layout [rows, columns] with padded sizes; None if it has no separate scales.
 
         ``groups``: the number of groups that the columns fall into; 0: there are no groups.
         """
@@ -212,11 +212,11 @@ class Scaling(ABC):
         (rows,) = request.parts
         return self.layout(replace(request, parts=[rows.t()]) if groups.transposed else request)
 
-    def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
+    def layout_scales(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
         """The scales of whole layouts, after their other scales; ``shared``: one for each layout."""
         return []
 
-    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+    def shared_outputs(self, shared: Shared, asked: Asked) -> list[Tensor]:
         """The results after those of the layouts."""
         return []
 
@@ -263,5 +263,5 @@ def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple
         amax_epsilon=asked.amax_epsilon,
         largest=largest,
     )
-    scale = stored(scale)  # else every thread that casts with it would divide
+    scale = materialize(scale)  # else every thread that casts with it would divide
     return scale, inverse(scale)

@@ -22,7 +22,7 @@ from fp8graph.numerics.formats import (
     saturating_cast,
     unpack_e2m1,
 )
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import materialize
 from fp8graph.numerics.random_bits import random_halves
 from fp8graph.numerics.scalings.base import Asked, LayoutRequest, Shared
 from fp8graph.numerics.scalings.tiled import Tiled
@@ -74,25 +74,21 @@ class NVFP4(Tiled):
         # Divided by 6, as Transformer Engine's quantize_4over6_nvfp4.cuh: the amax becomes 6, or 4.
         base = overflow_as_nan(amax) / torch.full_like(amax, 6.0) * cast(Tensor, shared.global_scale)
         six, four = (_of_tiles(scaled, shared) for scaled in (base, base * 1.5))
-        errors = [_error(tiles, *made, asked, shared) for made in (six, four)]
+        errors = [_error(tiles, *scales, asked, shared) for scales in (six, four)]
         better = errors[1] < errors[0]
         scale, scale_inv = (
             torch.where(better, b.to(torch.float32), a.to(torch.float32)) for a, b in zip(six, four, strict=True)
         )
         return scale, scale_inv.to(torch.float8_e4m3fn)  # exact: it was one
 
-    def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], whole: int, lacks: int | None) -> Tensor:
+    def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], per_multiple: int, padding: int | None) -> Tensor:
         rows = request.parts[0].shape[-2]
         codes = [_codes(tiles, index, request.asked) for index, tiles in enumerate(scaled)]
-        return join([stored(pack_e2m1(untile(x))[..., :rows, :].contiguous()) for x in codes], request.axis)
+        return join([materialize(pack_e2m1(untile(x))[..., :rows, :].contiguous()) for x in codes], request.axis)
 
-    def of_layouts(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
-        results: list[Tensor] = []
-        for own, multiples in zip(shared, asked.layouts.values(), strict=True):
-            each = _padded(own, multiples[0], asked)
-            scale_inv = cast(Tensor, each.scale_inv)
-            results.append(scale_inv.clone())  # a result is neither an argument nor another result
-        return results
+    def layout_scales(self, shared: Sequence[Shared], asked: Asked) -> list[Tensor]:
+        padded = (_padded(each, m[0], asked) for each, m in zip(shared, asked.layouts.values(), strict=True))
+        return [cast(Tensor, each.scale_inv).clone() for each in padded]  # neither an argument nor another result
 
     def fits_bf16(self, power_2_scale: bool) -> bool:
         return False  # the scale of the tensor is any FP32 number
@@ -115,9 +111,10 @@ def _padded(shared: Shared, multiple: int, asked: Asked) -> Shared:
 
 def _of_tiles(scaled_amax: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` of tiles: scale_inv in E4M3 in units of the whole tensor's."""
-    scale_inv = stored(saturating_cast(scaled_amax, torch.float8_e4m3fn))  # else the cast would read the amax again
-    whole = inverse(cast(Tensor, shared.global_scale))
-    return inverse(scale_inv.to(torch.float32) * whole).clamp_max(FLT_MAX), scale_inv
+    # else the cast would read the amax again
+    scale_inv = materialize(saturating_cast(scaled_amax, torch.float8_e4m3fn))
+    global_scale_inv = inverse(cast(Tensor, shared.global_scale))
+    return inverse(scale_inv.to(torch.float32) * global_scale_inv).clamp_max(FLT_MAX), scale_inv
 
 
 def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared: Shared) -> Tensor:
@@ -128,7 +125,7 @@ def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared
     amax = amax.unsqueeze(-2).unsqueeze(-1) if asked.row_scaled else amax  # [..., R, 1, 1, 1]
     decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * amax
     lost = decoded / torch.full_like(decoded, 6.0 * asked.largest_scale) - numbers
-    lost = stored(lost.square() if asked.four_over_six == "MSE" else lost.abs())  # 16 sums read it
+    lost = materialize(lost.square() if asked.four_over_six == "MSE" else lost.abs())  # 16 sums read it
     of_rows = functools.reduce(torch.add, lost.unbind(-1))  # [..., R, rows, C], one column after the other
     while (rows := of_rows.shape[-2]) > 1:  # then halves of the rows
         of_rows = of_rows[..., : rows // 2, :] + of_rows[..., rows // 2 :, :]

@@ -17,9 +17,9 @@ from fp8graph.numerics.formats import (
     saturating_cast,
     widened_columns,
 )
-from fp8graph.numerics.hints import divide, stored
+from fp8graph.numerics.hints import divide, materialize
 from fp8graph.numerics.scalings.base import Asked, LayoutRequest, Scaling, fp8_scales
-from fp8graph.numerics.tiles import join, missing, pad_to_multiple, tiles_of, untile, with_padding
+from fp8graph.numerics.tiles import join, pad_to_multiple, padding_needed, tiles_of, untile, with_padding
 from fp8graph.recipes import FP8_MAX
 
 
@@ -34,43 +34,43 @@ class Tiled(Scaling):
         """:meth:`scales` of these tiles [..., R, rows, C, columns], where they depend on more than the amaxes."""
         return self.scales(amax, request)
 
-    def more_tiles(self, multiple: int, block: Sequence[int]) -> int:
+    def tiles_per_multiple(self, multiple: int, block: Sequence[int]) -> int:
         """The number of tiles of which the contraction dim is a multiple; missing tiles are zeros, made separately."""
         return 1
 
     def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
         block, multiples = request.asked.block, request.multiples
-        whole = self.more_tiles(multiples[1], block)
-        parts = [pad_to_multiple(part, multiples[0], multiples[1] // whole) for part in request.parts]
+        per_multiple = self.tiles_per_multiple(multiples[1], block)
+        parts = [pad_to_multiple(part, multiples[0], multiples[1] // per_multiple) for part in request.parts]
         exact = [widened_columns(x, -1) for x in parts]
         padded = [pad_to_multiple(x, *block) for x in exact]
         tiled = [tiles_of(x, block) for x in padded]
         amaxes = [amax_of(x, (-3, -1)) for x in tiled]  # [..., R / rows, C / columns]
-        made = [self.scales_of(*of_part, request) for of_part in zip(tiled, amaxes, strict=True)]
-        # stored, as the scales: else a kernel of its own would divide and join them
-        scale_inv = join([stored(inverse) for _, inverse in made], request.axis)
-        lacks = missing(scale_inv.shape[-1], whole) if whole > 1 else None
-        if lacks is not None:
-            zeros = scale_inv.new_zeros([*scale_inv.shape[:-1], lacks])
+        scales = [self.scales_of(*part, request) for part in zip(tiled, amaxes, strict=True)]
+        # in memory, as the scales: else a separate kernel would divide and join them
+        scale_inv = join([materialize(inverse) for _, inverse in scales], request.axis)
+        padding = padding_needed(scale_inv.shape[-1], per_multiple) if per_multiple > 1 else None  # in tiles
+        if padding is not None:
+            zeros = scale_inv.new_zeros([*scale_inv.shape[:-1], padding])
             scale_inv = torch.cat([scale_inv, self.scales(zeros, request)[1]], -1)
-        scaled = [overflow_as_nan(x) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, made, strict=True)]
-        return self._data(replace(request, parts=parts), scaled, whole, lacks), scale_inv
+        scaled = [overflow_as_nan(x) * s.unsqueeze(-2).unsqueeze(-1) for x, (s, _) in zip(tiled, scales, strict=True)]
+        return self._data(replace(request, parts=parts), scaled, per_multiple, padding), scale_inv
 
-    def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], whole: int, lacks: int | None) -> Tensor:
+    def _data(self, request: LayoutRequest, scaled: Sequence[Tensor], per_multiple: int, padding: int | None) -> Tensor:
         """The data of scaled tiles [..., R / rows, rows, C / columns, columns], of the sizes of its parts, joined.
 
-        ``lacks``: how many tiles are missing along the contraction dim to a multiple of ``whole``.
+        ``padding``: the number of tiles missing along the contraction dim to a multiple of ``per_multiple``.
         """
         *batch, rows, columns = request.parts[0].shape
         block, axis = request.asked.block, request.axis
         data = [saturating_cast(x, request.asked.dtype) for x in scaled]
-        if missing(rows, block[0]) is not None or missing(columns, block[1]) is not None:
-            joined = join([stored(untile(x)[..., :rows, :columns].contiguous()) for x in data], axis)
-            return joined if lacks is None else with_padding(joined, (1, whole * block[1]))
-        # more tiles are written beside these, before any view: no copy
-        joined = join([stored(x.contiguous()) for x in data], -4 if axis == -2 else -2)
-        if lacks is not None:
-            joined = torch.cat([joined, joined.new_zeros([*joined.shape[:-2], lacks, block[1]])], -2)
+        if padding_needed(rows, block[0]) is not None or padding_needed(columns, block[1]) is not None:
+            joined = join([materialize(untile(x)[..., :rows, :columns].contiguous()) for x in data], axis)
+            return joined if padding is None else with_padding(joined, (1, per_multiple * block[1]))
+        # the padding is written beside these tiles, before any view: no copy
+        joined = join([materialize(x.contiguous()) for x in data], -4 if axis == -2 else -2)
+        if padding is not None:
+            joined = torch.cat([joined, joined.new_zeros([*joined.shape[:-2], padding, block[1]])], -2)
         return joined.reshape(*batch, joined.shape[-4] * block[0], joined.shape[-2] * block[1])
 
     def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
@@ -100,7 +100,7 @@ class Block(Tiled):
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
         return fp8_scales(amax, request.asked, largest=torch.finfo(request.asked.x.dtype).max)
 
-    def more_tiles(self, multiple: int, block: Sequence[int]) -> int:
+    def tiles_per_multiple(self, multiple: int, block: Sequence[int]) -> int:
         return multiple // block[1] if multiple % block[1] == 0 else 1
 
 

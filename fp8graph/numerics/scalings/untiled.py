@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fp8graph.numerics.experts import Span, amaxes_of_columns, amaxes_of_groups, group_of_rows
 from fp8graph.numerics.formats import amax_of, narrow_amax_of, overflow_as_nan, saturating_cast
-from fp8graph.numerics.hints import stored
+from fp8graph.numerics.hints import materialize
 from fp8graph.numerics.scalings.base import Asked, Groups, LayoutRequest, Scaling, Shared, fp8_scales
-from fp8graph.numerics.tiles import join, largest_of, missing, with_padding
+from fp8graph.numerics.tiles import join, largest_of, padding_needed, with_padding
 from fp8graph.recipes import Layout
 
 
@@ -35,7 +35,7 @@ class _OneScale(Scaling):
 
     def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
         scale, dtype = cast(Tensor, request.shared.scale), request.asked.dtype
-        data = [stored(saturating_cast(overflow_as_nan(x) * scale, dtype).contiguous()) for x in request.parts]
+        data = [materialize(saturating_cast(overflow_as_nan(x) * scale, dtype).contiguous()) for x in request.parts]
         return with_padding(join(data, request.axis), request.multiples), None
 
     def layout_of_groups(self, request: LayoutRequest, groups: Groups) -> tuple[Tensor, Tensor | None]:
@@ -43,7 +43,7 @@ class _OneScale(Scaling):
         scaled = overflow_as_nan(rows) * cast(Tensor, request.shared.scale)[groups.of_rows].unsqueeze(1)
         if groups.transposed:
             scaled, multiples = scaled.t(), (multiples[0], 1)  # the groups are padded
-        return with_padding(stored(saturating_cast(scaled, request.asked.dtype).contiguous()), multiples), None
+        return with_padding(materialize(saturating_cast(scaled, request.asked.dtype).contiguous()), multiples), None
 
     def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
         return self.scale_of_group(scale_inv, span, span.group)
@@ -75,12 +75,10 @@ class Tensorwise(_OneScale):
         if asked.scales is not None:
             scale, scale_inv = _of_table(asked.scales, asked.row)
             return Shared(scale=scale, scale_inv=scale_inv)
-        if asked.per_matrix:  # [experts, n, k]
-            amax = amax_of(parts[0], (-2, -1))
-            scale, scale_inv = fp8_scales(amax, asked)
-            return Shared(scale=scale.unsqueeze(-1).unsqueeze(-1), scale_inv=scale_inv, amax=amax)
-        amax = largest_of([amax_of(part) for part in parts])
+        # [experts, n, k] has one scale per matrix
+        amax = amax_of(parts[0], (-2, -1)) if asked.per_matrix else largest_of([amax_of(part) for part in parts])
         scale, scale_inv = fp8_scales(amax, asked)
+        scale = scale.unsqueeze(-1).unsqueeze(-1) if asked.per_matrix else scale
         return Shared(scale=scale, scale_inv=scale_inv, amax=amax)
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
@@ -88,12 +86,10 @@ class Tensorwise(_OneScale):
         scale, scale_inv = fp8_scales(amax, asked)
         return Shared(scale=scale, scale_inv=scale_inv, amax=amax)
 
-    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+    def shared_outputs(self, shared: Shared, asked: Asked) -> list[Tensor]:
         scale, scale_inv = cast(Tensor, shared.scale), cast(Tensor, shared.scale_inv)
-        results = [scale_inv]
-        if asked.keep_scales:
-            results.append(torch.stack([scale, scale_inv.reshape(())]).reshape(1, 2))
-        return results
+        kept = [torch.stack([scale, scale_inv.reshape(())]).reshape(1, 2)] if asked.keep_scales else []
+        return [scale_inv, *kept]
 
     def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
         return scale_inv[span.group]
@@ -124,7 +120,7 @@ class Delayed(_OneScale):
         scale, scale_inv = _earlier(asked)
         return Shared(scale=scale.expand(groups), scale_inv=scale_inv, amax=amax)
 
-    def of_both(self, shared: Shared, asked: Asked) -> list[Tensor]:
+    def shared_outputs(self, shared: Shared, asked: Asked) -> list[Tensor]:
         return [cast(Tensor, shared.scale_inv), cast(Tensor, shared.amax)]
 
     def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
@@ -149,14 +145,14 @@ class Rowwise(Scaling):
         amaxes = [amax_of(x, -1, keepdim=True) for x in parts]  # [..., rows, 1]
         if request.axis == -1:
             amaxes = [largest_of(amaxes)]
-        made = [fp8_scales(amax, asked) for amax in amaxes]
+        scales = [fp8_scales(amax, asked) for amax in amaxes]
         data = [
-            stored(saturating_cast(overflow_as_nan(x) * made[i % len(made)][0], asked.dtype).contiguous())
+            materialize(saturating_cast(overflow_as_nan(x) * scales[i % len(scales)][0], asked.dtype).contiguous())
             for i, x in enumerate(parts)
         ]
-        # stored, as the scales: else a kernel of its own would divide and join them
-        scale_inv = join([stored(inverse) for _, inverse in made], -2)
-        if (rows := missing(scale_inv.shape[-2], multiples[0])) is not None:  # of zeros
+        # in memory, as the scales: else a separate kernel would divide and join them
+        scale_inv = join([materialize(inverse) for _, inverse in scales], -2)
+        if (rows := padding_needed(scale_inv.shape[-2], multiples[0])) is not None:  # of zeros
             zeros = scale_inv.new_zeros([*scale_inv.shape[:-2], rows, 1])
             scale_inv = torch.cat([scale_inv, fp8_scales(zeros, asked)[1]], -2)
         return with_padding(join(data, request.axis), multiples), scale_inv
@@ -170,7 +166,7 @@ class Rowwise(Scaling):
         amaxes = torch.cat([amaxes, amaxes.new_zeros((groups.count, -rows.shape[1] % multiples[0]))], 1)
         scale, scale_inv = fp8_scales(amaxes, asked)  # [groups, c]
         scaled = overflow_as_nan(rows) * scale[groups.of_rows][:, : rows.shape[1]]
-        data = stored(saturating_cast(scaled.t(), asked.dtype).contiguous())
+        data = materialize(saturating_cast(scaled.t(), asked.dtype).contiguous())
         return with_padding(data, (multiples[0], 1)), scale_inv  # the groups are padded
 
     def scale_of_columns(self, scale_inv: Tensor, span: Span, block: Sequence[int]) -> Tensor:
@@ -183,9 +179,8 @@ class Rowwise(Scaling):
 
 def _earlier(asked: Asked) -> tuple[Tensor, Tensor]:
     """The scales that earlier steps left; the first step's are 1."""
-    if asked.scales is not None:
-        return _of_table(asked.scales, asked.row)
-    return _of_table(torch.ones((1, 2), dtype=torch.float32, device=asked.x.device), asked.row)
+    first = torch.ones((1, 2), dtype=torch.float32, device=asked.x.device) if asked.scales is None else asked.scales
+    return _of_table(first, asked.row)
 
 
 def _of_table(scales: Tensor, row: int) -> tuple[Tensor, Tensor]:
