@@ -52,7 +52,7 @@ def _named(target: str, device_name: str = "") -> Hardware | None:
 def current_device() -> torch.device:
     """The device that a model will most likely run on: the GPU, if it is one of ``VENDORS``, or the CPU."""
     gpu = torch.accelerator.current_accelerator(check_available=True)
-    return gpu if gpu is not None and vendor_of(gpu) is not None else torch.device("cpu")
+    return gpu if gpu is not None and vendor_of(gpu) in VENDORS else torch.device("cpu")
 
 
 def of_machine() -> Hardware:
@@ -68,28 +68,22 @@ def device_name(device: torch.device) -> str:
 
 def of_device(device: torch.device) -> Hardware:
     """The hardware behind ``device``; there is none behind meta tensors."""
-    vendor = vendor_of(device) if device.type != "meta" else None
-    return vendor.of_device(device) if vendor is not None else Hardware(name=f"device {device.type!r}")
+    return (Hardware if device.type == "meta" else vendor_of(device)).of_device(device)
 
 
-def vendor_of(device: torch.device) -> type[Hardware] | None:
-    """The vendor whose kernels run on ``device``. Meta tensors stand for those of a GPU."""
-    return next((vendor for vendor in VENDORS if vendor.runs(device)), None)
+def vendor_of(device: torch.device) -> type[Hardware]:
+    """The vendor whose kernels run on ``device``, or the base class, which has none. Meta tensors stand for a GPU's."""
+    return next((vendor for vendor in VENDORS if vendor.runs(device)), Hardware)
 
 
 def scaled_mm(a: Tensor, *args: Any, **settings: Any) -> Tensor:
     """``Hardware.scaled_mm`` on the device of ``a``."""
-    return (vendor_of(a.device) or Hardware).scaled_mm(a, *args, **settings)
+    return vendor_of(a.device).scaled_mm(a, *args, **settings)
 
 
 def scaled_grouped_mm(a: Tensor, *args: Any, **settings: Any) -> Tensor:
     """``Hardware.scaled_grouped_mm`` on the device of ``a``."""
-    return (vendor_of(a.device) or Hardware).scaled_grouped_mm(a, *args, **settings)
-
-
-def multiplies_groups(device: torch.device) -> bool:
-    """Whether ``scaled_grouped_mm`` is one kernel on ``device``; else it is a loop over groups."""
-    return (vendor_of(device) or Hardware).multiplies_groups
+    return vendor_of(a.device).scaled_grouped_mm(a, *args, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

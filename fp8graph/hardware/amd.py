@@ -21,7 +21,6 @@ from torch import Tensor
 from fp8graph.compat import torch_build
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
-from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import pad_to_multiple
 from fp8graph.recipes import Quantizer
 
@@ -34,12 +33,6 @@ _GEMMS: Final[Mapping[str, frozenset[str]]] = {
 _FNUZ: Final[Mapping[torch.dtype, torch.dtype]] = {
     torch.float8_e4m3fn: torch.float8_e4m3fnuz,
     torch.float8_e5m2: torch.float8_e5m2fnuz,
-}
-# MX: torch checks that sizes are multiples of 32 (v2), M and N of 16 and K of 128 (v1). These satisfy both.
-_ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
-    "tensor": (1, 16, 16),
-    "row": (1, 16, 16),
-    "mxfp8": (32, 32, 128),
 }
 
 # As nvidia.BOARDS: dense TFLOPS in bf16, FP8, FP4 (that of FP8: torch has no NVFP4 GEMM here) and FP32 vectors; TB/s.
@@ -63,6 +56,8 @@ class AMD(Hardware):
 
     rocm: tuple[int, ...] | None = torch_build.ROCM_VERSION  # torch's; None: not known, or another build
 
+    # MX: torch checks that sizes are multiples of 32 (v2), M and N of 16 and K of 128 (v1). These satisfy both.
+    alignments = {"tensor": (1, 16, 16), "row": (1, 16, 16), "mxfp8": (32, 32, 128)}
     examples = ("gfx942", "gfx950")
     architectures = tuple(
         f"gfx{name}"
@@ -92,9 +87,6 @@ class AMD(Hardware):
     def own_type(self, dtype: torch.dtype) -> torch.dtype:
         return _FNUZ.get(dtype, dtype) if self.name == "gfx942" else dtype
 
-    def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
-        return _ALIGNMENT[SCALINGS[a.scaling].gemm]
-
     @property
     def rules(self) -> Mapping[str, Rule]:
         return {"row": self._rows, "mxfp8": self._mx}
@@ -113,10 +105,6 @@ class AMD(Hardware):
         if out_dtype not in (torch.bfloat16, torch.float16):
             return "MXFP8 GEMMs only produce bfloat16 or float16 results on AMD's GPUs"
         return "MXFP8 GEMMs only take E4M3" if torch.float8_e5m2 in (a.dtype, b.dtype) else None
-
-    @classmethod
-    def has_kernel(cls, gemm: str) -> bool:
-        return gemm in _ALIGNMENT
 
     @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -36,23 +36,24 @@ class Hardware:
 
     examples: ClassVar[tuple[str, ...]] = ()  # names of the vendor's devices, for texts and ``fp8graph doctor``
     architectures: ClassVar[tuple[str, ...]] = ()  # all of the vendor's that a user may name
+    alignments: ClassVar[Mapping[str, tuple[int, int, int]]] = {}  # by GEMM of torch._scaled_mm: see ``alignment``
     is_gpu: ClassVar[bool] = False
     multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
         """The vendor's device that is called ``target``; None if the vendor has no device of that name."""
-        raise NotImplementedError
+        return None
 
     @classmethod
     def of_device(cls, device: torch.device) -> Self:
         """The hardware behind a torch device on which the vendor's kernels run."""
-        raise NotImplementedError
+        return cls(name=f"device {device.type!r}")
 
     @classmethod
     def runs(cls, device: torch.device) -> bool:
         """Whether the vendor's kernels run on ``device``. Meta tensors stand for those of a GPU."""
-        raise NotImplementedError
+        return False
 
     # Decisions for a device.
 
@@ -81,7 +82,7 @@ class Hardware:
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
         """The multiples to which m, n and k of a native GEMM [m, k] @ [k, n] are padded, with zeros."""
-        return 1, 1, 1
+        return self.alignments.get(SCALINGS[a.scaling].gemm, (1, 1, 1))
 
     def obstacle(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype, *, grouped: bool = False) -> str | None:
         """The reason for which the device cannot multiply ``a @ b`` natively; None if it can."""
@@ -108,11 +109,6 @@ class Hardware:
         return torch.float32
 
     # The multiplication.
-
-    @classmethod
-    def has_kernel(cls, gemm: str) -> bool:
-        """Whether torch._scaled_mm has a kernel for this GEMM on any device of the vendor."""
-        return False
 
     @classmethod
     def adds(cls, gemm: str) -> bool:
@@ -166,7 +162,7 @@ class Hardware:
         gemm = kind.gemm
         if own_ops and addend is None and (product := cls.own_product(gemm, out_dtype)) is not None:
             return product(a, b, scale_inv_a, scale_inv_b, bias)
-        if not cls.has_kernel(gemm):
+        if gemm not in cls.alignments:  # no device of the vendor has a kernel
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
             result = matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
             return result if addend is None else addend + result

@@ -18,18 +18,9 @@ from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
-from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import pad_to_multiple
 from fp8graph.recipes import Quantizer
 
-# cuBLAS needs multiples of 16, and whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart.
-_ALIGNMENT: Final[Mapping[str, tuple[int, int, int]]] = {
-    "tensor": (1, 16, 16),
-    "row": (1, 16, 16),
-    "block": (4, 16, 128),
-    "mxfp8": (1, 16, 32),
-    "nvfp4": (1, 16, 32),
-}
 # cuBLAS: tiles of a and b; not 128x128 with 128x128
 _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 
@@ -67,6 +58,11 @@ class NVIDIA(Hardware):
 
     cuda: tuple[int, ...] | None = torch_build.CUDA_VERSION  # torch's; None: not known, or a CPU build
 
+    # cuBLAS needs multiples of 16, and whole tiles along k; 1x128 scales are stored m-major, 16 bytes apart
+    alignments = {
+        **{"tensor": (1, 16, 16), "row": (1, 16, 16), "block": (4, 16, 128)},
+        **{"mxfp8": (1, 16, 32), "nvfp4": (1, 16, 32)},
+    }
     examples = ("sm_89", "sm_90", "sm_100")
     architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
@@ -121,7 +117,7 @@ class NVIDIA(Hardware):
         pytorch#166752 rounds up in v2 only). The two agree only on such a k; with any other, a GEMM is refused or reads
         wrong scales.
         """
-        m, n, k = _ALIGNMENT[SCALINGS[a.scaling].gemm]
+        m, n, k = super().alignment(a, b)
         return m, n, 4 * k if (128, 128) in (a.block, b.block) else k
 
     @property
@@ -173,16 +169,21 @@ class NVIDIA(Hardware):
         return None
 
     @classmethod
-    def has_kernel(cls, gemm: str) -> bool:
-        return gemm in _ALIGNMENT
-
-    @classmethod
     def adds(cls, gemm: str) -> bool:
         return gemm == "tensor" and HAS_SCALED_ADDMM
 
     @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return _ORDERS.get(gemm, _as_it_is)(data, scale_inv, block)
+        if gemm == "block" and block[0] == 1:
+            return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
+        if gemm not in ("mxfp8", "nvfp4"):
+            return data, scale_inv  # of 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``alignment``
+        if gemm == "nvfp4":
+            data = data.view(torch.float4_e2m1fn_x2)
+        if block[0] > 1:  # the GEMM knows tiles of one row: each row of a square tile gets its scale
+            scale_inv = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]
+        scales = swizzle_scales(scale_inv)
+        return data, scales if gemm == "nvfp4" else scales.view(torch.float8_e8m0fnu)
 
 
 def swizzle_scales(scale_inv: Tensor) -> Tensor:
@@ -195,29 +196,3 @@ def swizzle_scales(scale_inv: Tensor) -> Tensor:
     rows, tiles = padded.shape
     blocks = padded.reshape(rows // 128, 4, 32, tiles // 4, 4)  # [row block, 32-row group, row in it, tile block, tile]
     return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale_inv.dtype)
-
-
-def _as_it_is(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return data, scale_inv
-
-
-def _tiles_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    if block[0] == 1:
-        return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
-    return data, scale_inv  # 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``alignment``
-
-
-def _mx_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return data, swizzle_scales(_one_per_row(data, scale_inv, block)).view(torch.float8_e8m0fnu)
-
-
-def _fp4_in_order(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-    return data.view(torch.float4_e2m1fn_x2), swizzle_scales(_one_per_row(data, scale_inv, block))
-
-
-def _one_per_row(data: Tensor, scale_inv: Tensor, block: Sequence[int]) -> Tensor:
-    """The scales of square tiles, for each of their rows: the GEMM knows tiles of one row."""
-    return scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]] if block[0] > 1 else scale_inv
-
-
-_ORDERS: Final = {"block": _tiles_in_order, "mxfp8": _mx_in_order, "nvfp4": _fp4_in_order}

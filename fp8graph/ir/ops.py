@@ -362,4 +362,4 @@ def stays(node: fx.Node) -> bool:
     if node.target is not scaled_grouped_mm:
         return False
     given = named_arguments(node)
-    return not given["native"] or not hardware.multiplies_groups(given["a"].meta["val"].device)
+    return not given["native"] or not hardware.vendor_of(given["a"].meta["val"].device).multiplies_groups

@@ -23,7 +23,6 @@ from fp8graph.libraries.readers import (
     of_compressed_tensors,
     of_torchao,
     of_transformers,
-    trains_in_fp8,
 )
 from fp8graph.libraries.stored_linear import StoredWeight, forward_of
 
@@ -54,9 +53,11 @@ def adopt(model: _Model) -> _Model:
 
 
 def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
-    """The first of ``layers`` (name, full name of its class) that another library trains in FP8; "" if none is."""
-    found = (f"{name or 'the model'} ({kind})" for name, kind in layers if trains_in_fp8(kind))
-    return next(found, "")
+    """The first of ``layers`` (name, full name of its class) that torchao's conversions for training made, or ""."""
+    for name, kind in layers:
+        if kind.startswith("torchao.") and kind.rpartition(".")[2] in ("Float8Linear", "MXLinear"):
+            return f"{name or 'the model'} ({kind})"
+    return ""
 
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:

@@ -122,15 +122,6 @@ def of_torchao(module: Any) -> Callable[[Any], StoredWeight] | None:
     return None
 
 
-def trains_in_fp8(kind: str) -> bool:
-    """Whether modules of a class quantize the operands of their GEMMs in code of their own.
-
-    Args:
-        kind: the full name of the class. torchao's conversions for training make such modules.
-    """
-    return kind.startswith("torchao.") and kind.rpartition(".")[2] in ("Float8Linear", "MXLinear")
-
-
 def _ao_scaling(weight: Any) -> str | None:
     (rows, columns), (n, k) = weight.block_size, weight.shape
     if (rows, columns) == (n, k):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
+from fp8graph.checkpoints.layer_format import E8M0
 from fp8graph.compat.wrappers import name_in_original, original_module, submodule
 from fp8graph.errors import CheckpointError, expect, expect_path, printable
 from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight, one_scale
 
 _log = logging.getLogger("fp8graph")
 _Model = TypeVar("_Model", bound=nn.Module)
-_E8M0: Final = (torch.float8_e8m0fnu, torch.uint8)
 
 
 def load_checkpoint(
@@ -152,7 +152,7 @@ def _why_not(stored: LayerFormat) -> str | None:
     """The reason why no scaled matmul multiplies weights of this format; None if one does."""
     inputs = {(WHOLE, WHOLE): [(WHOLE, WHOLE), (1, WHOLE)], (1, WHOLE): [(1, WHOLE)]}
     rows, columns = stored.block
-    e8m0 = all(dtype in _E8M0 for dtype in stored.scale_dtypes)
+    e8m0 = all(dtype in E8M0 for dtype in stored.scale_dtypes)
     if stored.packed:
         if stored.block != (1, 16):
             return f"no GEMM multiplies 4-bit numbers in tiles of {rows}x{columns}"
@@ -192,7 +192,7 @@ def _stored(stored: LayerFormat, weight: QuantizedWeight) -> StoredWeight:
             global_scale_inv=_factor(weight.global_scale_inv, weight.global_scale),
             **inputs,
         )
-    if scale.dtype not in _E8M0:
+    if scale.dtype not in E8M0:
         scaling, scale = "block", scale.to(torch.float32)
     else:
         scaling, scale = "mxfp8" if (rows, columns) == (1, 32) else "block_e8m0", scale.view(torch.uint8)

@@ -61,8 +61,7 @@ def why_no_kernel(device: Hardware, head_size: int | None) -> str | None:
 
 def attend(q: Tensor, *args: Any) -> Tensor:
     """:func:`attend_in_torch`, on the kernel where the device of ``q`` may have it."""
-    vendor = vendor_of(q.device)
-    if vendor is not None and _DEVICE in vendor.architectures:
+    if _DEVICE in vendor_of(q.device).architectures:
         return attention.quantized_attention(q, *args)
     return attend_in_torch(q, *args)
 

@@ -40,7 +40,7 @@ def fused(monkeypatch: pytest.MonkeyPatch, recipe: str) -> list[tuple[str, str]]
     monkeypatch.setattr(symmetric_memory, "is_symm_mem_enabled_for_group", lambda _: True)
     monkeypatch.setattr(post_grad, "micro_pipeline_tp_pass", look)
     monkeypatch.setattr(CPU, "own_product", classmethod(lambda *_: None))  # torch's op, as on a GPU
-    monkeypatch.setattr(CPU, "has_kernel", classmethod(lambda *_: True))
+    monkeypatch.setattr(CPU, "alignments", {"tensor": (1, 16, 16), "row": (1, 16, 16)})
     backend = fp8graph.Backend(recipe=recipe, inductor_options={"_micro_pipeline_tp": True})
     with two_ranks(), pytest.raises(Exception, match="_Seen"):
         torch.compile(Sequence(), backend=backend)(torch.randn(16, 128).bfloat16().float())
