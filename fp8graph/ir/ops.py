@@ -9,12 +9,6 @@
     random_seed(device) -> [1]
     amax(x) -> [1];  scales(amax, dtype, power_2_scale, amax_epsilon) -> [1, 2]
     columnwise(data [rows, columns], multiples, *, offs) -> [columns, rows], padded
-    tensor_statistics(x, block_size, *, ...) -> [numbers]
-    quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
-    what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
-    gemm_error(a, b, reference, dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings, ...) -> [numbers]
-    read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
-    update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Each op runs its reference function from ``numerics``, which ``lower`` traces as well (``REFERENCE``); scaled matmuls
 run the device's own kernel (``hardware``). The fakes compute only shapes, since running a reference on fakes costs a
@@ -40,13 +34,10 @@ from fp8graph.compat import fakes
 from fp8graph.compat.ops import named_arguments, pytree
 from fp8graph.numerics import (
     experts,
-    history,
     quantization,
     random_bits,
-    stats,
     tiles,
 )
-from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 
 Check = Callable[[fx.Node], str | None]  # the reason why a node is not valid
@@ -54,13 +45,10 @@ Check = Callable[[fx.Node], str | None]  # the reason why a node is not valid
 _library = torch.library.Library("fp8graph", "DEF")
 
 
-def _read_scales(page: Tensor, _copy: bool) -> Tensor:
-    return history.read_scales(page, copy=True)  # an op must not return a view of its argument
-
-
 REFERENCE: Final[dict[Any, Callable[..., Any]]] = {}  # the function that ``lower`` traces
 SHAPES: Final[dict[Any, Callable[..., Any]]] = {}  # fakes whose results are contiguous
 CHECKS: Final[dict[Any, Check]] = {}  # of nodes, by ``verify``; those of the ops here stand there
+MEASURES: Final[set[Any]] = set()  # ops whose results no GEMM reads
 
 
 # Fakes. They read only ``shape``, ``dtype``, ``ndim`` and ``new_empty`` of their arguments (``fake_results``).
@@ -129,21 +117,6 @@ def _shape_of_columnwise(data: Tensor, multiples: Sequence[int], *, offs: Tensor
     return data.new_empty([size + -size % m for size, m in zip((columns, rows), multiples, strict=True)])
 
 
-def _shape_of_read_scales(page: Tensor, _copy: bool) -> Tensor:
-    return page.new_empty((page.shape[0], history.HEADER))
-
-
-def _shape_of_update_page(page: Tensor, _amaxes: Sequence[Tensor], *_settings: Any) -> Tensor:
-    return page.new_empty(page.shape)
-
-
-def _shape_of_parts(names: Sequence[str]) -> Callable[..., Any]:
-    def fake(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        return x.new_empty((len(names),), dtype=torch.float32)
-
-    return fake
-
-
 def define(
     name: str,
     schema: str,
@@ -152,6 +125,7 @@ def define(
     fake: Callable[..., Any],
     run: Callable[..., Any] | None = None,
     check: Check | None = None,
+    measures: bool = False,
     lowered: bool = True,
     contiguous: bool = True,
     tags: tuple[torch.Tag, ...] = (),
@@ -164,6 +138,7 @@ def define(
         fake: the same in shapes alone.
         run: the function that it runs, if not ``reference``.
         check: says why a node that a pass inserted is not valid; None: it is.
+        measures: whether its results are statistics, which no GEMM reads.
         lowered: whether ``lower`` replaces it.
         contiguous: whether its results are.
         tags: of torch's, more than ``pt2_compliant_tag``.
@@ -178,6 +153,8 @@ def define(
         SHAPES[op] = fake
     if check is not None:
         CHECKS[op] = check
+    if measures:
+        MEASURES.add(op)
     return op
 
 
@@ -277,57 +254,6 @@ columnwise = define(
     reference=tiles.columnwise_copy,
     fake=_shape_of_columnwise,
 )
-tensor_statistics = define(
-    "tensor_statistics",
-    "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=stats.of_tensor,
-    fake=_shape_of_parts(stats.TENSOR_PARTS),
-)
-quantization_statistics = define(
-    "quantization_statistics",
-    '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
-    " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=stats.of_copy,
-    fake=_shape_of_parts(stats.QUANTIZED_PARTS),
-)
-what_if_statistics = define(
-    "what_if_statistics",
-    "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
-    ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
-    " float largest_scale=448.0, bool row_scaled=False, Tensor[]? more=None, int dim=-1) -> Tensor",
-    reference=stats.of_other_copy,
-    fake=_shape_of_parts(stats.QUANTIZED_PARTS),
-)
-error_of_gemm = define(
-    "gemm_error",
-    "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales,"
-    " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
-    " str[] four_over_six, float[] largest_scales, bool[] row_scaled) -> Tensor",
-    reference=gemm_error,
-    fake=_shape_of_parts(ERROR_PARTS),
-    lowered=False,
-)
-read_scales = define(
-    "read_scales",
-    "(Tensor page, bool copy) -> Tensor",
-    reference=history.read_scales,
-    fake=_shape_of_read_scales,
-    run=_read_scales,
-)
-stage_amaxes = define(
-    "stage_amaxes",
-    "(Tensor page, Tensor[] amaxes) -> Tensor",
-    reference=history.staged_page,
-    fake=_shape_of_update_page,
-)
-update_page = define(
-    "update_page",
-    "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
-    reference=history.updated_page,
-    fake=_shape_of_update_page,
-)
-
-MEASURES: Final = (tensor_statistics, quantization_statistics, what_if_statistics)  # they change nothing
 
 
 class _Described:

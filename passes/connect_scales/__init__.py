@@ -14,6 +14,11 @@ forward and one for backward. With several ranks, the staged amaxes are reduced 
 Backward reads its page when it runs, so that several forwards may come before it. With too few spare inputs the graph
 is not changed; it is traced again with enough of them.
 
+The ops, beside those of ``ir/ops.py``:
+
+    read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
+    update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
+
 Refuses to record amaxes of code that runs without gradients: the whole graph (``records_amaxes``), or a
 ``torch.no_grad`` region in it.
 """
@@ -36,6 +41,7 @@ from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import CACHED_KEY, USES_KEY, aten, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.ops import define
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen, Use
 from fp8graph.ir.weight_graphs import WeightGraph
@@ -43,6 +49,39 @@ from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, GEMMS, DelayedScaling, OperandName
 
 _WITH_PAGES: Final[tuple[OperandName, ...]] = ("input", "grad_output")
+
+
+def _read_scales(page: torch.Tensor, _copy: bool) -> torch.Tensor:
+    return history.read_scales(page, copy=True)  # an op must not return a view of its argument
+
+
+def _shape_of_scales(page: torch.Tensor, _copy: bool) -> torch.Tensor:
+    return page.new_empty((page.shape[0], history.HEADER))
+
+
+def _shape_of_page(page: torch.Tensor, _amaxes: Sequence[torch.Tensor], *_settings: Any) -> torch.Tensor:
+    return page.new_empty(page.shape)
+
+
+read_scales = define(
+    "read_scales",
+    "(Tensor page, bool copy) -> Tensor",
+    reference=history.read_scales,
+    fake=_shape_of_scales,
+    run=_read_scales,
+)
+stage_amaxes = define(
+    "stage_amaxes",
+    "(Tensor page, Tensor[] amaxes) -> Tensor",
+    reference=history.staged_page,
+    fake=_shape_of_page,
+)
+update_page = define(
+    "update_page",
+    "(Tensor page, Tensor[] amaxes, float fp8_max, float margin, str amax_compute_algo) -> Tensor",
+    reference=history.updated_page,
+    fake=_shape_of_page,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +220,7 @@ def _connect(
     with graph.inserting_before(first if layout.backward else _first_operation(graph)):
         # forward's scales are needed in backward, after the update; backward's until its end
         copy = record and not layout.backward
-        scales = insert(graph, ops.read_scales, (page, copy), like=first, name="scales")
+        scales = insert(graph, read_scales, (page, copy), like=first, name="scales")
     set_direction(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, entry in enumerate(entries):
@@ -233,10 +272,10 @@ def _updated(graph: fx.Graph, update: _Update) -> fx.Node:
     page, amaxes, layout, like = update.page, update.amaxes, update.layout, update.like
     recipe = layout.recipe
     if layout.group is not None:
-        return insert(graph, ops.stage_amaxes, (page, amaxes), like=like, name="staged_page")
+        return insert(graph, stage_amaxes, (page, amaxes), like=like, name="staged_page")
     if isinstance(recipe.amax_compute_algo, str) and recipe.scaling_factor_compute_algo is None:
         args = (page, amaxes, layout.fp8_max, float(recipe.margin), recipe.amax_compute_algo)
-        return insert(graph, ops.update_page, args, like=like, name="updated_page")
+        return insert(graph, update_page, args, like=like, name="updated_page")
 
     def updated(page: torch.Tensor, *amaxes: torch.Tensor) -> torch.Tensor:
         settings = (recipe.margin, recipe.amax_compute_algo, recipe.scaling_factor_compute_algo, recipe)

@@ -1,4 +1,10 @@
-"""Insert the nodes that measure: for :func:`observe` and :func:`score`, which say what is measured."""
+"""Insert the nodes that measure: for :func:`observe` and :func:`score`, which say what is measured. Their ops:
+
+tensor_statistics(x, block_size, *, ...) -> [numbers]
+quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
+what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
+gemm_error(a, b, reference, dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings, ...) -> [numbers]
+"""
 
 from __future__ import annotations
 
@@ -13,15 +19,59 @@ import torch
 from torch import fx
 
 from fp8graph.hardware import Hardware
-from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Condition
 from fp8graph.ir.edit import insert, set_direction
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import aten, is_backward, known_at_run_time_only, static_size, value
-from fp8graph.numerics.gemm_error import ERROR_PARTS, quantizers_of
+from fp8graph.ir.ops import define
+from fp8graph.numerics import stats
+from fp8graph.numerics.gemm_error import ERROR_PARTS, gemm_error, quantizers_of
 from fp8graph.numerics.quantization import quantizer_args, quantizer_kwargs
 from fp8graph.numerics.stats import QUANTIZED_PARTS, TENSOR_PARTS
 from fp8graph.recipes import GemmName, Layout, OperandName, Quantizer, Recipe
+
+
+def _shape_of_parts(names: Sequence[str]) -> Callable[..., Any]:
+    def fake(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+        return x.new_empty((len(names),), dtype=torch.float32)
+
+    return fake
+
+
+tensor_statistics = define(
+    "tensor_statistics",
+    "(Tensor x, int block_size, *, Tensor[]? more=None, int dim=-1) -> Tensor",
+    reference=stats.of_tensor,
+    fake=_shape_of_parts(TENSOR_PARTS),
+    measures=True,
+)
+quantization_statistics = define(
+    "quantization_statistics",
+    '(Tensor x, Tensor data, Tensor scale_inv, bool columnwise, *, str scaling="tensor", int[] block=[],'
+    " int? rotation=None, Tensor? global_scale_inv=None, Tensor[]? more=None, int dim=-1) -> Tensor",
+    reference=stats.of_copy,
+    fake=_shape_of_parts(QUANTIZED_PARTS),
+    measures=True,
+)
+what_if_statistics = define(
+    "what_if_statistics",
+    "(Tensor x, ScalarType dtype, bool power_2_scale, float amax_epsilon, bool columnwise, *,"
+    ' str scaling="tensor", int[] block=[], int? rotation=None, bool stochastic=False, str four_over_six="",'
+    " float largest_scale=448.0, bool row_scaled=False, Tensor[]? more=None, int dim=-1) -> Tensor",
+    reference=stats.of_other_copy,
+    fake=_shape_of_parts(QUANTIZED_PARTS),
+    measures=True,
+)
+error_of_gemm = define(
+    "gemm_error",
+    "(Tensor a, Tensor b, Tensor reference, ScalarType dtype_a, ScalarType dtype_b, bool[] power_2_scales,"
+    " float[] amax_epsilons, str[] scalings, int[] block_a, int[] block_b, *, int[] rotations, bool[] stochastic,"
+    " str[] four_over_six, float[] largest_scales, bool[] row_scaled) -> Tensor",
+    reference=gemm_error,
+    fake=_shape_of_parts(ERROR_PARTS),
+    lowered=False,
+)
+
 
 Names = tuple[tuple[str, int], ...]  # (fqn, index) of sites
 
@@ -102,7 +152,7 @@ class Measuring:
         new = tuple(name for name in names if (name, tensor) not in self._seen)
         self._seen.update((name, tensor) for name in new)
         what = ObservedTensor(names=new, tensor=tensor, layout="", recipe="", what_if=False, parts=TENSOR_PARTS)
-        self._insert(ops.tensor_statistics, (x, self.asked.block_size), joined, what, like)
+        self._insert(tensor_statistics, (x, self.asked.block_size), joined, what, like)
 
     def is_measured(self, name: tuple[str, int], tensor: str) -> bool:
         """Whether :meth:`tensor` was called for it."""
@@ -127,7 +177,7 @@ class Measuring:
         if (global_scale_inv := outputs.get(f"{layout}_global_scale_inv")) is not None:
             settings["global_scale_inv"] = global_scale_inv
         args = (x, data, scale_inv, layout == "columnwise")
-        self._insert(ops.quantization_statistics, args, settings, _copy(names, operand, layout, recipe), like)
+        self._insert(quantization_statistics, args, settings, _copy(names, operand, layout, recipe), like)
 
     def what_if(
         self,
@@ -147,7 +197,7 @@ class Measuring:
                 quantizer = device.quantizer(other, operand)
                 args = (x, *quantizer_args(quantizer), layout == "columnwise")
                 what = _copy(names, operand, layout, other.name, what_if=True)
-                self._insert(ops.what_if_statistics, args, {**quantizer_kwargs(quantizer), **joined}, what, like)
+                self._insert(what_if_statistics, args, {**quantizer_kwargs(quantizer), **joined}, what, like)
 
     def error(
         self,
@@ -160,7 +210,7 @@ class Measuring:
         *,
         like: fx.Node,
     ) -> None:
-        """Measure how quantizing changes a GEMM's result. ``nodes``: a, b and the reference of ``ops.gemm_error``."""
+        """Measure how quantizing changes a GEMM's result. ``nodes``: a, b and the reference of ``gemm_error``."""
         args, further = quantizers_of(gemm, quantizers)
         what = ObservedTensor(
             names=(name,),
@@ -171,7 +221,7 @@ class Measuring:
             group=group,
             parts=ERROR_PARTS,
         )
-        self._insert(ops.error_of_gemm, (*nodes, *args), further, what, like)
+        self._insert(error_of_gemm, (*nodes, *args), further, what, like)
 
     def write(self, compilation: Compilation) -> None:
         """Write what was measured into inputs of the graph: one for forward, one for backward.

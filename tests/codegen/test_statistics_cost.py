@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8graph.ir import ops
+from fp8graph.passes.observe.measuring import quantization_statistics, tensor_statistics
 from fp8graph.recipes import resolve_recipe
 from generated import generate
 from helpers import first_fast
@@ -16,7 +16,7 @@ X = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
 @first_fast(("block_size", "kernels", "reads"), [(0, 7, 1.1), (32, 12, 3.6)])
 def test_a_tensor(block_size: int, kernels: int, reads: float) -> None:
     """It is read once, and twice more for the dynamic range of blocks along rows and along columns."""
-    made = generate(lambda x: ops.tensor_statistics(x, block_size), [X]).kernels
+    made = generate(lambda x: tensor_statistics(x, block_size), [X]).kernels
     assert len(made) <= kernels
     assert sum(kernel.bytes for kernel in made) <= reads * X.nbytes
 
@@ -33,7 +33,7 @@ def test_a_copy(recipe: str, kernels: int, reads: float) -> None:
     scale_inv = torch.empty(scale_shape, dtype=torch.float8_e8m0fnu if recipe == "mxfp8" else torch.float32)
 
     def measure(x: torch.Tensor, data: torch.Tensor, scale_inv: torch.Tensor) -> torch.Tensor:
-        return ops.quantization_statistics(x, data, scale_inv, False, scaling=scaling, block=block)
+        return quantization_statistics(x, data, scale_inv, False, scaling=scaling, block=block)
 
     made = generate(measure, [X, data, scale_inv]).kernels
     assert len(made) <= kernels

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
+from fp8graph.passes.observe.measuring import tensor_statistics
 from fp8graph.passes.save_for_backward import activation_functions
 from helpers import traced, view_of
 
@@ -47,7 +48,7 @@ def test_a_result_that_is_quantized_as_it_is_is_no_function() -> None:
 
 def test_statistics_do_not_count_as_readers() -> None:
     """On observed steps, statistics of a function's values change nothing about it."""
-    found = functions(lambda g, u: [*quantized(g.relu()), ops.tensor_statistics(g, 32), ops.tensor_statistics(u, 32)])
+    found = functions(lambda g, u: [*quantized(g.relu()), tensor_statistics(g, 32), tensor_statistics(u, 32)])
     assert found == [(["mm", "relu"], "")]
 
 
