@@ -135,10 +135,10 @@ class Watch:
         assert self._before is not None
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return  # a replay of the user's graph runs no Python: nothing looks then
-        self._waiting = _sent_to_host(self._table() != self._before)
+        self._waiting = sent_to_host(self._table() != self._before)
 
 
-def _sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
+def sent_to_host(tensor: Tensor) -> tuple[torch.Event, Tensor]:
     """A copy of a tensor in the host's memory, and the event after which it is there."""
     found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     found.copy_(tensor, non_blocking=True)

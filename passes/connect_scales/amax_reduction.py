@@ -39,6 +39,7 @@ from fp8graph.numerics import history
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.records import CollectiveRecord
+from fp8graph.runtime.contents import sent_to_host
 
 SYNCHRONOUS: Final = 16  # commits after which the numbers before the amaxes are read one step later
 HEAD: Final = 3  # these numbers: whether there are new names, the largest step, minus the smallest
@@ -65,7 +66,7 @@ class Reduction:
     absent: dict[str, StagedPage] = field(default_factory=dict[str, StagedPage])  # tensors of other ranks
     commits: int = 0
     ranks: int = field(init=False)  # remembered: the group may be gone when a report is asked for
-    _head: tuple[Tensor, torch.cuda.Event, int] | None = None  # of the last commit, on its way to the CPU, and its step
+    _head: tuple[torch.Event, Tensor, int] | None = None  # of the last commit, on its way to the CPU, and its step
     _found: tuple[Any, Tensor, Tensor] | None = None  # the last result of ``_places``, and its arguments
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Reduction:
         """
         local, pages, step = pages, [*pages, *self.absent.values()], step % _LARGEST
         if self._head is not None:
-            (head, copied, before), self._head = self._head, None
+            (copied, head, before), self._head = self._head, None
             copied.synchronize()  # those of the previous step: they have long been copied
             if self._news(head, before):
                 pages = self._agree(local)
@@ -92,10 +93,7 @@ class Reduction:
                 pages = self._agree(local)
                 packed = self._reduced(pages, step)
         else:
-            head, copied = torch.empty(HEAD, pin_memory=True), torch.cuda.Event()
-            head.copy_(packed[:HEAD], non_blocking=True)
-            copied.record()
-            self._head = head, copied, step
+            self._head = *sent_to_host(packed[:HEAD]), step
         self.commits += 1
         self._record(pages, packed)
 

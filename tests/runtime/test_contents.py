@@ -80,7 +80,7 @@ class Device:
         self.changed: list[list[int]] = []
         self.pauses = 0
         monkeypatch.setattr(contents, "_table", self._table)
-        monkeypatch.setattr(contents, "_sent_to_host", self._sent)
+        monkeypatch.setattr(contents, "sent_to_host", self._sent)
         monkeypatch.setattr(contents.time, "monotonic", lambda: self.now)
 
     def _table(self, tensors: Sequence[Tensor]) -> Any:
