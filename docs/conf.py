@@ -59,7 +59,10 @@ nitpick_ignore_regex = [
         "py:class",
         r"fp8graph\.(backend|hardware|libraries|recipes\.base|recipes\.rules|runtime)\..*",
     ),
-    ("py:class", r"(.*\.)?(_Model|_T|PolicyLike|RecipeLike|AmaxAlgorithm|ScaleAlgorithm|ScaleFormat|Scope|ErrorMode)"),
+    (
+        "py:class",
+        r"(.*\.)?(_Model|_T|Path|SiteRecord|OtherRecord|PolicyLike|RecipeLike|AmaxAlgorithm|ScaleAlgorithm|ScaleFormat|Scope|ErrorMode)",
+    ),
 ]
 
 # --- how it looks ---------------------------------------------------------------------------------------------------
