@@ -174,7 +174,7 @@ class SharedGraph:
 
 
 def _contains(model: nn.Module, parameter: Tensor) -> bool:
-    """Whether ``parameter``, or what a fake one stands for (DDPOptimizer compiles with those), is one of the model."""
+    """Whether ``parameter``, or the one that a fake stands for (DDPOptimizer compiles with those), is of the model."""
     return any(
         own is parameter or (isinstance(parameter, FakeTensor) and fakes.is_fake_of(parameter, own))
         for own in model.parameters()

@@ -23,7 +23,7 @@ _log = logging.getLogger("fp8graph")
 
 
 class Reports(Protocol):
-    """The part of a backend that tells what it compiled."""
+    """The part of a backend that knows its compiled graphs."""
 
     @property
     def settings(self) -> Settings:

@@ -247,7 +247,7 @@ def _compile_in_place(
 
 
 def _check_within(backend: Backend, model: str) -> None:
-    """While Dynamo traces ``model`` (a class) for another ``torch.compile`` call: warn if its backend is no fp8graph.
+    """While Dynamo traces ``model`` (a class) for another ``torch.compile`` call: warn if its backend is another.
 
     Raises:
         Fp8CoverageError: in strict mode.

@@ -32,7 +32,7 @@ _log = logging.getLogger("fp8graph")
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """One graph: its report, and what the passes found in it."""
+    """One graph: its report, and the findings of the passes."""
 
     view: GraphView
     findings: Findings

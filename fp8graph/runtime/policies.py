@@ -208,7 +208,7 @@ class Schedule:
         return scheduled and self._seen != self._steps.count and not autograd.in_backward()
 
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Learn what the models train."""
+        """Learn which parameters the models train."""
         if self.runs or self.counts:
             self._parameters.update((parameter, None) for parameter in parameters if parameter.requires_grad)
 

@@ -1,6 +1,6 @@
 """Statistics in, findings and rules out: which tensors lose too much in quantization, and what would help.
 
-Nothing here knows a backend: ``guard.py`` asks these functions, and acts on their answers.
+Nothing here knows a backend: ``guard.py`` calls these functions, and acts on their results.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """One site as the policy of now sees it. Plain data, so that ranks can send it to each other."""
+    """One site as the current policy sees it. Plain data, so that ranks can send it to each other."""
 
     fqn: str
     op: str
@@ -91,7 +91,7 @@ class Crossing:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Equal on all ranks. Of one tensor's crossings, the first is told."""
+        """Equal on all ranks. Of one tensor's crossings, the first is reported."""
         return self.step, self.site, self.operand, self.recipe, _ORDER.index(self.stat), self.layout
 
 
@@ -248,7 +248,7 @@ def _fallback(measured: str, now: Any, fallbacks: Sequence[RecipeLike]) -> Any:
 
 
 def _rule(site: Site, changes: Mapping[GemmName, Any]) -> Rule:
-    """The rule that gives a site its recipes of now, but for ``changes``."""
+    """The rule that gives a site its current recipes, but for ``changes``."""
     recipes = {**site.recipes, **changes}
     rest = [recipes[gemm] for gemm in GEMMS if gemm not in changes]
     base = rest[0] if rest else recipes["fprop"]

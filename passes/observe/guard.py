@@ -1,4 +1,4 @@
-"""Watch what quantization does to tensors in training, and say or apply a rule where it does too much.
+"""Watch the losses of tensors in quantization while a model trains, and log or apply a rule where they are too large.
 
 The rules that guards put into the policy are applied once, reported, and saved with the state (:class:`Guarded`).
 """
@@ -40,24 +40,14 @@ class GuardSettings:
 
     bounds: Bounds
     steps: DueSteps
-    layers: tuple[str, ...] = ("*",)
-    fallbacks: tuple[RecipeLike, ...] = (None,)
-    apply: bool = False
-    reduce: bool = False
+    fallbacks: tuple[RecipeLike, ...]
+    apply: bool
+    reduce: bool
 
     @staticmethod
-    def of(
-        *,
-        every: Any,
-        start: Any,
-        end: Any,
-        layers: tuple[str, ...],
-        recipe: Any,
-        apply: Any,
-        reduce: Any,
-        **bounds: Any,
-    ) -> GuardSettings:
-        """From what the user gave, which may be of any type."""
+    def of(arguments: Mapping[str, Any]) -> GuardSettings:
+        """From the values that the user gave, which may be of any type."""
+        apply, reduce, recipe = (arguments[name] for name in ("apply", "reduce", "recipe"))
         for name, value in (("apply", apply), ("reduce", reduce)):
             if type(value) is not bool:
                 raise ConfigError(f"guard({name}={value!r}): expected True or False.")
@@ -67,9 +57,8 @@ class GuardSettings:
         for each in fallbacks:
             resolve_recipe(each)
         return GuardSettings(
-            bounds=Bounds(**bounds),
-            steps=DueSteps(every=every, start=start, end=end, call="guard"),
-            layers=layers,
+            bounds=Bounds(**{name: arguments[name] for name in ("underflows", "saturated", "sqnr")}),
+            steps=DueSteps.of("guard", arguments),
             fallbacks=fallbacks,
             apply=apply,
             reduce=reduce,
@@ -104,7 +93,7 @@ class Guarded(Store):
 
     def start(self, backend: Watched, arguments: Mapping[str, Any]) -> Guard:
         layers = Layers("guard", arguments["layers"], backend.programs)
-        settings = GuardSettings.of(**{**arguments, "layers": layers.patterns})
+        settings = GuardSettings.of(arguments)
         layers.check(backend.names)
         programs, policies = backend.programs, self._policies
         guard = Guard(
@@ -131,7 +120,7 @@ class Guarded(Store):
         return self._policies.scheduled or self._policies.asked
 
     def apply(self, rules: Iterable[tuple[Rule, str]]) -> None:
-        """Put rules before the others, each with what the report says of it. One layer has one such rule."""
+        """Put rules before the others, each with its line of the report. One layer has one such rule."""
         new = [*rules]
         known = [rule for rule, _ in self._applied]
         policy = with_rules(self.policy, [rule for rule, _ in new], known)
@@ -205,9 +194,8 @@ class Guard:
         self._told: set[tuple[str, str, str, str]] = set()
         self._changes: dict[tuple[str, str], dict[GemmName, Any]] = {}  # proposals so far, by fqn and op
         self._at = 0  # the step at which the ranks exchanged findings
-        settings = self.settings
-        asked = Observed(layers=settings.layers, copies=True, block_size=0)
-        self._request = self.observation.measure(asked, settings.steps.are_due, self._when_over, keeps=False)
+        asked = Observed(layers=self.layers.patterns, copies=True, block_size=0)
+        self._request = self.observation.measure(asked, self.settings.steps.are_due, self._when_over, keeps=False)
 
     @property
     def policy(self) -> Policy:
@@ -216,11 +204,11 @@ class Guard:
         return with_rules(self.guarded.policy, rules, rules)
 
     def stop(self) -> None:
-        """Watch no more. Findings and applied rules stay."""
+        """End the watch. Findings and applied rules stay."""
         self.observation.stop(self._request)
 
     def after_step(self, _optimizer: object = None) -> None:
-        """With ``reduce=True``, after an optimizer's step: all ranks exchange what they found, if it was observed."""
+        """With ``reduce=True``, after an optimizer's step: all ranks exchange their findings, if it was observed."""
         now = self.schedule.step()
         if self.settings.reduce and now != self._at and self._request.wants(now - 1):
             self._judge(now)
@@ -239,7 +227,7 @@ class Guard:
             )
 
     def _judge(self, now: int) -> None:
-        """Read the observed steps that are over, and tell or apply what helps."""
+        """Read the observed steps that are over, and log or apply the rules that help."""
         self._check_ranks()
         steps = self.observation.unread(self._request, now)
         sites = self.sites()

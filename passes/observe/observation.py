@@ -51,7 +51,7 @@ class Request:
 
     Args:
         since, until: the steps of the calls of ``measure`` and ``stop``.
-        when_over: called with the step of now, at the first call after a step that was measured for this reader.
+        when_over: called with the current step, at the first call after a step that was measured for this reader.
         keeps: what was measured stays, even if it was read.
     """
 
@@ -87,7 +87,7 @@ def together(several: Sequence[Observed]) -> Observed | None:
 
 
 class Observation(Store):
-    """The observed steps of one backend, and what was measured in them."""
+    """The observed steps of one backend, and their measurements."""
 
     name: ClassVar = StatisticsPage.store
 
@@ -125,7 +125,7 @@ class Observation(Store):
         return request
 
     def stop(self, request: Request) -> None:
-        """Measure no more for one reader. What was measured stays."""
+        """End the measurements for one reader. Those so far stay."""
         if request in self._active:
             self._active.remove(request)
             request.until = self._schedule.step_of_call()
@@ -203,7 +203,7 @@ class Observation(Store):
                 self._found.pop(step, None)
 
     def reduce(self, group: object = None) -> None:
-        """Merge what the ranks of a process group have measured in the steps that are over. All of them call it."""
+        """Merge the measurements of the ranks of a process group, in the steps that are over. All of them call it."""
         over = {key: parts for key, parts in self.found().items() if key.step < self._schedule.step_of_call()}
         own = {key: parts for key, parts in over.items() if key not in self._reduced}
         for other in gathered_objects(own, group, others=True):

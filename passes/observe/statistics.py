@@ -1,4 +1,4 @@
-"""Show people and dashboards what was measured on observed steps: of which layers, as records, as lines of JSON."""
+"""Show people and dashboards the statistics of observed steps: of chosen layers, as records, as lines of JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class DueSteps:
     every: int
     start: int
     end: int | None
-    call: str = "observe"  # for messages
+    call: str  # for messages
 
     def __post_init__(self) -> None:
         for what, least in (("every", 1), ("start", 0), ("end", self.start)):
@@ -55,6 +55,11 @@ class DueSteps:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ConfigError(f"{self.call}({what}={value!r}): expected a whole number of steps >= {least}.")
+
+    @staticmethod
+    def of(call: str, arguments: Mapping[str, Any]) -> DueSteps:
+        """Those that ``Backend.observe`` or ``Backend.guard`` was called with."""
+        return DueSteps(call=call, **{name: arguments[name] for name in ("every", "start", "end")})
 
     def are_due(self, step: int) -> bool:
         """Whether ``step`` is one of them."""
@@ -88,7 +93,7 @@ class Statistics:
         return records(self._observation.found(), self._request, self._names)
 
     def to_jsonl(self, path: str | Path) -> None:
-        """Write one JSON object per line. What is no finite number (the sqnr of an exact copy) becomes ``null``."""
+        """Write one JSON object per line. Numbers that are not finite (the sqnr of an exact copy) are ``null``."""
         Path(path).write_text("".join(map(json_line, self)), encoding="utf-8")
 
     def to_html(self, path: str | Path, *, losses: Losses | None = None) -> None:
@@ -124,7 +129,7 @@ class Statistics:
             run.log({**values, "fp8graph/step": step})
 
     def reduce(self, group: Any = None) -> None:
-        """Merge what the ranks of a process group (None: all) measured in steps that are over. All of them call it.
+        """Merge the statistics of the ranks of a process group (None: all), of steps that are over. All ranks call it.
 
         Weights are not merged: each rank has those that it began with.
         """
@@ -135,7 +140,7 @@ class Statistics:
         self._schedule.count()
 
     def stop(self) -> None:
-        """Observe no more steps. What was measured stays."""
+        """End the observation. The statistics so far stay."""
         self._observation.stop(self._request)
 
 
@@ -195,27 +200,13 @@ class Observing(Store):
             each.check(backend.names)
 
     def start(self, backend: Watched, arguments: Mapping[str, Any]) -> Statistics:
-        return self._start(backend, **arguments)
-
-    def _start(
-        self,
-        backend: Watched,
-        *,
-        every: int,
-        start: int,
-        end: int | None,
-        stats: str | Sequence[str],
-        layers: str | Sequence[str],
-        what_if: Sequence[RecipeLike],
-        to_jsonl: str | Path | None,
-    ) -> Statistics:
-        of_layers = Layers("observe", layers, backend.programs)
-        of_layers.check(backend.names)
-        steps, names = DueSteps(every=every, start=start, end=end), _names(stats)
-        recipes = _recipes(what_if)
+        layers = Layers("observe", arguments["layers"], backend.programs)
+        layers.check(backend.names)
+        steps, names = DueSteps.of("observe", arguments), _names(arguments["stats"])
+        recipes, to_jsonl = _recipes(arguments["what_if"]), arguments["to_jsonl"]
         copies = bool({*QUANTIZED_STATISTICS} & {*names})
         asked = Observed(
-            layers=of_layers.patterns,
+            layers=layers.patterns,
             copies=copies,
             block_size=32 if "max_blockwise_dynamic_range" in names else 0,
             what_if=tuple(recipes) if copies else (),
@@ -225,7 +216,7 @@ class Observing(Store):
         file = JsonLines(Path(to_jsonl), names) if to_jsonl is not None else None
 
         def when_over(now: int) -> None:
-            of_layers.warn()
+            layers.warn()
             if file is not None:
                 file.write(self._observation, request, now)
 
@@ -242,7 +233,7 @@ class Observing(Store):
 
         statistics = Statistics(self._observation, request, self._schedule, names, report)
         self._statistics.append(statistics)
-        self._layers.append(of_layers)
+        self._layers.append(layers)
         return statistics
 
 
@@ -287,7 +278,7 @@ def records(found: Mapping[Measured, Parts], request: Request, names: Collection
 
 
 def json_line(record: StatisticRecord) -> str:
-    """One record as a line of JSON. What is no finite number becomes ``null``."""
+    """One record as a line of JSON. A number that is not finite becomes ``null``."""
     values = dataclasses.asdict(record)
     values["value"] = record.value if math.isfinite(record.value) else None
     return json.dumps(values) + "\n"
