@@ -201,17 +201,16 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such file or folder.")
     indices = sorted(path.glob("*.safetensors.index.json"))
-    if Path(path, INDEX) in indices or len(indices) == 1:
-        return Path(path, INDEX) if Path(path, INDEX) in indices else indices[0], []
-    files = sorted(path.glob("*.safetensors"))
-    if Path(path, "model.safetensors") in files and not indices:
-        return None, [path / "model.safetensors"]
-    if len(files) == 1 and not indices:
-        return None, files
+    indices = [index for index in indices if index.name == INDEX] or indices  # the usual name comes first
+    if len(indices) == 1:
+        return indices[0], []
     if indices:
-        raise CheckpointError(
-            f"{path}: {len(indices)} indices ({', '.join(i.name for i in indices)}). Give one of them."
-        )
+        names = ", ".join(index.name for index in indices)
+        raise CheckpointError(f"{path}: {len(indices)} indices ({names}). Give one of them.")
+    files = sorted(path.glob("*.safetensors"))
+    files = [file for file in files if file.name == "model.safetensors"] or files
+    if len(files) == 1:
+        return None, files
     if files:
         raise CheckpointError(f"{path}: {len(files)} safetensors files and no {INDEX}. Is a download incomplete?")
     others = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in path.glob(pattern))

@@ -12,7 +12,7 @@ Torch has no switch for code generation without a device. Two of its hooks are o
 triton's active driver); two functions are replaced while a graph is generated, and put back after:
 ``torch.cuda.get_device_properties``, which Inductor's heuristics call directly, and
 ``GraphLowering.compile_to_module``, which would load the text.
-tests/offline/test_pretend.py says when the latter can go.
+tests/offline/test_fake_gpu.py says when the latter can go.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fp8graph.compat import fakes, inductor
 from fp8graph.compat.inductor import StarDep, WeakDep
 from fp8graph.compat.ops import pytree
 from fp8graph.errors import Fp8GraphError
+from fp8graph.offline.fake_gpu import capability, fake_gpu
 from fp8graph.offline.kernels import Direction, KernelRecord
-from fp8graph.offline.pretend import capability, pretend
 
 _DEVICE: Final = torch.device("cuda:0")
 _CALL: Final = re.compile(
@@ -88,7 +88,7 @@ class OfflineInductor:
             return types.SimpleNamespace(call=_never, __file__="generated, never run")
 
         moved, cuda_inputs = _on_cuda(module, inputs)
-        with pretend(self.target), inductor.without_loading(keep), fakes.without_device_guards():
+        with fake_gpu(self.target), inductor.without_loading(keep), fakes.without_device_guards():
             with inductor.with_options({"force_disable_caches": True, "compile_threads": 1}):
                 inductor.compile_fx_inner(moved, cuda_inputs, **kwargs)
         return self._run(module, inputs)

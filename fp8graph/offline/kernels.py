@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from fp8graph.compat import inductor
 from fp8graph.errors import Fp8GraphError
-from fp8graph.offline.pretend import pretend
+from fp8graph.offline.fake_gpu import fake_gpu
 
 Direction = Literal["forward", "backward", "weights"]
 # an instruction, with its predicate if it has one; the hexadecimal encoding follows in a second comment
@@ -99,7 +99,7 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
     Returns:
         In the order of the autotuner; nothing if it does not try that configuration.
     """
-    with pretend(target), tempfile.TemporaryDirectory() as folder:
+    with fake_gpu(target), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
         path.write_text(source, encoding="utf-8")
         (name,) = re.findall(r"^def (triton_\w+)\(", source, re.MULTILINE)[:1]

@@ -130,7 +130,7 @@ MAY_NAME_A_VENDOR = {
     "compat.torch_build": "the toolkits that torch was built with",
     "compat.dynamo": "the interface that an absent GPU takes over, for offline",
     "offline.generate": "Inductor's code for NVIDIA's GPUs, which need not be present",
-    "offline.pretend": "the same",
+    "offline.fake_gpu": "the same",
     "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
     "runtime.contents": "a CUDA graph is being captured",
     "passes.connect_scales.amax_reduction": "an event of CUDA's",

@@ -35,7 +35,7 @@ def capability(target: str) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def pretend(target: str) -> Generator[None]:
+def fake_gpu(target: str) -> Generator[None]:
     """Let Inductor and triton find a GPU of kind ``target`` inside a ``with``."""
     import triton
     from triton.backends.compiler import GPUTarget
