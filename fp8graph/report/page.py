@@ -33,6 +33,7 @@ from fp8graph.report.tables import any_layer, collective_rows, gemm_groups, refu
 Losses = Sequence[float] | Mapping[int, float]  # by step
 _SCRIPTS: Final = ("base", "overview", "tables", "model", "drawing", "details", "kernels", "stages", "charts", "page")
 _FOLDER: Final = resources.files("fp8graph.report")
+_PLANE: Final = ("operand", "layout", "recipe", "what_if", "stat")  # records that differ in these have one matrix each
 _LAYER: Final = re.compile(r"(?:[^\s,]*?\.)??\d+(?=\.|$)")  # "model.layers.0" of "model.layers.0.mlp.up"
 _NAME: Final = re.compile(r"(?<![\w.])[A-Za-z_]\w*(?![\w=(.])")
 
@@ -121,19 +122,16 @@ def page_data(
 
 def _shares(gemms: Sequence[GemmRecord]) -> list[dict[str, Any]]:
     """The part of the GEMMs' work that is in FP8: natively, emulated, of all."""
-    predicted = all(gemm.seconds is not None for gemm in gemms)
-    why = "this report's device has no speed model, or FP8 is emulated there: explain(..., target=...) names a GPU"
-    shares: list[dict[str, Any]] = [
+    shares = [
         _share("FLOPs of GEMMs", "FLOP", gemms, lambda gemm: gemm.flops),
         _share("bytes of operands that GEMMs read", "B", gemms, lambda gemm: gemm.bytes_read),
-        _share("predicted time of GEMMs", "s", gemms, _seconds)
-        if predicted and gemms
-        else {"what": "predicted time of GEMMs", "missing": f"not predicted: {why}" if gemms else "there are no GEMMs"},
     ]
-    if predicted and gemms:
-        before = sum(gemm.seconds or 0.0 for gemm in gemms)
-        shares[-1]["before"] = before  # all of them in high precision
-    return shares
+    title = "predicted time of GEMMs"
+    if gemms and all(gemm.seconds is not None for gemm in gemms):
+        in_high_precision = sum(gemm.seconds or 0.0 for gemm in gemms)
+        return [*shares, _share(title, "s", gemms, _seconds) | {"before": in_high_precision}]
+    why = "this report's device has no speed model, or FP8 is emulated there: explain(..., target=...) names a GPU"
+    return [*shares, {"what": title, "missing": f"not predicted: {why}" if gemms else "there are no GEMMs"}]
 
 
 def _seconds(gemm: GemmRecord) -> float:
@@ -173,14 +171,8 @@ def _kernels_of(graph: int, kernels: Sequence[KernelRecord]) -> dict[int, Kernel
 
 
 def _kernel(kernel: KernelRecord, distinct: Sequence[Sequence[int]]) -> dict[str, Any]:
-    return {
-        "drawn": next((number for number, (first, *_) in enumerate(distinct) if kernel.number == first), None),
-        "name": kernel.name,
-        "graph": kernel.graph,
-        "kind": kernel.kind,
-        "ops": list(kernel.ops),
-        "bytes": kernel.bytes,
-    }
+    drawn = next((number for number, (first, *_) in enumerate(distinct) if kernel.number == first), None)
+    return {"drawn": drawn, **{name: getattr(kernel, name) for name in ("name", "graph", "kind", "ops", "bytes")}}
 
 
 def packed(content: bytes) -> str:
@@ -356,27 +348,19 @@ def statistics_data(records: Iterable[StatisticRecord], losses: Losses | None) -
     """The steps, the layers, the loss of each step if it is known, and the matrices, as packed 32-bit floats."""
     steps: set[int] = set()
     sites: dict[str, int] = {}
-    found: dict[tuple[str, str, str, bool, str], dict[tuple[int, int], float]] = {}
+    planes: dict[tuple[Any, ...], dict[tuple[int, int], float]] = {}
     for record in records:
         steps.add(record.step)
-        key = record.operand, record.layout, record.recipe, record.what_if, record.stat
         row = sites.setdefault(record.site, len(sites))
-        found.setdefault(key, {})[row, record.step] = record.value
+        planes.setdefault(tuple(getattr(record, name) for name in _PLANE), {})[row, record.step] = record.value
     columns = {step: column for column, step in enumerate(sorted(steps))}
     return {
         "steps": list(columns),
         "sites": list(sites),
         "losses": _losses(losses),
         "planes": [
-            {
-                "operand": operand,
-                "layout": layout,
-                "recipe": recipe,
-                "what_if": what_if,
-                "stat": stat,
-                "values": _matrix(values, columns, len(sites)),
-            }
-            for (operand, layout, recipe, what_if, stat), values in found.items()
+            dict(zip(_PLANE, key, strict=True)) | {"values": _matrix(values, columns, len(sites))}
+            for key, values in planes.items()
         ],
     }
 
