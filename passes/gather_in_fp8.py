@@ -5,12 +5,12 @@
                                                      rowwise = view(wait(all_gather(view(q.rowwise, uint8), ...)), e4m3)
                                                      columnwise = columnwise(rowwise)
 
-Every number is the same as with quantizing after the gather. Delayed
-scaling knows its scales beforehand: it needs no all-reduce, and each rank records the amax of its shard. Scales of rows
-and of tiles are sent along with the data; if each layout has tiles of its own, both layouts are sent. FP8 is sent as
-bytes, which every backend of torch.distributed can send; but as FP8 if Inductor is to fuse the gather with its GEMM
-(asynchronous tensor parallelism, ``_micro_pipeline_tp``), which multiplies the parts that it receives. Between gather
-and quantize there may be casts, and ops that move whole rows (a gather along the sequence of several batches).
+Every number is the same as with quantizing after the gather. Delayed scaling knows its scales beforehand: it needs no
+all-reduce, and each rank records the amax of its shard. Scales of rows and of tiles are sent along with the data; if
+each layout has tiles of its own, both layouts are sent. FP8 is sent as bytes, which every backend of torch.distributed
+can send; but as FP8 if Inductor is to fuse the gather with its GEMM (asynchronous tensor parallelism,
+``_micro_pipeline_tp``), which multiplies the parts that it receives. Between gather and quantize there may be casts,
+and ops that move whole rows (a gather along the sequence of several batches).
 
 Refuses (gathers in high precision, with the reason in the report) tensors that other nodes or several quantize nodes
 read; a dynamic number of rows; delayed scaling whose amaxes are not reduced over all ranks of the gather; padding or
@@ -21,15 +21,15 @@ in FP8 are as many bytes as bf16).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from operator import getitem
-from typing import Any
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_legality import bytes_of_gather, columnwise_travels, why_not_sent_in_fp8
-from fp8graph.analysis.gather_path import Path, path_of, replay, row_sizes
+from fp8graph.analysis.gather_path import Path, path_of, replay, row_sizes, scale_may_differ
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
@@ -45,12 +45,15 @@ from fp8graph.ir.nodes import (
     backward_nodes,
     known_contiguous,
     nodes,
+    size_hint,
+    static_size,
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode, call
 from fp8graph.recipes import FP8_MAX
 
 Emit = Callable[..., fx.Node]
+_SETTINGS: Final = frozenset({"scaling", "block"})
 
 
 def gathers(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -68,13 +71,82 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
         tensor = f"{compilation.sites[site].fqn} {node.meta[OPERAND_KEY]}".strip()
         reason, sent = why_not_sent_in_fp8(QuantizeNode(node), path, compilation), [path.gathered]
         if reason is None:
-            reason = f"quantized before it is sent, {bytes_of_gather(path.gathered)} bytes otherwise"
+            reason = f"quantized before it is sent, {_bytes_of_gather(path.gathered)} bytes otherwise"
             tag = BACKWARD if path.gathered in in_backward else None
             sent = _rewrite(graph, node, path, tag, as_bytes=not compilation.known.settings.pipelines_gathers)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
     graph.eliminate_dead_code()
     collectives.erase_unread(graph)
+
+
+def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compilation) -> str | None:
+    """Reason why the tensor of the quantize node cannot be quantized before it is gathered; None if it can."""
+    asked, kind = quantized.asked, quantized.kind
+    others = path.other_readers(quantized.node)
+    if any(other.target is aten.sym_size.int for other in others):
+        return "the number of its rows is dynamic"
+    if others:
+        again = any(other.target is ops.quantize for other in others)
+        return f"{'quantized in another way' if again else 'read in high precision'} too, by {others[0].name}"
+    if kind.not_sent is not None:
+        return kind.not_sent
+    if unknown := set(quantized.node.kwargs) - _SETTINGS:
+        return f"quantized with {', '.join(sorted(unknown))}"
+    *leading, columns = value(path.shard).shape
+    rows = math.prod(leading)  # not Size.numel(), which makes a dynamic size a number
+    tile_rows, tile_columns = asked.block or (1, 1)
+    if static_size(columns) is None:
+        return "the size of its rows is dynamic"
+    multiple_of_rows, multiple_of_columns = asked.rowwise or (1, 1)
+    if not _fits(columns, multiple_of_columns) or not _fits(rows, multiple_of_rows):
+        return f"shards of {rows} x {columns} are padded"
+    if kind.has_state and scale_may_differ(quantized.node, path.group, compilation):
+        return "its amaxes are not reduced over the ranks that gather: their scales may differ"
+    if asked.columnwise and kind.columns_not_sent is not None:
+        return kind.columns_not_sent
+    if tile_rows > 1 and not (path.keeps_shape and _fits(rows, tile_rows)):
+        return f"shards of {rows} rows are not a multiple of the {tile_rows}-row tile, or are reshaped after the gather"
+    if asked.columnwise:
+        _, contracted = asked.columnwise
+        if _columnwise_travels(quantized) and not (path.is_plain and _fits(rows, math.lcm(tile_columns, contracted))):
+            return (
+                f"shards of {rows} rows are not a multiple of the {tile_columns}-row tile, or come in several batches"
+            )
+        if tile_rows > 1 and not _fits(whole := rows * cast(int, path.gathered.args[1]), contracted):
+            return f"{whole} rows, contracted in backward, are padded"  # but the scales are those of unpadded shards
+    before, after = _bytes_of_gather(path.gathered), _bytes_after(quantized, path)
+    return None if after < before else f"no fewer bytes: {after} in both directions, {before} as it is"
+
+
+def _fits(size: Any, multiple: int) -> bool:
+    fixed = static_size(size)
+    return multiple == 1 or (fixed is not None and fixed % multiple == 0)
+
+
+def _columnwise_travels(quantized: QuantizeNode) -> bool:
+    """Whether the columnwise data differ from the rowwise ones, transposed."""
+    asked = quantized.asked
+    tile_rows, _ = asked.block or (1, 1)
+    return bool(asked.columnwise) and not quantized.kind.one_scale and (tile_rows == 1 or not asked.rowwise)
+
+
+def _bytes_of_gather(gathered: fx.Node) -> int:
+    x = value(gathered)
+    return collectives.bytes_sent("all_gather", size_hint(x.numel()) * x.itemsize, cast(int, gathered.args[1]))
+
+
+def _bytes_after(quantized: QuantizeNode, path: Path) -> int:
+    """The bytes that are sent after the rewrite: data, scales, and the all-reduce of the amax."""
+    ranks, kind = cast(int, path.gathered.args[1]), quantized.kind
+    if kind.one_scale:
+        data = size_hint(value(path.gathered).numel())
+        amax = collectives.bytes_sent("all_reduce", 4, ranks) if kind.own_scale else 0
+        return collectives.bytes_sent("all_gather", data, ranks) + amax
+    outputs, both = quantized.values, _columnwise_travels(quantized)
+    travels = [name for name in outputs if both or name.startswith("rowwise")]
+    payloads = (size_hint(outputs[name].numel()) * outputs[name].itemsize for name in travels)
+    return sum(collectives.bytes_sent("all_gather", payload, ranks) for payload in payloads)
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node, path: Path, tag: str | None, *, as_bytes: bool) -> list[fx.Node]:
@@ -130,7 +202,7 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
         settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon)
         scales = emit(ops.scales, reduced, *settings, name="scales")
         asked = dataclasses.replace(asked, scales=scales)
-    if not columnwise_travels(quantized):
+    if not _columnwise_travels(quantized):
         asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
     args, kwargs = call(asked)
     made = emit(ops.quantize, *args, name=node.name, **kwargs)
@@ -153,7 +225,7 @@ def _gathered(
             results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
     quantized = QuantizeNode(node)
     columnwise = quantized.asked.columnwise
-    if columnwise and not columnwise_travels(quantized):
+    if columnwise and not _columnwise_travels(quantized):
         results["columnwise"] = emit(ops.columnwise, results["rowwise"], columnwise, name="columnwise")
         if "rowwise_scale_inv" in results:  # of square tiles
             results["columnwise_scale_inv"] = _turned(results["rowwise_scale_inv"], emit)

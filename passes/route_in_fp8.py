@@ -31,8 +31,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_legality import scale_may_differ
-from fp8graph.analysis.gather_path import keeps_rows, replay, row_sizes
+from fp8graph.analysis.gather_path import keeps_rows, replay, row_sizes, scale_may_differ
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation

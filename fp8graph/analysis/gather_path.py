@@ -17,7 +17,9 @@ import torch
 from torch import fx
 
 from fp8graph.ir import collectives
-from fp8graph.ir.nodes import aten, known_equal, value
+from fp8graph.ir.compilation import Compilation
+from fp8graph.ir.nodes import USES_KEY, aten, known_equal, value
+from fp8graph.ir.sites import Use
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _COPIES = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -149,3 +151,10 @@ def row_sizes(tensor: fx.Node, emit: Callable[..., fx.Node]) -> list[Any]:
     """The sizes of ``tensor`` but the last, as arguments of nodes."""
     sizes = value(tensor).shape[:-1]
     return [s if isinstance(s, int) else emit(aten.sym_size.int, tensor, dim) for dim, s in enumerate(sizes)]
+
+
+def scale_may_differ(node: fx.Node, group: Any, compilation: Compilation) -> bool:
+    """Whether the ranks of ``group`` may have different delayed scales for the tensor of a quantize node."""
+    use: Use = node.meta[USES_KEY][0]
+    wanted, reduced = collectives.ranks_of(group), collectives.ranks_of(compilation.known.amax_group)
+    return not use.recipe.reduces_amax or not wanted or not wanted <= reduced

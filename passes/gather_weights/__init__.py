@@ -21,7 +21,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from fp8graph.analysis.gather_legality import scale_may_differ
+from fp8graph.analysis.gather_path import scale_may_differ
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Arrived, Compilation

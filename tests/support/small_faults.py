@@ -495,17 +495,17 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "one rank in common is a group in common",
-        f"{_ANALYSIS}/gather_legality.py",
+        f"{_ANALYSIS}/gather_path.py",
         "not wanted <= reduced",
         "not wanted & reduced",
-        ("tests/analysis/test_gather_legality.py",),
+        ("tests/passes/test_gather_legality.py",),
     ),
     Fault(
         "tensors are sent in FP8 that need more bytes in it",
-        f"{_ANALYSIS}/gather_legality.py",
+        "passes/gather_in_fp8.py",
         "return None if after < before else",
         "return None if after != before else",
-        ("tests/analysis/test_gather_legality.py", "tests/passes/test_gather_in_fp8.py"),
+        ("tests/passes/test_gather_legality.py", "tests/passes/test_gather_in_fp8.py"),
     ),
     Fault(
         "two matmuls of a module have one index",

@@ -1,4 +1,4 @@
-"""gather_legality: what is gathered in high precision, and the text of every reason."""
+"""why_not_sent_in_fp8: what is gathered in high precision, and the text of every reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
-from fp8graph.analysis import gather_legality
+from fp8graph.analysis import gather_path
 from fp8graph.ir.nodes import USES_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of, two_ranks
 
@@ -96,10 +96,10 @@ def test_gather_in_high_precision_gives_its_reason(module: nn.Module, shape: Any
 def test_all_ranks_that_gather_must_reduce_together(
     gathering: Any, reducing: Any, recipe: Any, may_differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gather_legality.collectives, "ranks_of", frozenset)
+    monkeypatch.setattr(gather_path.collectives, "ranks_of", frozenset)
     node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe)]})
     compilation: Any = SimpleNamespace(known=SimpleNamespace(amax_group=reducing))
-    assert gather_legality.scale_may_differ(node, gathering, compilation) is may_differ
+    assert gather_path.scale_may_differ(node, gathering, compilation) is may_differ
 
 
 @pytest.mark.parametrize("dim", [0, 1])
