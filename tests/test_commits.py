@@ -76,7 +76,7 @@ def test_a_compiled_optimizer_step_leaves_the_commit_to_the_next_forward() -> No
 
 
 @pytest.mark.slow
-def test_the_process_group_may_be_gone() -> None:
+def test_the_process_group_may_be_destroyed() -> None:
     """With a step that nothing has committed: its forward and backward are done."""
     backend, net = trained()
     model = torch.compile(net, backend=backend)

@@ -61,7 +61,7 @@ def test_linears_of_two_modules_are_not() -> None:
     assert found[0] == found[1] != found[2] == found[3]
 
 
-def test_recomputed_linears_are_kin_of_their_own_region() -> None:
+def test_recomputed_linears_are_siblings_in_their_region() -> None:
     gate, up = sites(Two())
     gate.gemms[0].node.meta["ac_graph_id"] = 1
     assert kin(gate) != kin(up)

@@ -141,7 +141,7 @@ def test_layers_compiled_one_by_one_share_a_graph_and_keep_their_names() -> None
     assert same_bits(step(whole, x, parameters=model.parameters()), got)
 
 
-def test_two_models_in_one_step_function_are_told_apart() -> None:
+def test_two_models_in_one_step_function_are_distinguished() -> None:
     student, teacher = MLP(), MLP()
 
     def loss(x: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_two_models_in_one_step_function_are_told_apart() -> None:
     assert fp8 == {"student.gate", "student.up", "student.down"}
 
 
-def test_two_models_with_one_backend_are_told_apart_by_name() -> None:
+def test_two_models_with_one_backend_are_distinguished_by_name() -> None:
     student, teacher, x = MLP(), MLP(), torch.randn(16, 32)
     policy = fp8graph.Policy([fp8graph.Rule("teacher.down", None)], default="delayed", min_speedup=0)
     backend = eager_backend(policy)

@@ -56,7 +56,7 @@ ATTENTION_IN_ROWS = [Rule(f"model.layers.{i}.self_attn.*", "rowwise") for i in (
         pytest.param(ATTENTION_IN_ROWS, 4, id="two rules that ask for the same"),
     ],
 )
-def test_layers_share_code_where_they_are_decided_alike(rules: list[Rule], generated: int) -> None:
+def test_layers_with_equal_decisions_share_code(rules: list[Rule], generated: int) -> None:
     policy = Policy(rules, default="tensorwise", min_speedup=0)
     model, backend = llama_layer_by_layer(policy)
     got = train(model)

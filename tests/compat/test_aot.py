@@ -29,7 +29,7 @@ def test_a_shard_is_where_its_dtensor_is() -> None:
     assert aot.input_position(placeholder(SubclassGetAttrAOTInput(PlainAOTInput(2), SHARD))) == 2
 
 
-def test_other_parts_of_a_subclass_are_no_input() -> None:
+def test_other_parts_of_a_subclass_are_not_inputs() -> None:
     assert aot.input_position(placeholder(SubclassGetAttrAOTInput(PlainAOTInput(2), "inner"))) is None
 
 

@@ -45,7 +45,7 @@ def test_a_float_keeps_its_symbol_in_another_mode() -> None:
     assert again.item_memo is symbol
 
 
-def test_fake_tensors_are_told_from_each_other() -> None:
+def test_fake_tensors_are_distinguished() -> None:
     mode, a, b = FakeTensorMode(), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     fake = mode.from_tensor(a)
     assert fakes.is_fake_of(fake, a)

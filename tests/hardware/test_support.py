@@ -39,7 +39,7 @@ def test_supports_says_which_gemms() -> None:
         supports("tensorwize")
 
 
-def test_gemms_that_a_recipe_leaves_are_no_obstacle() -> None:
+def test_gemms_that_a_recipe_leaves_are_not_an_obstacle() -> None:
     found = supports("rowwise_with_gw_hp", "sm_90")
     assert found
     assert found.native == ("fprop", "dgrad")

@@ -62,7 +62,7 @@ def test_a_parametrized_weight_is_its_layers_own() -> None:
     assert names([place("up")], parameter(source)) == ["up"]
 
 
-def test_several_models_in_one_frame_are_told_apart() -> None:
+def test_several_models_in_one_frame_are_distinguished() -> None:
     sources = [parameter(f"L['{m}']._modules['up']._parameters['weight']", i) for i, m in enumerate(("a", "b"))]
     assert names([place("up", 0, "a"), place("up", 1, "b")], *sources) == ["a.up", "b.up"]
     bound = [parameter(p.source, p.index, f"{m}.up.weight") for p, m in zip(sources, ("old", "new"), strict=True)]

@@ -59,7 +59,7 @@ def test_readers_are_found_behind_views() -> None:
         (lambda a, b: torch.addmm(a.sum(), a, b), aten.addmm.default),
     ],
 )
-def test_the_bias_is_no_operand(body: Any, target: Any) -> None:
+def test_the_bias_is_not_an_operand(body: Any, target: Any) -> None:
     node = node_of(body, target, (4, 6), (6, 8))
     assert [x.name for x in matmul_arguments(node)] == ["a_1", "b_1"]
 

@@ -295,7 +295,7 @@ def test_every_family_whole(family: str, target: str, training: bool) -> None:
     assert {kernel.graph for kernel in report.kernels} >= ({"forward", "backward"} if training else {"forward"})
 
 
-def test_a_calibration_file_is_no_target(tmp_path: Path) -> None:
+def test_a_calibration_file_is_not_a_target(tmp_path: Path) -> None:
     """Kernels are generated for the GPU that the file was measured on."""
     speed = dataclasses.asdict(cast(Any, hardware.from_target("sm_90").speed))
     file = tmp_path / "h200.json"

@@ -42,7 +42,7 @@ def test_functions_of_each_result_are_two() -> None:
     assert found == [(["mm", "relu"], ""), (["mm_1", "sin"], "")]
 
 
-def test_a_result_that_is_quantized_as_it_is_is_no_function() -> None:
+def test_a_result_that_is_quantized_unchanged_is_not_a_function() -> None:
     assert functions(lambda g, u: [*quantized(g), *quantized(u)]) == []
 
 

@@ -183,7 +183,7 @@ def test_rules_can_be_pasted(of: dict[str, Site], own: dict[str, Any]) -> None:
     assert Policy.from_dict(tomllib.loads(rule_toml(rule))).rules == (rule,)
 
 
-def test_a_name_is_no_glob() -> None:
+def test_a_name_is_not_a_glob() -> None:
     odd = Site(fqn='blocks[0]."a"', op="linear", by_user=True, recipes=site()[FQN].recipes, runs={})
     rule = proposed(_crossing("weight"), odd, [None], {}).rule
     assert rule is not None

@@ -205,7 +205,7 @@ def test_gradients_that_are_viewed_before_they_are_added() -> None:
     assert all(sqnr_db(e, g) > 20 for e, g in zip(step(model, inputs, parameters=model.parameters()), got, strict=True))
 
 
-def test_results_that_leave_the_graph_are_no_slices() -> None:
+def test_results_that_leave_the_graph_are_not_slices() -> None:
     """The caller may view them as he likes; and a slice would keep the others alive."""
     model = Projections(mix=lambda q, k, v: (q, k.tanh(), v))
     backend = eager_backend()
@@ -225,7 +225,7 @@ class Halved(nn.Linear):
         return nn.functional.linear(input, self.weight / 2)
 
 
-def test_no_weight_is_quantized_twice_where_results_are_no_slices() -> None:
+def test_no_weight_is_quantized_twice_where_results_are_not_slices() -> None:
     """Nothing is one GEMM then, but the weights are one tensor: what quantized them one by one goes."""
     model = Projections(mix=lambda q, k, v: (q, k, v))
     model.v = Halved(32, 32, bias=False)

@@ -118,7 +118,7 @@ def attended(model: Behind, v: Tensor) -> Tensor:
         pytest.param(lambda m, y: functional.softplus(y).sum(), True, id="a number"),
     ],
 )  # fmt: skip
-def test_a_result_that_the_model_goes_on_with_is_no_head(after: Any, is_head: bool) -> None:
+def test_a_result_that_the_model_uses_is_not_a_head(after: Any, is_head: bool) -> None:
     """Though its width is that of the vocabulary."""
     assert kept(Behind(after), IDS % 32).get("out") == (f"output head: {LOGITS}" if is_head else None)
 

@@ -37,7 +37,7 @@ def test_linears_of_one_kind_have_equal_keys_and_one_input() -> None:
     assert set(gate.quantized()) == {("fprop", "b"), ("dgrad", "a"), ("dgrad", "b"), ("wgrad", "a")}  # all but x
 
 
-def test_a_product_of_activations_is_no_linear() -> None:
+def test_a_product_of_activations_is_not_a_linear() -> None:
     everything = Policy([Rule("*", "tensorwise", op="*")])
     assert linears(Weight(lambda w, a: w.sum() * (a @ a.t()), 48, 32), policy=everything) == []
 

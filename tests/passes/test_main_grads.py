@@ -234,7 +234,7 @@ def test_hooks_that_come_later_run_when_the_gradient_is_whole() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_is_gone_leaves_no_buffer() -> None:
+def test_freed_model_leaves_no_buffer() -> None:
     run = Run(True)
     run.forward().backward()
     backend = run.backend

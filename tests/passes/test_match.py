@@ -59,7 +59,7 @@ def test_a_linear_has_three_gemms(module: nn.Module, args: tuple[Tensor, ...]) -
     assert describe(site) == LINEAR
 
 
-def test_gradients_of_a_product_of_a_tensor_with_itself_are_told_apart() -> None:
+def test_gradients_of_a_tensor_times_itself_are_distinguished() -> None:
     """x @ x: dgrad is dy @ x.T, wgrad is x.T @ dy; both have the same operands."""
     (site,) = sites_of(Weight(lambda w, a: (a @ a) @ w.sin(), 32, 32), x(32, 32))[:1]
     dy = [[view.operand for view in (gemm.a, gemm.b)].index("grad_output") for gemm in site.gemms[1:]]

@@ -151,7 +151,7 @@ def test_tokens_quantized_after_routing_have_a_reason(
     assert "tokens_" not in backend.report.graphs[0].after
 
 
-def test_rows_in_another_order_are_no_candidates() -> None:
+def test_rows_in_another_order_are_not_candidates() -> None:
     _, backend = ran(Routed(), "rowwise", 1)
     assert reasons(backend) == []
     assert "tokens_" not in backend.report.graphs[0].after

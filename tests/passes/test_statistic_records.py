@@ -76,7 +76,7 @@ for _ in range(2):
     assert steps == [0] * 2 + [1] * 2 + [0] * 2 + [1] * 2
 
 
-def test_a_backend_that_is_gone_has_written(tmp_path: Path) -> None:
+def test_freed_backend_has_written(tmp_path: Path) -> None:
     backend = Backend(ALL, compiler="eager", observe={"every": 1, "to_jsonl": tmp_path / "s.jsonl"}, guard={})
     train(backend, tmp_path / "s.jsonl", 1)
     assert not (tmp_path / "s.jsonl").exists()

@@ -350,7 +350,7 @@ def test_loaded_state_scales_the_copies() -> None:
 
 
 @pytest.mark.slow
-def test_generated_code_quantizes_alike_weights_together() -> None:
+def test_generated_code_quantizes_equal_weights_together() -> None:
     """Nine linears of one shape: one function for eight, one for a single one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(9)))

@@ -128,7 +128,7 @@ def test_a_weight_of_dynamic_size_is_not_kept() -> None:
     )
 
 
-def test_activations_are_no_weights() -> None:
+def test_activations_are_not_weights() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()

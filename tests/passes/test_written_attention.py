@@ -87,7 +87,7 @@ def test_similar_programs_are_not_attention(name: str) -> None:
     assert found_in(Attention(NOT_FOUND[name])) == []
 
 
-def test_a_linear_is_no_product_of_attention() -> None:
+def test_a_linear_is_not_a_product_of_attention() -> None:
     """A router: the softmax of a linear, multiplied with something."""
     linear = torch.nn.Linear(64, 16)
 

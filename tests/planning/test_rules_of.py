@@ -26,7 +26,7 @@ def resolved(policy: Policy, fqn: str, op: str) -> list[GemmRecipe]:
     return [found.resolve(fqn, op).recipes[gemm] for gemm in GEMMS]
 
 
-def test_all_alike_is_the_default() -> None:
+def test_equal_recipes_become_the_default() -> None:
     policy = policy_of({(f"layers.{i}.up", "linear"): T for i in LAYERS})
     assert (policy.rules, policy.default, policy.extends) == ((), "tensorwise", "default")
 

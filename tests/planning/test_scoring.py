@@ -115,7 +115,7 @@ ROW = {"site": "up", "gemm": "fprop", "candidate": 0, "group": "up"} | dict.from
         *([3], [[3]], {}, "x"),
     ],
 )
-def test_a_damaged_file_is_not_gone_on_from(batches: Any, tmp_path: Path) -> None:
+def test_damaged_file_is_not_resumed(batches: Any, tmp_path: Path) -> None:
     file = tmp_path / "measured.json"
     run(Model("tensor"), [X], resume=file)
     saved = json.loads(file.read_text())

@@ -59,7 +59,7 @@ def test_collective_of_a_gradient_is_in_backward() -> None:
     assert [record.direction for record in collective_records(graph)] == ["backward"]
 
 
-def test_other_nodes_are_no_collectives() -> None:
+def test_other_nodes_are_not_collectives() -> None:
     graph = graph_of(torch.ops.aten.neg.default, (4, 8))
     assert collective_records(graph) == []
     assert collective_records(graph_of(collectives.WAIT, (4, 8))) == []

@@ -63,7 +63,7 @@ def test_names_of_layers() -> None:
     assert [layer_of(name) for name in ("", "lm_head", "block1.up")] == ["", "", ""]
 
 
-def test_arguments_are_no_layers() -> None:
+def test_arguments_are_not_layers() -> None:
     text = "a: f32[8]\nb: f32[8]\nreturn a"
     origins = {"a": Origin("args.0", "", False), "b": Origin("args.1", "", False)}
     assert folded({"before": text}, origins).identical == {}

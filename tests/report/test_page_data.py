@@ -57,7 +57,7 @@ def test_the_share_of_predicted_time() -> None:
     assert seconds["parts"] == {"native": alone / first.speedup, "emulated": 0.0, "high precision": alone}
 
 
-def test_emulated_gemms_are_told_apart_and_have_no_time() -> None:
+def test_emulated_gemms_are_marked_and_have_no_time() -> None:
     flops, _, seconds = shares(fp8graph.explain(MLP(), torch.randn(8, 32), recipe="blockwise", target="sm_80"))
     assert flops["parts"]["emulated"] > 0
     assert flops["parts"]["native"] == 0

@@ -116,7 +116,7 @@ def test_model_stays_compiled_after_unload(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.slow
-def test_the_end_of_a_model_is_no_unloading(caplog: pytest.LogCaptureFixture) -> None:
+def test_freed_model_does_not_count_as_unloaded(caplog: pytest.LogCaptureFixture) -> None:
     model = adapted()
     fp8graph.compile(model, compiler="eager")
     model(input_ids=IDS)

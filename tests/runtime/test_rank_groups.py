@@ -101,7 +101,7 @@ def test_a_recipe_without_state_has_nothing_to_lose(found: Callable[[str], list[
 
 
 @pytest.mark.release
-def test_replicas_that_nothing_joins_are_told_so(found: Callable[[str], list[dict[str, Any]]]) -> None:
+def test_ungrouped_replicas_of_a_stage_are_warned_of(found: Callable[[str], list[dict[str, Any]]]) -> None:
     for rank in found("apart"):
         (warning,) = [text for text in rank["warnings"] if "stage" in text]
         assert "2 ranks seem to run stage" in warning

@@ -63,17 +63,17 @@ def test_schedule_advances_by_optimizer_steps(kwargs: dict[str, Any], backwards:
     assert in_fp8(backend)
 
 
-def test_as_if_it_were_told() -> None:
+def test_schedule_equals_set_policy_before_each_step() -> None:
     model, backend = model_and()
     _, losses = train(model, [torch.optim.AdamW(model.parameters())], backend, 4)
-    told, other = model_and(None)
+    plain, other = model_and(None)
     expected: list[torch.Tensor] = []
-    optimizer = torch.optim.AdamW(told.parameters())
+    optimizer = torch.optim.AdamW(plain.parameters())
     for step in range(4):
         other.set_policy(WARM_UP.at_step(step))
-        expected += train(told, [optimizer], other, 1)[1]
+        expected += train(plain, [optimizer], other, 1)[1]
     assert same_bits(losses, expected)
-    assert same_bits(model.parameters(), told.parameters())
+    assert same_bits(model.parameters(), plain.parameters())
 
 
 def test_who_tells_it_is_obeyed() -> None:

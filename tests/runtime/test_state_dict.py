@@ -191,7 +191,7 @@ def test_loading_reaches_a_backward_that_is_still_to_come() -> None:
     out.sum().backward()  # no "modified by an inplace operation"
 
 
-def test_a_layer_that_is_gone_is_not_saved() -> None:
+def test_freed_layer_is_not_saved() -> None:
     backend = eager_backend(Policy(default=RECIPE))
     for inner in (64, 48):
         model = torch.compile(MLP(inner=inner), backend=backend)

@@ -240,7 +240,7 @@ def linear_results(
 
 
 @on_devices("inputs, outputs", (384, 1152), (1536, 384))
-def test_tiles_that_are_no_multiple_of_four(inputs: int, outputs: int, device: torch.device) -> None:
+def test_tiles_that_are_not_a_multiple_of_four(inputs: int, outputs: int, device: torch.device) -> None:
     """3, 9, 12 and 3 tiles along k: cuBLASLt reads the scales of 128x128 tiles in fours."""
     x = batch(0, device, 64, inputs)
     results, exact, backend = linear_results("blockwise", device, x, outputs)

@@ -73,7 +73,7 @@ def test_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert 'safetensors is missing. Run: pip install "fp8graph[checkpoints]"' in capsys.readouterr().err
 
 
-def test_many_layers_alike() -> None:
+def test_many_identical_layers() -> None:
     assert inspect_checkpoint._some([]) == "none"
     assert inspect_checkpoint._some(["a.0.gate", "a.1.gate", "lm_head"]) == "a.*.gate, lm_head"
     assert inspect_checkpoint._some([f"{chr(97 + i)}.x" for i in range(15)]).endswith("l.x and 3 more")

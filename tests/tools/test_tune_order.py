@@ -78,7 +78,7 @@ def test_a_batch_is_the_mean_of_its_windows() -> None:
     assert order_evidence.samples(row) == [0.0, 9.0]
 
 
-def test_each_matrix_counts_alike() -> None:
+def test_each_matrix_has_equal_weight() -> None:
     exact = [{"a": torch.ones(2, 2), "b": torch.full((1, 4), 100.0)}, {"a": torch.ones(2, 2), "b": torch.zeros(1, 4)}]
     found = [{"a": torch.ones(2, 2), "b": torch.full((1, 4), 110.0)}, {"a": 3 * torch.ones(2, 2), "b": exact[1]["b"]}]
     each = tune_order.relative_errors(found, exact)
