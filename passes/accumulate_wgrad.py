@@ -184,7 +184,6 @@ def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
 
 @dataclass
 class _Buffer:
-    owner: weakref.ref[Tensor]
     tensor: Tensor  # what .grad or .main_grad is
     memory: Tensor  # the same memory, as graphs take it
     is_grad: bool
@@ -196,7 +195,7 @@ class MainGrads(Store):
     name: ClassVar = _STORE
 
     def __init__(self) -> None:
-        self._buffers: dict[int, _Buffer] = {}  # by id of the parameter
+        self._buffers: dict[int, _Buffer] = {}  # by the id of a parameter, until that is freed; read in each call
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> str | None:
@@ -220,9 +219,7 @@ class MainGrads(Store):
     def _is_known(self, parameter: Tensor) -> bool:
         """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
         found = self._buffers.get(id(parameter))
-        if found is None or found.owner() is not parameter:
-            return False
-        return getattr(parameter, "main_grad", None) is (None if found.is_grad else found.tensor)
+        return found is not None and getattr(parameter, "main_grad", None) is (None if found.is_grad else found.tensor)
 
     def watch(self, results: Any, parameters: Sequence[Tensor]) -> None:
         """Make buffers the ``.grad`` of ``parameters`` when the backward of ``results`` begins."""
@@ -242,21 +239,22 @@ class MainGrads(Store):
                 parameter.grad = buffer.tensor
 
     def _buffer(self, parameter: Tensor) -> _Buffer:
-        found, key, buffers = self._buffers.get(id(parameter)), id(parameter), self._buffers
+        found = self._buffers.get(id(parameter))
         if found is not None and self._is_known(parameter):
             return found
         tensor = main_grad = getattr(parameter, "main_grad", None)
         if tensor is None:
             with torch.inference_mode(False), torch.no_grad():
                 tensor = torch.zeros_like(parameter)
-
-        def gone(reference: weakref.ref[Tensor]) -> None:
-            if key in buffers and buffers[key].owner is reference:  # else its heir's
-                del buffers[key]
-
-        owner = weakref.ref(parameter, gone)
-        buffers[key] = made = _Buffer(owner, tensor, tensor.data, main_grad is None)
+        if found is None:
+            weakref.finalize(parameter, MainGrads._forget, weakref.ref(self), id(parameter)).atexit = False
+        self._buffers[id(parameter)] = made = _Buffer(tensor, tensor.data, main_grad is None)
         return made
+
+    @staticmethod
+    def _forget(reference: weakref.ref[MainGrads], key: int) -> None:
+        if (grads := reference()) is not None:
+            del grads._buffers[key]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,13 +10,14 @@ their amaxes nothing is changed: all of them read one scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8graph.compat import autograd, checkpointing
 from fp8graph.compat.distributed import local
@@ -61,36 +62,26 @@ class Tokens:
 
     def __init__(self, gone: Callable[[int], None]) -> None:
         self._gone = gone
-        self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id
+        self._known: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
         self._created = 0
 
     def of(self, parameter: Tensor) -> int:
-        known, key, gone = self._known, id(parameter), self._gone
-        reference, token = known.get(key, (None, 0))
-        if reference is None or reference() is not parameter:
-            self._created = new = self._created + 1
-
-            def forget(reference: weakref.ref[Tensor]) -> None:
-                if known.get(key, (None, 0))[0] is reference:  # else its heir's
-                    del known[key]
-                gone(new)
-
-            known[key] = weakref.ref(parameter, forget), new
-            return new
+        token = self._known.get(parameter)
+        if token is None:
+            self._created = self._known[parameter] = token = self._created + 1
+            weakref.finalize(parameter, self._gone, token).atexit = False
         return token
 
     def known(self, parameter: Tensor) -> int | None:
         """Its token; None if nothing has asked for one."""
-        reference, token = self._known.get(id(parameter), (None, None))
-        return token if reference is not None and reference() is parameter else None
+        return self._known.get(parameter)
 
     def alive(self) -> set[int]:
-        return {token for _, token in list(self._known.values())}
+        return set(self._known.values())
 
     def parameters(self) -> list[tuple[int, Tensor]]:
         """The parameters that are alive, each after its token."""
-        known = [(token, reference()) for reference, token in list(self._known.values())]
-        return [(token, parameter) for token, parameter in known if parameter is not None]
+        return [(token, parameter) for parameter, token in self._known.items()]
 
 
 @dataclass(eq=False)
