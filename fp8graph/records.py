@@ -39,14 +39,14 @@ class RefusalRecord:
 class SiteRecord:
     """A row of one site, or of a part of it: the decision, and the reason. Each kind of site has a class of rows."""
 
-    fqn: str
-    index: int
-    flops: int
-    recipe: str | None
-    reason: str
-    execution: str
-    required: bool
-    rule: int | None
+    fqn: str  #: the full name of the module
+    index: int  #: among the sites of one kind in a module
+    flops: int  #: multiplications and additions
+    recipe: str | None  #: None: left in high precision
+    reason: str  #: the rule or region that decided, or what stands in the way
+    execution: str  #: "native", "emulated" or "high precision"
+    required: bool  #: a user's rule or region asks for FP8
+    rule: int | None  #: index of the policy rule that matched
 
     @property
     def name(self) -> str:
@@ -71,9 +71,9 @@ class SiteRecord:
 class OtherRecord(SiteRecord):
     """A row of a site that is no matmul. It is not counted as a GEMM, and its class says how it is printed."""
 
-    plural: ClassVar[str]  # several sites of this kind
-    header: ClassVar[tuple[str, ...]]  # of its table, without the count
-    direction: str
+    plural: ClassVar[str]  #: several sites of this kind, in a word
+    header: ClassVar[tuple[str, ...]]  #: of its table, without the count
+    direction: str  #: forward or backward
 
     @property
     def title(self) -> str:
@@ -158,8 +158,8 @@ class AttentionRecord(OtherRecord):
     required: bool  #: a user's rule asks for FP8
     rule: int | None  #: index of the policy rule that matched
 
-    plural: ClassVar = "attentions"
-    header: ClassVar = (
+    plural: ClassVar[str] = "attentions"
+    header: ClassVar[tuple[str, ...]] = (
         "attention",
         "form",
         "direction",
