@@ -119,7 +119,7 @@ class Store:
         """Note that parameters may have been bound to other names."""
 
     def entries(self) -> Mapping[str, Tensor]:
-        """Its entries of the backend's state dict, copies on the CPU."""
+        """Its entries of the backend's state dict: see :class:`~fp8graph.runtime.state_dict.Keeper`."""
         return {}
 
     def not_shared(self) -> str:
@@ -127,15 +127,11 @@ class Store:
         return ""
 
     def recognizes(self, name: str) -> bool:
-        """Whether an entry of this name is one of its own."""
+        """Whether an entry of a state dict is one of its own."""
         return False
 
     def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
-        """Take its own entries of a state dict, perhaps none, when the result is called.
-
-        Raises:
-            StateError: now, if they cannot be used.
-        """
+        """A function that takes them."""
         return lambda: None
 
     def start(self, backend: Any, arguments: Mapping[str, Any]) -> Any:

@@ -152,6 +152,14 @@ def test_tensors_that_cannot_be_joined(second: Tensor, dim: int, problem: str) -
         check(graph)
 
 
+def test_a_scale_that_outlives_a_call_is_connected() -> None:
+    x, asked = torch.zeros(2, 4), (E4M3, False, 0.0, [1, 1], [])
+    verify.check_connected(graph_of(ops.quantize, x, *asked, scaling="tensor"))
+    verify.check_connected(graph_of(ops.quantize, x, *asked, scaling="delayed", scales=torch.ones(1, 2)))
+    with pytest.raises(fp8graph.UnsupportedRecipeError, match="the recipe delayed keeps its scales between calls"):
+        verify.check_connected(graph_of(ops.quantize, x, *asked, scaling="delayed"))
+
+
 def test_a_dialect_node_that_was_not_lowered() -> None:
     graph = graph_of(ops.dequantize, fp8(2, 2), ONE, torch.float32)
     check(graph)
