@@ -148,7 +148,7 @@ def plan(options: argparse.Namespace) -> int:
     Backend(**settings)
     model, inputs = _meta_model(options, training=True)
     if not type(model).__name__.endswith(("CausalLM", "LMHeadModel")):
-        raise ConfigError(f"plan predicts causal language models, and {type(model).__name__} is none.")
+        raise ConfigError(f"plan predicts causal language models, and {type(model).__name__} is not one.")
     report = _traced(model, inputs, training=True, **settings)
     work = planning.of_model(model, report, options.seq)
     plans = [planning.plan(work, mesh, hardware=device, network=network, recipes=recipes) for mesh in meshes]

@@ -270,7 +270,7 @@ def _format_name(stored: LayerFormat) -> str:
 
 
 class Targets:
-    """The targets of several owners, which say whose a linear layer is (compressed-tensors' ``match_targets``).
+    """The targets of several owners, by which a linear layer finds its owner (compressed-tensors' ``match_targets``).
 
     Names come before expressions before classes, and the first owner before others.
     """

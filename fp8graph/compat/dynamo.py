@@ -59,15 +59,14 @@ def has_float_input(module: fx.GraphModule) -> bool:
 
     AOTAutograd cannot give every op a tensor instead: the bound of a ``clamp`` is the value that was traced. The guard
     on it is missing in torch's compile cache, where the entry is found for every other value (pytorch#194976, wrong in
-    torch 2.13; ``tests/compat/test_dynamo.py`` watches it). Compiled anew, the graph has its guard.
+    torch 2.13; ``tests/compat/test_dynamo.py`` watches it). Compiled again, the graph has its guard.
     """
     values = (node.meta.get("example_value") for node in module.graph.nodes)
     return any(isinstance(value, torch.SymFloat) and not free_unbacked_symbols(value) for value in values)
 
 
 def mark_static(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, whose address does not change, as a cache of transformers says of its own: CUDA graphs then write it
-    in place."""
+    """Mark ``tensor`` as one whose address stays, as transformers' caches do: CUDA graphs then write it in place."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor

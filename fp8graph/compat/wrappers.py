@@ -69,7 +69,7 @@ def original_module(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
-    """The module called ``fqn`` under ``module``, through wrappers of ``torch.compile``, and out of its own.
+    """The module called ``fqn`` under ``module``. Wrappers of ``torch.compile`` on the way, and its own, are skipped.
 
     Raises:
         AttributeError: there is none.

@@ -138,6 +138,15 @@ class FixedScales:
     batch_repeat_interleave = batch_select_indices = _stay
 
 
+def _of_data(name: str) -> Any:
+    """The attribute or method of an ``Fp8Layer`` that its layer of bytes has."""
+
+    def read(self: Fp8Layer) -> Any:
+        return getattr(self.data, name)
+
+    return property(read)
+
+
 def _on_both(method: str) -> Any:
     """The method of an ``Fp8Layer`` that calls ``method`` of both layers."""
 
@@ -270,38 +279,14 @@ class Fp8Layer(CacheLayerMixin):
 
     # What the kind of layer is, and how many tokens it holds: both agree.
 
-    @property
-    def is_initialized(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_initialized
-
-    @property
-    def is_compileable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_compileable
-
-    @property
-    def is_croppable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.data.is_croppable
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.data.is_sliding
+    is_initialized, is_compileable, is_croppable = map(_of_data, ("is_initialized", "is_compileable", "is_croppable"))
+    is_sliding, get_mask_sizes, get_seq_length = map(_of_data, ("is_sliding", "get_mask_sizes", "get_seq_length"))
+    get_max_length = _of_data("get_max_length")
+    batch_size = _of_data("batch_size")  # AttributeError where transformers' own has none: of this it makes -1
 
     @property
     def record_past(self) -> bool:
         return getattr(self.data, "record_past", False)
-
-    @property
-    def batch_size(self) -> int:
-        return self.data.batch_size  # AttributeError where transformers' own has none: of this it makes -1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.data.get_mask_sizes(query_length)
-
-    def get_seq_length(self) -> int:
-        return self.data.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return self.data.get_max_length()
 
     # What is done to the tokens is done to both.
 

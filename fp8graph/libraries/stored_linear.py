@@ -1,4 +1,4 @@
-"""Linear layers whose weight is in FP8 or FP4: those of libraries, multiplied in the words of the dialect, and our own.
+"""Linear layers whose weight is in FP8 or FP4: those of libraries, as ops of the dialect, and our own.
 
 ``StoredLinear`` takes weights from any checkpoint, without a library.
 """
@@ -37,7 +37,7 @@ def one_scale(data: Tensor, scale_inv: Tensor, *, per_token: bool, **inputs: Any
 
 
 def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
-    """``F.linear`` with a frozen weight: nothing of ``weight`` gets a gradient, whatever it asks for."""
+    """``F.linear`` with a frozen weight: no tensor of ``weight`` gets a gradient, even if it requires one."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return functional.linear(x, high_precision(weight, dtype), bias)

@@ -26,7 +26,7 @@ from fp8graph.recipes.rules import INHERIT, GemmRecipe, Rule
 from fp8graph.report.tables import any_layer
 
 Key = TypeVar("Key", bound=Hashable)
-Decided = tuple[GemmRecipe, ...]  # the recipes of fprop, dgrad and wgrad; INHERIT: of a GEMM that the site lacks
+Decided = tuple[GemmRecipe, ...]  # the recipes of fprop, dgrad and wgrad; INHERIT: the site has no such GEMM
 
 
 @dataclass(frozen=True, kw_only=True)

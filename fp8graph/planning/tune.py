@@ -151,7 +151,7 @@ def tune(
     the time of each GEMM.
 
     Errors of one kind of GEMM are divided by what they come to when all linears run in the fastest of ``recipes``, and
-    the three kinds count alike: FP8 everywhere has an error of 1.
+    the three kinds have equal weight: FP8 everywhere has an error of 1.
 
     Args:
         model: in the mode in which it is trained.

@@ -1,9 +1,9 @@
 """Write FP8 checkpoints: the bytes and scales that fprop multiplies, as an engine loads them.
 
 ``export`` writes a model that was trained or called. ``export_folder`` (``fp8graph export``) quantizes a checkpoint in
-high precision, from shards to shards, without building its model: a tensor is read, quantized as the recipe quantizes a
-weight, and written, so that no more than two shards are in memory. Which layers are linears, and which of them the
-policy keeps, the model on the meta device says.
+high precision, from shards to shards, without the weights of its model: a tensor is read, quantized as the recipe
+quantizes a weight, and written, so that no more than two shards are in memory. The model on the meta device says which
+layers are linears, and the policy which of them are quantized.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class _Plan:
                 + (
                     "print(fp8graph.backend_of(model).report) says why."
                     if matrices_of(self._backend, self.model)
-                    else "Its compiled code has not run under the policy of now: call it once."
+                    else "Its compiled code has not run under the current policy: call it once."
                 )
             )
         shapes = {weight.parameter: self._parameters[weight.parameter].shape for weight in found}

@@ -1,4 +1,4 @@
-"""The linears of a checkpoint that a weight of a model is written as, and the form that a format has for its recipe.
+"""The linears of a checkpoint as which a model's weight is written, and the form that a format has for its recipe.
 
 transformers keeps the experts of a layer in one tensor [experts, N, K], where its checkpoints have a linear per expert
 and projection, and its modules may have other names than its checkpoints. Engines read checkpoints.

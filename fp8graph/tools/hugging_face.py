@@ -34,7 +34,7 @@ _DENSE: Final = "first_k_dense_replace"
 
 
 def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
-    """The config in a file or a folder, or a model type's own defaults, and what was cut of it.
+    """The config in a file or a folder, or the defaults of a model type, and a sentence on what was cut of it.
 
     Args:
         name: a config.json, a folder that holds one, or a model type.

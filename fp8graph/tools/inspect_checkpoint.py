@@ -69,8 +69,8 @@ class Inspection:
     """The result of :func:`inspect`.
 
     ``dtypes``: (tensors, bytes) by safetensors' names. ``quantized_share``: of all numbers, how many are in FP8 or FP4.
-    ``high_precision``: the matrices that are not. ``problems``: what does not fit together, and scales that no weight
-    has; ``layers`` lacks layers whose tensors do not fit.
+    ``high_precision``: the matrices that are not. ``problems``: tensors that do not fit together, and scales that
+    no weight has; a layer whose tensors do not fit is not in ``layers``.
     """
 
     folder: str
@@ -85,7 +85,7 @@ class Inspection:
     ignore: list[str]
     kv_cache: object | None
     problems: list[str]
-    architecture: str = ""  #: a sentence: with which model the names were compared, or why not; "": nobody has tried
+    architecture: str = ""  #: a sentence: with which model the names were compared, or why not; "": not compared
 
     def outliers(self, count: int = 5) -> list[LayerSummary]:
         """The layers with the largest ratios of scales, and those with the largest shares of saturated numbers."""

@@ -144,11 +144,13 @@ def test_two_backends_that_call_one_model() -> None:
 
 def test_nothing_to_write_says_which() -> None:
     model: Any = torch.compile(Blocks(), backend=Backend(**options("rowwise")))
-    with pytest.raises(fp8graph.ConfigError, match=r"no weight of Blocks .* has not run under the policy of now: call"):
+    with pytest.raises(
+        fp8graph.ConfigError, match=r"no weight of Blocks .* has not run under the current policy: call"
+    ):
         next(fp8graph.quantized_state(model))
     called(model)
     fp8graph.backend_of(model).set_policy(Policy(default=None))
-    with pytest.raises(fp8graph.ConfigError, match="has not run under the policy of now: call it once"):
+    with pytest.raises(fp8graph.ConfigError, match="has not run under the current policy: call it once"):
         next(fp8graph.quantized_state(model))
     called(model)
     with pytest.raises(fp8graph.ConfigError, match=r"no weight of Blocks .*\.report\) says why"):
