@@ -133,7 +133,6 @@ MAY_NAME_A_VENDOR = {
     "offline.fake_gpu": "the same",
     "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
     "runtime.contents": "a CUDA graph is being captured",
-    "passes.connect_scales.amax_reduction": "an event of CUDA's",
 }
 VENDORS_NAMES = ("cuda", "hip", "xpu", "mps", "is_cuda")
 
