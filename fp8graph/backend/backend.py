@@ -27,7 +27,7 @@ from fp8graph.runtime.policies import Policies, PolicyFile, PolicyLike, Schedule
 from fp8graph.runtime.rank_groups import RankGroups, agree
 from fp8graph.runtime.staleness import Epoch, Steps
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
-from fp8graph.runtime.stores import Store
+from fp8graph.runtime.stores import Services, Store
 
 if TYPE_CHECKING:  # an entry that may not be there
     from fp8graph.passes.observe.guard import Guard
@@ -123,9 +123,9 @@ class Backend:
         return self._shared.stores["weights"]
 
     @property
-    def stores(self) -> Mapping[str, Store]:
-        """The stores of all features, by name."""
-        return self._shared.stores
+    def services(self) -> Services:
+        """The parts that stores use, and the stores."""
+        return self._shared
 
     def store(self, kind: type[_Store]) -> _Store:
         """The store of a feature (``fp8graph.passes.STORES``): the tensors that it keeps for graphs."""

@@ -22,7 +22,7 @@ from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import Quantizer
-from fp8graph.runtime.stores import Store
+from fp8graph.runtime.stores import KeptScales
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
@@ -61,7 +61,7 @@ def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> I
         for weight in findings.of(WeightGraph):
             parameters = [called[index] for index in weight.parameters]
             if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
-                for made in _made(weight, parameters, names, backend.stores, data):
+                for made in _made(weight, parameters, names, backend.services.kept_scales(weight.asked), data):
                     if made.parameter not in seen:
                         seen.add(made.parameter)
                         yield made
@@ -86,7 +86,7 @@ def _made(
     weight: WeightGraph,
     parameters: Sequence[Tensor],
     names: Mapping[int, str],
-    stores: Mapping[str, Store],
+    kept: KeptScales | None,
     data: bool,
 ) -> Iterator[Multiplied]:
     """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
@@ -100,7 +100,7 @@ def _made(
     made = weight.made_outputs()
     if data:
         inputs = [parameter.detach() for parameter in parameters]
-        inputs += [stores[each.store].peek(each, owners) for each in weight.asked]
+        inputs += [kept.peek(each, owners) for each in weight.asked] if kept is not None else []
         with torch.no_grad():
             results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
         made = dict(zip(weight.made, results, strict=True))
@@ -121,14 +121,13 @@ def _made(
             scale_inv = scales[..., first : first + grid[0], : grid[1]]
         start += rows
         if source is not None:
-            known = (stores[each.store].input_scale_inv(each, source) for each in weight.asked)
             yield Multiplied(
                 parameter=names[id(source)],
                 data=numbers.contiguous(),
                 scale_inv=scale_inv.contiguous(),
                 quantizer=quantizer,
                 global_scale_inv=made.get("rowwise_global_scale_inv"),
-                input_scale_inv=next((scale for scale in known if scale is not None), None),
+                input_scale_inv=None if kept is None else kept.input_scale_inv(weight.asked[0], source),
                 flipped=flipped,
             )
 

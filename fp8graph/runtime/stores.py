@@ -169,24 +169,12 @@ class Store:
         """
         return Slot(tensors=[])
 
-    def peek(self, asked: Any, owners: Sequence[Tensor]) -> Tensor:
-        """A copy of the tensor for one extra input of a weight that is computed from ``owners``, as it is now."""
-        raise NotImplementedError
-
-    def input_scale_inv(self, asked: Any, owner: Tensor) -> Tensor | None:
-        """FP32 []: the inverse of the scale that the input of ``owner``'s layer has in advance; None if it has none.
-
-        Args:
-            asked: an extra input of the weight ``owner``.
-        """
-        return None
-
     def forget(self, asked: Sequence[Any]) -> None:
         """Drop what is kept for the calls of a graph that is gone. Parameters and their state may live on."""
 
 
 class KeptScales(Store):
-    """A store of scales that outlive a call, for a weight that is quantized shard by shard, outside of any graph.
+    """A store of scales that outlive a call, for weights that are quantized outside of its graph.
 
     Attributes:
         before_commit: called before amaxes are recorded, to stage those that were seen outside of graphs.
@@ -204,6 +192,14 @@ class KeptScales(Store):
 
     def stage(self, tensors: Sequence[Tensor], amaxes: Sequence[Sequence[Tensor]]) -> None:
         """Stage amaxes [] FP32, perhaps several, for each of some tensors of this store, which have one row."""
+        raise NotImplementedError
+
+    def peek(self, asked: Any, owners: Sequence[Tensor]) -> Tensor:
+        """A copy of the tensor that a weight's graph takes as ``asked``, with the scale of ``owners`` as it is now."""
+        raise NotImplementedError
+
+    def input_scale_inv(self, asked: Any, owner: Tensor) -> Tensor | None:
+        """FP32 []: of the input of the layer whose weight is ``owner``. None before training has seen any."""
         raise NotImplementedError
 
 
@@ -238,9 +234,9 @@ class Services:
             self._made[kind.name] = kind.of(self)
         return cast(_Kind, self._made[kind.name])
 
-    def named(self, name: str) -> Store:
-        """The store that is called so."""
-        return self._made[name]
+    def kept_scales(self, asked: Sequence[ExtraInput]) -> KeptScales | None:
+        """The store of the scales that a weight's graph takes as ``asked``; None if it takes none."""
+        return cast(KeptScales, self._made[asked[0].store]) if asked else None
 
     def tensors(self, asked: Sequence[ExtraInput], args: Sequence[Any]) -> Sequence[Tensor]:
         """The tensors of another store that one needs to make its own.
@@ -253,7 +249,7 @@ class Services:
             return []
         (name,) = {each.store for each in asked}
         caller = Caller(args=args, gradients=False, group=None, arrived={})
-        return self.named(name).slot(asked, caller).tensors
+        return self._made[name].slot(asked, caller).tensors
 
 
 def accelerator_of(args: Sequence[Any]) -> torch.device:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class SentWeights(Store):
             if None not in sharded and not any(id(x) in asked for x in sharded):
                 self._asked.append((weight, [weakref.ref(x) for x in sharded]))
                 self._listen()
-                scales = _kept_scales(weight, self._services)
+                scales = self._services.kept_scales(weight.asked)
                 if scales is not None and scales not in self._kept_scales:
                     self._kept_scales.append(scales)
                     scales.before_commit.append(functools.partial(self._stage, scales))
@@ -197,11 +197,6 @@ class SentWeights(Store):
                 weight.set_amax(amax)
 
 
-def _kept_scales(weight: WeightGraph, services: Services) -> KeptScales | None:
-    """The store of the weight's scale, if that outlives a step."""
-    return cast(KeptScales, services.named(weight.asked[0].store)) if weight.asked else None
-
-
 class SentWeight:
     """One weight, perhaps joined of several parameters, that FSDP2 gathers in FP8.
 
@@ -227,7 +222,7 @@ class SentWeight:
         self._all = weakref.ref(all_sent)
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
-        self._kept, self._scales_kept = weight.asked, _kept_scales(weight, services)
+        self._kept, self._scales_kept = weight.asked, services.kept_scales(weight.asked)
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
