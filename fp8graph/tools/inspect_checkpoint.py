@@ -102,17 +102,11 @@ class Inspection:
         return found
 
 
-def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None = None) -> Inspection:
+def inspect(checkpoint: Checkpoint, *, progress: Callable[[int, int], None] | None = None) -> Inspection:
     """Read a checkpoint, layer by layer.
 
-    Args:
-        folder: a folder with config.json and safetensors files.
-        progress: is called with the bytes of layers that were read, and of all.
-
-    Raises:
-        CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
+    ``progress``: is called with the bytes of layers that were read, and of all.
     """
-    checkpoint = Checkpoint(folder)
     tensors = checkpoint.shards.tensors
     dtypes: dict[str, tuple[int, int]] = {}
     for info in tensors.values():
@@ -131,7 +125,7 @@ def inspect(folder: Path | str, *, progress: Callable[[int, int], None] | None =
             progress(done, sum(sizes.values()))
     others = sum(math.prod(tensors[name].shape) for name in checkpoint.others)
     return Inspection(
-        folder=str(folder),
+        folder=str(checkpoint.folder),
         format=checkpoint.quantization.title,
         files=len(checkpoint.shards.files),
         bytes=sum(size for _, size in dtypes.values()),
@@ -239,10 +233,15 @@ def scale_ratio(scales: Tensor) -> float:
 
 
 def inspected(folder: Path) -> Inspection:
-    """:func:`inspect`, with a bar on a terminal, and a comparison of the names with those of the config's model."""
+    """:func:`inspect`, with a bar on a terminal, and a comparison of the names with those of the config's model.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
+    """
+    checkpoint = Checkpoint(folder)
     with progress_bar(f"reading {folder}") as progress:
-        found = inspect(folder, progress=progress)
-    names, problems = compared(Checkpoint(folder))
+        found = inspect(checkpoint, progress=progress)
+    names, problems = compared(checkpoint)
     return dataclasses.replace(found, architecture=names, problems=[*found.problems, *problems])
 
 

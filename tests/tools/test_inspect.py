@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8graph.checkpoints import QuantizedWeight, write_checkpoint
+from fp8graph.checkpoints import Checkpoint, QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors, layer_format
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import LayerFormat
@@ -51,7 +51,7 @@ def written(folder: Path, **more: Any) -> Path:
 def test_all_that_is_said(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     folder = written(tmp_path, max_shard_bytes=50_000)
-    found = inspect(folder, progress=lambda done, total: told.append((done, total)))
+    found = inspect(Checkpoint(folder), progress=lambda done, total: told.append((done, total)))
     size = 128 * 256 + 2 * 4
     assert told == [(size, 3 * size), (2 * size, 3 * size), (3 * size, 3 * size)]
     assert (found.format, found.files, found.bytes) == ("Hugging Face FP8", 3, 3 * size + 800 + 448)
@@ -73,7 +73,7 @@ def test_scales_that_are_not_finite(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path / "model", layers=[("a", stored, weight)], others=[], quantization=HuggingFaceFP8
     )
-    found = inspect(folder)
+    found = inspect(Checkpoint(folder))
     assert found.layers[0].nan == 2
     assert found.problems == [
         f"{folder / 'model.safetensors'}: tensor 'a.weight_scale_inv' has 1 of 2 scales that are NaN"
@@ -95,7 +95,7 @@ def test_several_schemes(tmp_path: Path) -> None:
     )
     layers = [("a", fp8, row), ("b", fp8, row), ("c", fp4, packed)]
     folder = write_checkpoint(tmp_path / "model", layers=layers, others=[], quantization=CompressedTensors)
-    found = inspect(folder)
+    found = inspect(Checkpoint(folder))
     assert [(one.name, one.layers, one.tile, one.scales, one.input) for one in found.schemes] == [
         ("FP8_DYNAMIC", 2, "row", "F32", "dynamic, row"),
         ("NVFP4", 1, "1x16", "F8_E4M3", "static and dynamic, 1x16"),
@@ -119,7 +119,7 @@ def test_problems_are_listed_beside_the_layers(
     file = written(tmp_path) / "model.safetensors"
     held = {**load_file(file), **changed}
     save_file({name: tensor for name, tensor in held.items() if tensor is not None}, file)
-    found = inspect(file.parent)
+    found = inspect(Checkpoint(file.parent))
     (problem,) = found.problems
     assert message in problem
     assert len(found.layers) == left
@@ -145,6 +145,6 @@ def test_one_layer_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return tensor
 
     monkeypatch.setattr(Shards, "tensor", counted)
-    assert len(inspect(folder).layers) == 40
+    assert len(inspect(Checkpoint(folder)).layers) == 40
     assert 0 < largest <= 2 * (128 * 128 + 4)
     assert alive == 0
