@@ -95,7 +95,7 @@ class State(KeptScales):
         slot.take_part(caller.args)
         slot.tensors = self.tensors(asked, caller.args) if layouts else []
         if layouts and caller.gradients and not self.ranks.same_in_stage(caller.group):
-            self.recorded_by(caller.group)
+            self._groups.add(caller.group)
         return slot
 
     def tensors(self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any]) -> list[Tensor]:
@@ -181,7 +181,7 @@ class State(KeptScales):
     def report(self) -> Mapping[str, Any]:
         """The collective of each commit, and the names of loaded rows that no layer has asked for."""
         reductions = [reduction.record() for _, reduction in sorted(self._reductions.items())]
-        return {"reductions": reductions, "unused_state": self.unused}
+        return {"reductions": reductions, "unused_state": sorted(self._loaded)}
 
     def _staged_pages(self) -> dict[str, list[StagedPage]]:
         """The pages that are reduced, by group."""
@@ -314,11 +314,6 @@ class State(KeptScales):
         for owner in self._keys.keys() - self._tokens.alive() - {0}:
             self._forget_rows(owner)
 
-    @property
-    def unused(self) -> list[str]:
-        """The names of loaded rows that no layer has asked for."""
-        return sorted(self._loaded)
-
     def _alive(self) -> dict[str, Row]:
         """The rows of the layers that still exist, by name."""
         self._forget_dead_layers()
@@ -349,10 +344,6 @@ class State(KeptScales):
                 turns = {key: found.turn for found in self._found.values() for keys in found.keys for key in keys}
                 alike = [max(alike, key=lambda item: turns.get(item[0], 0))]
         return [row for _, row in alike]
-
-    def recorded_by(self, group: str | None) -> None:
-        """Note that the ranks of process group ``group`` (None: this one) record the same amaxes in the next call."""
-        self._groups.add(group)
 
     def entries(self) -> dict[str, Tensor]:
         """``{"<layer>.<operand>|<recipe>|scale": [1], "...|amax_history": [length], ...}``."""
