@@ -1,7 +1,9 @@
 """The dialect's transforms of a tensor before it is quantized (``numerics/transforms.py``).
 
-hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x
-smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
+    hadamard(like, signs) -> [16, 16];  rotate(x, matrix [16, 16], dim) -> x
+    smoothing(x [rows, columns]) -> [scale, scale_inv], each [columns]
+
+NVFP4 and attention transform with Hadamard's matrix; linears whose recipe asks for it are smoothed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Insert the nodes that measure: for :func:`observe` and :func:`score`, which say what is measured. Their ops:
+"""Insert the nodes that measure: for :func:`observe` and :func:`score`, which say what is measured.
 
-tensor_statistics(x, block_size, *, ...) -> [numbers]
-quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
-what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
-gemm_error(a, b, reference, dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings, ...) -> [numbers]
+    tensor_statistics(x, block_size, *, ...) -> [numbers]
+    quantization_statistics(x, data, scale_inv, columnwise, *, ...) -> [numbers]
+    what_if_statistics(x, dtype, power_2_scale, amax_epsilon, columnwise, *, ...) -> [numbers]
+    gemm_error(a, b, reference, dtype_a, dtype_b, power_2_scales, amax_epsilons, scalings, ...) -> [numbers]
+
+These are their ops (``ir/ops.py``); ``numerics/stats.py`` and ``numerics/gemm_error.py`` compute them.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from fp8graph.ir.sites import Site, Use
 from fp8graph.passes.accumulate_wgrad import Gradient
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.gather_weights import ReadWhole
+from fp8graph.records import AttentionRecord, GemmRecord, OtherRecord
 from helpers import MLP, passed
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -110,3 +111,26 @@ def test_a_subgraph_adds_its_sites_and_no_inputs() -> None:
     assert [s.fqn for s in findings.sites] == ["up", "inner"]
     assert (len(findings.extra_inputs), findings.has_subgraphs) == (1, True)
     assert not Findings().and_those_of(compilation(subgraph=True)).has_subgraphs  # nothing is multiplied in it
+
+
+def test_findings_of_one_class_are_one_list() -> None:
+    found = compilation()
+    found.found(Gradient).append(gradient(0))
+    assert found.found(Gradient) == [gradient(0)]
+    assert found.found(PageLayout) == []
+
+
+def test_sites_of_other_kinds_add_up_by_the_class_of_their_rows() -> None:
+    class SomeRecord(OtherRecord):
+        """Of sites of a third kind."""
+
+    outer, inner = compilation(), compilation(subgraph=True)
+    outer.sites, outer.others = [site("up")], {AttentionRecord: [site("attention")]}
+    inner.others = {AttentionRecord: [site("inner")], SomeRecord: [site("other")]}
+    kinds = Findings().and_those_of(outer).and_those_of(inner).by_kind
+    assert {kind: [s.fqn for s in sites] for kind, sites in kinds.items()} == {
+        GemmRecord: ["up"],
+        AttentionRecord: ["attention", "inner"],
+        SomeRecord: ["other"],
+    }
+    assert Findings().and_those_of(inner).has_subgraphs
