@@ -315,7 +315,7 @@ def _record(record: _Record, renamed: _Sites) -> _Record:
 
 def _refusal(refusal: RefusalRecord, renamed: _Sites) -> RefusalRecord:
     if (GemmRecord, refusal.fqn, refusal.index) not in renamed:
-        return refusal  # of an op that is no site
+        return refusal  # of an op that has no site
     site, *_ = renamed[GemmRecord, refusal.fqn, refusal.index]
     return dataclasses.replace(refusal, fqn=site.fqn, index=site.index)
 
@@ -347,12 +347,12 @@ class Shared(Services):
 
     @functools.cached_property
     def stores(self) -> Mapping[str, Store]:
-        """All of them, by the names that extra inputs have for them; before those that depend on them."""
+        """All of them by name, each before those that depend on it."""
         return {kind.name: self.store(kind) for kind in STORES}
 
     @functools.cached_property
     def keepers(self) -> Sequence[Keeper]:
-        """Whatever has entries in a state dict, in the order of the entries."""
+        """Whatever has entries in a state dict, in the order in which they are loaded."""
         return [self.schedule, *self.stores.values()]
 
     @functools.cached_property
