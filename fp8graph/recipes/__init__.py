@@ -20,6 +20,8 @@ from fp8graph.recipes.base import (
     Scaling,
 )
 from fp8graph.recipes.recipe import (
+    HIGH_PRECISION,
+    RECIPE_NAMES,
     AmaxAlgorithm,
     DelayedScaling,
     Float8BlockScaling,
@@ -27,12 +29,8 @@ from fp8graph.recipes.recipe import (
     Float8RowwiseScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
-    ScaleAlgorithm,
-)
-from fp8graph.recipes.registry import (
-    HIGH_PRECISION,
-    RECIPE_NAMES,
     RecipeLike,
+    ScaleAlgorithm,
     has_code,
     name_of,
     recipe_from_dict,

@@ -23,7 +23,7 @@ from fp8graph.compat import checkpointing
 from fp8graph.compat.dynamo import never_a_root_frame
 from fp8graph.errors import ConfigError, UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
-from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
+from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, GemmRecipe
 
 REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]

@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, expect, expect_path
 from fp8graph.recipes.base import GEMMS, Recipe
-from fp8graph.recipes.registry import known_recipe, resolve_recipe
+from fp8graph.recipes.recipe import known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
     INHERIT,

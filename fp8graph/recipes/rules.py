@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, did_you_mean
 from fp8graph.recipes.base import GEMMS, GemmName, Recipe
-from fp8graph.recipes.registry import HIGH_PRECISION, RecipeLike, resolve_recipe
+from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
 
 Op = Literal["linear", "matmul", "grouped_mm", "attention"]
 OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "attention", "*")

@@ -11,7 +11,8 @@ from fp8graph import (
     Float8CurrentScaling,
     recipes,
 )
-from fp8graph.recipes import Recipe, registry, resolve_recipe
+from fp8graph.recipes import Recipe, resolve_recipe
+from fp8graph.recipes import recipe as named
 
 
 @pytest.mark.parametrize(
@@ -79,9 +80,9 @@ def test_names_that_cannot_be_registered(name: str, recipe: Any, message: str) -
 def test_a_recipe_type_of_the_design_is_known_to_policy_files() -> None:
     """Every recipe class that is public can be written in a policy file."""
     public = {name for name, value in vars(fp8graph).items() if isinstance(value, type) and issubclass(value, Recipe)}
-    assert public - {"Recipe"} == set(registry._TYPES)  # the base of all
+    assert public - {"Recipe"} == set(named._TYPES)  # the base of all
 
 
 def test_the_name_of_a_recipe() -> None:
-    assert registry.name_of(fp8graph.Float8CurrentScaling()) == "tensorwise"
-    assert registry.name_of(fp8graph.Float8CurrentScaling(amax_epsilon=0.3)) is None
+    assert named.name_of(fp8graph.Float8CurrentScaling()) == "tensorwise"
+    assert named.name_of(fp8graph.Float8CurrentScaling(amax_epsilon=0.3)) is None

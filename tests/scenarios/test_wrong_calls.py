@@ -24,7 +24,7 @@ from fp8graph import (
     StateError,
     numerics,
 )
-from fp8graph.recipes.registry import recipe_from_dict
+from fp8graph.recipes.recipe import recipe_from_dict
 from helpers import MLP
 
 X = torch.randn(8, 32)
@@ -115,7 +115,7 @@ CALLS: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
         ConfigError,
         "scale is for DelayedScaling",
     ),
-    (lambda _: numerics.dequantize(X), ConfigError, r"dequantize\(q=Tensor\): q must be what quantize\(\) returns"),
+    (lambda _: numerics.dequantize(X), ConfigError, r"dequantize\(q=Tensor\): q must be a result of quantize\(\)"),
     (lambda _: numerics.statistics("x"), ConfigError, r"statistics\(x='x'\): x must be a tensor"),
     (lambda _: numerics.statistics(X, block_size=0), ConfigError, r"statistics\(block_size=0\)"),
     (lambda _: numerics.sqnr_db(X, X[0]), ConfigError, r"sqnr_db\(\): reference has shape \[8, 32\], approximation"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fp8graph.ir.settings import Settings
-from fp8graph.recipes import registry
+from fp8graph.recipes import recipe as recipes
 
 ROOT = Path(__file__).parents[2]
 # A fence, with the comment before it and, of a sample, what it prints. Readers see no comment.
@@ -79,7 +79,7 @@ class Sample:
 def apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Files go to a folder of their own; registered recipes and process groups go with the test."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(registry, "_NAMES", dict(registry._NAMES))
+    monkeypatch.setattr(recipes, "_NAMES", dict(recipes._NAMES))
     monkeypatch.setitem(cast(dict[str, Any], Settings.__init__.__kwdefaults__), "compiler", "eager")
     yield
     if dist.is_available() and dist.is_initialized():
