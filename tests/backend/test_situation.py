@@ -8,6 +8,8 @@ import pytest
 
 from fp8graph import DelayedScaling, Float8CurrentScaling, register_recipe
 from fp8graph.backend.dynamo_graph import Situation, region_text
+from fp8graph.ir.compilation import Arrived
+from fp8graph.passes.observe.measuring import Observed
 from fp8graph.recipes.autocast import POLICY
 from fp8graph.runtime.policies import Policies
 
@@ -21,8 +23,22 @@ def test_situations_are_keys() -> None:
         {"region": None},
         {"region": "rowwise"},
         {"amax_group": "0"},
+        {"conditions": (Observed(),)},
+        {"conditions": (Observed(layers=("up",)),)},
+        {"conditions": (Arrived(frozenset({0})),)},
     ]
-    assert len({Situation(**{**one, **other}) for other in [{}, *others]}) == 5
+    assert len({Situation(**{**one, **other}) for other in [{}, *others]}) == 8
+
+
+def test_conditions_pass_or_last() -> None:
+    arrived, observed = Arrived(frozenset({0})), Observed()
+    one: dict[str, Any] = {"policy": "p", "region": None, "amax_group": None, "in_force": Policies(None).now}
+    both = Situation(**one, conditions=(observed, arrived))
+    assert both.passes
+    rule = both.without(passing=True)
+    assert rule == Situation(**one, conditions=(arrived,))
+    assert not rule.passes
+    assert both.without(passing=False) == Situation(**one, conditions=(observed,))
 
 
 @pytest.mark.parametrize(
