@@ -5,9 +5,8 @@
 
     wt = columnwise(w)                                  ->      (a weight that arrives quantized: made once)
 
-Any tensor that is computed from parameters alone is a weight: a parameter behind views and casts, several
-concatenated, a parametrization. With too few spare inputs the graph is not changed; it is traced again with enough of
-them. With delayed scaling a weight's amax is recorded when the weight is quantized.
+A weight is whatever is computed from parameters alone (``ir/weight_graphs.py``). With delayed scaling its amax is
+recorded when it is quantized.
 
 Leaves alone a graph with a backward, unless ``cache_weights="update"``: an update follows, so that no copy would be
 used twice, and whoever writes the weights, by whatever means, the next forward reads what he wrote.
@@ -16,7 +15,7 @@ Refuses (quantizes in the graph) weights whose computation also reads a buffer o
 a dynamic size; and weights that are gathered from several ranks, in the graph or by FSDP2 around it: a copy of the
 whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept.
 
-Of weights that stay in the graph, :func:`note_weights` notes how it quantizes them, for an export of what fprop
+For weights that stay in the graph, :func:`note_weights` notes their quantization, for an export of what fprop
 multiplies. It leaves out weights that read anything but parameters, those that are gathered, and the bodies of
 higher-order ops.
 """

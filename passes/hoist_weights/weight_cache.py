@@ -10,7 +10,7 @@ memory,
   ``refresh_weights()``;
 * when the version or the address of a parameter has changed, or its storage (the address alone is not enough:
   ``model.to(bfloat16).to(float32)`` may get back the memory that it has just freed);
-* on a CPU, when the numbers are others than those that the copy was made of: they are looked at in each call;
+* on a CPU, when the numbers differ from those that the copy was made of: they are looked at in each call;
 * elsewhere, after a pause between calls; and always for inference tensors, whose writes leave no version. In one of 64
   calls all numbers are looked at, without waiting (``runtime/contents.py``). A write that only this shows is late by
   some calls: a warning names the layer. Strict mode looks in each call, and waits.
