@@ -44,7 +44,7 @@ class Rule:
         recipe: a recipe object or name; ``None`` or "high_precision" leaves the GEMMs alone.
         op: "linear" (one operand comes from a parameter), "matmul" (both are activations),
             "grouped_mm", "attention" (its backward if the recipe has ``attention_backward``), or "*". The latter means
-            every GEMM, and attention if the recipe is high precision: attention in FP8 is asked for by its name.
+            every GEMM, and attention if the recipe is high precision: attention in FP8 needs a rule with its name.
         fprop, dgrad, wgrad: another recipe for one of the three GEMMs, which attention does not have.
         optional: the rule may match nothing (as in the general policy's list of usual head names).
         steps: ``(first, end)``: the rule applies from step ``first`` until before step ``end`` (None: forever); see
@@ -170,7 +170,7 @@ class Resolution:
     recipes: Mapping[GemmName, Recipe | None]
     source: str  # 'rule "*.mlp.down_proj"', "default", ...
     rule: int | None = None  # index into Policy.rules; None: the default
-    by_user: bool = False  # a rule (not the default) asked for it
+    by_user: bool = False  # a rule requires it, not the default
 
 
 def check_op(op: str, recipe: Recipe | None) -> None:

@@ -251,7 +251,7 @@ class Scaling(ABC):
 def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple[Tensor, Tensor]:
     """``(scale, scale_inv)`` in FP32 for these amaxes; see :func:`formats.scale_from_amax`.
 
-    The scales that were asked for (``QuantizeArguments.scales``) replace them: the same for every amax.
+    Given scales (``QuantizeArguments.scales``) replace them: the same for every amax.
     """
     if asked.scales is not None:
         scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (0, 1))
