@@ -24,14 +24,14 @@ from fp8graph.passes.attention.find import find_attention, may_have_attention
 from fp8graph.passes.attention.ops import active_implementation
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
-from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
 from fp8graph.passes.gather_weights import are_gathered, gather_weights
 from fp8graph.passes.gather_weights.sent_weights import SentWeights
 from fp8graph.passes.hoist_weights import hoist_weights, may_be_exported, may_keep_weights, note_weights, wanted_copies
-from fp8graph.passes.hoist_weights.weight_cache import Weights
+from fp8graph.passes.hoist_weights.weight_cache import WeightCache
 from fp8graph.passes.lower import lower
 from fp8graph.passes.match import match
 from fp8graph.passes.observe import is_observed, observe, wanted_statistics
@@ -103,8 +103,8 @@ WEIGHT_LOWERING: tuple[Callable[[fx.Graph], None], ...] = (*LOWERING, write)
 # Keep the tensors that graphs take because one of these passes wants them. A call asks them in this order.
 STORES: tuple[type[Store], ...] = (
     SentWeights,
-    State,
-    Weights,
+    ScalingState,
+    WeightCache,
     MainGrads,
     Observation,
     Observing,

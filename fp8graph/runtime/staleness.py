@@ -5,9 +5,9 @@ Those of parameters are versions, addresses and steps of optimizers. They are ch
 trace. ``runtime/contents.py`` looks at the numbers themselves.
 
 PEFT merges adapters into weights through ``.data``, which no tensor shows. The layers of all its methods list what is
-merged into them in ``merged_adapters``: lists that only they change, in place. Whether those are as they were is cheap
-to look at in each call (:class:`Adapters`). Dynamo guards on them too, but compiles nothing when it finds code that it
-made before the last merge.
+merged into them in ``merged_adapters``: lists that only they change, in place. It is cheap to compare
+them in each call (:class:`PeftMerges`). Dynamo guards on them too, but compiles nothing when it finds code that it made
+before the last merge.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _is_adapter(module: nn.Module) -> bool:
     return layer or type(module).__module__.partition(".")[0] == "peft"
 
 
-class Adapters:
+class PeftMerges:
     """The adapter layers of some models. Holds no layer alive."""
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ class Steps:
     """The updates that one backend knows of: steps since it began, and how often all weights were taken for changed."""
 
     def __init__(self) -> None:
-        self.adapters: Final = Adapters()
+        self.adapters: Final = PeftMerges()
         self.all: Final = optimizer_steps()
         self._began = self.all.count
         self._refreshes = 0  # how often the user said that weights have changed, or PEFT showed it

@@ -45,7 +45,7 @@ from fp8graph.runtime.stores import Caller, KeptScales, Run, Services, Slot, acc
 _log = logging.getLogger("fp8graph")
 
 
-class State(KeptScales):
+class ScalingState(KeptScales):
     """All pages of one backend."""
 
     name: ClassVar = PageLayout.store
@@ -84,7 +84,7 @@ class State(KeptScales):
         self._tokens = Tokens(gone)
 
     @classmethod
-    def of(cls, services: Services) -> State:
+    def of(cls, services: Services) -> ScalingState:
         return cls(services.epoch, services.steps, services.names, services.groups)
 
     def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
@@ -391,7 +391,7 @@ class _Read(Slot):
     """The pages that a graph reads and may record amaxes in."""
 
     acts: ClassVar[bool] = True
-    state: State
+    state: ScalingState
     asked: Sequence[PageLayout | TakesPart]
     layouts: Sequence[PageLayout]
     group: str | None  # of the ranks that reduce amaxes after each step; None: the graph takes no part

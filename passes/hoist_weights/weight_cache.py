@@ -77,7 +77,7 @@ class _Found:
     alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # called when they are freed
 
 
-class Weights(Store):
+class WeightCache(Store):
     """The quantized weights of one backend."""
 
     name: ClassVar = KeptWeight.store
@@ -93,7 +93,7 @@ class Weights(Store):
         self.quantized = 0  # number of weights quantized so far
 
     @classmethod
-    def of(cls, services: Services) -> Weights:
+    def of(cls, services: Services) -> WeightCache:
         return cls(services)
 
     def refresh(self) -> None:

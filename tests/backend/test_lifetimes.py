@@ -18,7 +18,7 @@ from fp8graph import Backend, Policy
 from fp8graph.backend import named_backend
 from fp8graph.backend.program import KEPT_POLICIES, Program
 from fp8graph.passes.connect_scales.pages import Page
-from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from helpers import ALL, MLP, counted_passes, first_fast, same_bits
 
 DELAYED = Policy(default="delayed", min_speedup=0)
@@ -208,7 +208,7 @@ def test_a_graph_keeps_its_variants_for_the_last_policies_only() -> None:
 
     for policy in policies:
         call_under(policy)
-        found.append((alive(), backend.weights.bytes, len(backend.store(State)._found)))
+        found.append((alive(), backend.weights.bytes, len(backend.store(ScalingState)._found)))
     assert found[KEPT_POLICIES:] == found[KEPT_POLICIES - 1 : KEPT_POLICIES] * KEPT_POLICIES
     last = [policy.identity() for policy in policies[-KEPT_POLICIES:]]
     assert [*dict.fromkeys(call_under(policies[-2]))] == last  # a switch back compiles nothing

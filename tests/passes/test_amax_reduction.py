@@ -15,7 +15,7 @@ from fp8graph import DelayedScaling, StateError
 from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
-from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.runtime.staleness import Epoch
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
@@ -126,7 +126,7 @@ def smallest(amaxes: Tensor) -> Tensor:
 
 
 def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
-    state, result = State(Epoch()), torch.ones(1)
+    state, result = ScalingState(Epoch()), torch.ones(1)
     first, second = [torch.zeros(1, 3)], [torch.zeros(1, 3)]
     state.watch([result], first)
     state.watch([result], second)  # another layer of the same graph
@@ -139,7 +139,7 @@ def test_forwards_without_backward_are_a_step_when_they_come_again() -> None:
 
 
 def test_a_backward_ends_the_step_of_its_forwards() -> None:
-    state, x = State(Epoch()), torch.ones(1, requires_grad=True)
+    state, x = ScalingState(Epoch()), torch.ones(1, requires_grad=True)
     y = x * 2
     state.watch([y], [])
     assert not state._step_is_over

@@ -18,7 +18,7 @@ from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
 from fp8graph.ir.sites import Use
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.scaling_state import State
+from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.runtime.staleness import Epoch
 from helpers import MLP, eager_backend, first_fast, first_slow
 
@@ -414,7 +414,7 @@ def test_a_deep_copied_model_has_its_own_state() -> None:
     torch.compile(twin, backend=backend, dynamic=False)(batch(0) * 9)
     scales = {
         row.page.tensor[row.index, 0].item()
-        for key, row in backend.store(State)._rows.items()
+        for key, row in backend.store(ScalingState)._rows.items()
         if key.operand == "input"
     }
     assert len(scales) == 6
@@ -492,7 +492,7 @@ def test_another_default_dtype_changes_no_state() -> None:
 
 
 def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
-    state, weight = State(Epoch()), nn.Parameter(torch.ones(2, 2))
+    state, weight = ScalingState(Epoch()), nn.Parameter(torch.ones(2, 2))
     row = Use(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     layouts = [
         (PageLayout(recipe=RECIPE, fp8_max=448.0, backward=False, device=torch.device(device), rows=((row,),)),)
@@ -504,7 +504,7 @@ def test_a_model_that_moves_to_another_device_takes_its_state_along() -> None:
 
 def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> None:
     """From one with E4M3, whose maximum is 448, to one with fnuz: 240. Amaxes are amaxes everywhere."""
-    state, weight = State(Epoch()), nn.Parameter(torch.ones(2, 2))
+    state, weight = ScalingState(Epoch()), nn.Parameter(torch.ones(2, 2))
     row = Use(fqn="a", index=0, use=0, parameter=0, operand="input", recipe=RECIPE)
     settings: Any = {"recipe": RECIPE, "backward": False, "device": torch.device("cpu"), "rows": ((row,),)}
     ((ocp,), (fnuz,)) = layouts = [(PageLayout(fp8_max=maximum, **settings),) for maximum in (448.0, 240.0)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp8graph
-from fp8graph.runtime.staleness import Adapters
+from fp8graph.runtime.staleness import PeftMerges
 from helpers import eager_backend, first_slow, same_bits
 from tiny_models import causal_lm
 
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 
 def test_merge_is_noticed_once() -> None:
-    adapters, model = Adapters(), nn.Sequential(Layer(), Layer())
+    adapters, model = PeftMerges(), nn.Sequential(Layer(), Layer())
     assert not adapters.changed()
     adapters.watch(model)
     adapters.watch(model)
