@@ -25,7 +25,7 @@ from fp8graph.report import Report
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, PolicyFile, PolicyLike, Schedule, tables
 from fp8graph.runtime.rank_groups import RankGroups, agree
-from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
 from fp8graph.runtime.stores import Services, Store
 
@@ -75,7 +75,7 @@ class Backend:
             known = ("policy", "recipe", "observe", "guard", *Settings.names())
             raise TypeError(f"Backend has no argument {unknown[0]!r}{choices('Arguments', unknown[0], known)}")
         self.settings: Final = Settings(**arguments)
-        epoch, policies, steps = Epoch(), Policies(self.settings.hardware), Steps()
+        epoch, policies, steps = Epoch(), Policies(self.settings.hardware), WeightUpdates()
         self._shared: Final = Shared(
             settings=self.settings,
             epoch=epoch,
@@ -113,7 +113,7 @@ class Backend:
         return self._shared.names
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> WeightUpdates:
         """The updates of parameters that it knows of."""
         return self._shared.steps
 

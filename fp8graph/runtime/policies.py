@@ -29,7 +29,7 @@ from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.autocast import DISABLED, POLICY
 from fp8graph.recipes.policy import WATCH, Policy, in_file, values_of_file
-from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -187,7 +187,7 @@ class Schedule:
     forwards too, has one policy.
     """
 
-    def __init__(self, policies: Policies, epoch: Epoch, steps: Steps) -> None:
+    def __init__(self, policies: Policies, epoch: Epoch, steps: WeightUpdates) -> None:
         self._policies, self._epoch, self._steps = policies, epoch, steps
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps

@@ -160,8 +160,8 @@ class PeftMerges:
         return True
 
 
-class Steps:
-    """The updates that one backend knows of: steps since it began, and how often all weights were taken for changed."""
+class WeightUpdates:
+    """The updates of weights that one backend knows of: steps since it began, and how often all may have changed."""
 
     def __init__(self) -> None:
         self.adapters: Final = PeftMerges()

@@ -22,7 +22,7 @@ from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, Schedule
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.staleness import Epoch, WeightUpdates
 
 _T = TypeVar("_T")
 Compile = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]  # a graph of dialect nodes, into a function
@@ -223,7 +223,7 @@ class Services:
     names: Names
     policies: Policies
     schedule: Schedule
-    steps: Steps
+    steps: WeightUpdates
     groups: RankGroups
     compile: Compile
     _made: dict[str, Store] = field(default_factory=dict[str, Store])

@@ -39,7 +39,7 @@ from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, 
 from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.rank_groups import RankGroups
-from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.stores import Caller, KeptScales, Run, Services, Slot, accelerator_of
 
 _log = logging.getLogger("fp8graph")
@@ -53,13 +53,13 @@ class ScalingState(KeptScales):
     def __init__(
         self,
         epoch: Epoch,
-        steps: Steps | None = None,
+        steps: WeightUpdates | None = None,
         names: Names | None = None,
         groups: RankGroups | None = None,
     ) -> None:
         self._epoch = epoch  # it is advanced when graphs have to look for their pages again
         self.ranks = groups if groups is not None else RankGroups()  # of the present call
-        self._steps = steps if steps is not None else Steps()  # of optimizers
+        self._steps = steps if steps is not None else WeightUpdates()  # of optimizers
         self._names = names  # bound names of parameters
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token

@@ -25,7 +25,7 @@ from fp8graph.recipes import GEMMS, HIGH_PRECISION, GemmName, Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule, rule_from_dict
 from fp8graph.runtime.policies import Policies, Schedule
-from fp8graph.runtime.staleness import Epoch, Steps
+from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import refusal
 from fp8graph.runtime.stores import Services, Store
 
@@ -75,7 +75,7 @@ class Guarded(Store):
     of_stage: ClassVar = False
 
     def __init__(
-        self, policies: Policies, epoch: Epoch, schedule: Schedule, steps: Steps, observation: Observation
+        self, policies: Policies, epoch: Epoch, schedule: Schedule, steps: WeightUpdates, observation: Observation
     ) -> None:
         self._policies, self._epoch, self._schedule, self._steps = policies, epoch, schedule, steps
         self._observation = observation

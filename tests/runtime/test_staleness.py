@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8graph.runtime.staleness import Steps, Unchanged, storage_of, version
+from fp8graph.runtime.staleness import Unchanged, WeightUpdates, storage_of, version
 
 
-def unchanged_since(steps: Steps, positions: list[int], args: list[Any]) -> Unchanged:
+def unchanged_since(steps: WeightUpdates, positions: list[int], args: list[Any]) -> Unchanged:
     return Unchanged(lambda: (steps.count, steps.refreshes), positions, args)
 
 
@@ -27,19 +27,19 @@ def step(held: list[Any], **kwargs: Any) -> None:
 
 
 def test_a_step_counts_for_what_its_optimizer_holds() -> None:
-    steps, (a, b) = Steps(), parameters()
+    steps, (a, b) = WeightUpdates(), parameters()
     step([a])
     step([b])
     step([a])
     assert steps.count == 3
     assert (steps.of(a), steps.of(b)) == (steps.of(b) + 1, steps.of(a) - 1)
-    assert (steps.taken([a]), steps.taken([b]), Steps().taken([a])) == (2, 1, 0)
-    assert (steps.count, Steps().count) == (3, 0)
+    assert (steps.taken([a]), steps.taken([b]), WeightUpdates().taken([a])) == (2, 1, 0)
+    assert (steps.count, WeightUpdates().count) == (3, 0)
 
 
 def test_a_step_counts_for_what_no_optimizer_was_seen_to_hold() -> None:
     """It may hold slices of it; what does not train is not changed by any."""
-    steps, (a, b) = Steps(), parameters()
+    steps, (a, b) = WeightUpdates(), parameters()
     b.requires_grad_(False)
     before = steps.of(a)
     step(parameters(1))
@@ -50,7 +50,7 @@ def replace_memory(p: nn.Parameter) -> None:
     p.data = p.data.clone()
 
 
-CHANGES: dict[str, Callable[[Steps, list[nn.Parameter]], Any]] = {
+CHANGES: dict[str, Callable[[WeightUpdates, list[nn.Parameter]], Any]] = {
     "in place": lambda steps, ps: ps[1].requires_grad_(False).add_(1),
     "other memory": lambda steps, ps: replace_memory(ps[1]),
     "a step that bumps no version": lambda steps, ps: step([ps[1]], fused=True),
@@ -60,7 +60,7 @@ CHANGES: dict[str, Callable[[Steps, list[nn.Parameter]], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change: str) -> None:
-    steps, args = Steps(), [*parameters(), torch.zeros(1)]
+    steps, args = WeightUpdates(), [*parameters(), torch.zeros(1)]
     unchanged = unchanged_since(steps, [0, 1], args)
     assert unchanged(args)
     args[2] = torch.ones(3)  # not among the positions
@@ -70,7 +70,7 @@ def test_a_change_is_seen(change: str) -> None:
 
 
 def test_memory_at_the_same_address_is_other_memory() -> None:
-    steps, args = Steps(), [*parameters()]
+    steps, args = WeightUpdates(), [*parameters()]
     unchanged = unchanged_since(steps, [0, 1], args)
     address = args[0].data_ptr()
     args[0].data = torch.empty(1)
@@ -96,7 +96,7 @@ def test_writes_to_a_dtensor_are_seen() -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         weight: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-        unchanged = unchanged_since(Steps(), [0], [weight])
+        unchanged = unchanged_since(WeightUpdates(), [0], [weight])
         assert unchanged([weight])
         before = version(weight)
         weight.mul_(2)
