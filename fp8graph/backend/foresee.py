@@ -35,8 +35,11 @@ def spare_inputs(module: fx.GraphModule, known: Known, *, training: bool) -> int
     if known.subgraph:
         return 0
     known = dataclasses.replace(known, training=training)
-    foreseen = _foresee(module, known)
-    return sum(entry.wants(foreseen, known) for entry in JOINT_PIPELINE)
+    foreseen, count = _foresee(module, known), 0
+    for entry in JOINT_PIPELINE:
+        with contextlib.suppress(Fp8GraphError):  # of a recipe's quantizer: the pass asks it again, if it needs it
+            count += entry.wants(foreseen, known)
+    return count
 
 
 def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
@@ -51,7 +54,7 @@ def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
     for (node, weight, site), (site.fqn, site.index) in zip(found, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
             recipes = resolve(site, known).recipes
-            kin = site.fqn.rpartition(".")[0], node.args[0], _has_bias(node)
+            kin = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
             device = known.settings.hardware or hardware.of_device(_device(weight))
             foreseen.append(Foreseen(site=site, recipes=recipes, hardware=device, kin=kin, rows=_rows(weight)))
     return foreseen

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from fp8graph import Policy
+from fp8graph import Float8CurrentScaling, Policy, UnsupportedRecipeError
 from fp8graph.backend import compiling
+from fp8graph.recipes import OperandName, Quantizer
 from helpers import MLP, Counting, counted_passes, eager_backend, first_fast, same_bits, step
 
 
@@ -51,3 +56,40 @@ def test_foreseeing_wrongly_changes_no_number(recipe: str, foreseen: int, monkey
         results.append([t for _ in range(3) for t in step(run, x, parameters=model.parameters())])
         assert len(runs) >= 1 + (guess is not None and guess < 5)
     assert same_bits(*results)
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(input=x, weight=self.weight)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "high_precision"])
+def test_arguments_may_be_given_by_name(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = counted_passes(monkeypatch)
+    model, backend = _Named(), eager_backend(Policy(default=recipe, min_speedup=0), cache_weights=True)
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(torch.randn(16, 64))
+    assert len(runs) == 1
+    assert backend.weights.bytes == (64 * 64 + 4 if recipe == "tensorwise" else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ForInference(Float8CurrentScaling):
+    name: ClassVar[str] = "inference"
+
+    def quantizer(self, operand: OperandName) -> Quantizer:
+        if operand == "grad_output":
+            raise UnsupportedRecipeError("it quantizes no gradients")
+        return super().quantizer(operand)
+
+
+def test_a_recipe_may_refuse_operands_that_no_pass_quantizes() -> None:
+    """An estimate asks for all of them."""
+    backend = eager_backend(Policy(default=_ForInference(), min_speedup=0), cache_weights=True)
+    with torch.no_grad():
+        torch.compile(MLP(), backend=backend)(torch.randn(16, 32))
+    assert {gemm.recipe for gemm in backend.report.gemms} == {"inference"}
