@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,8 @@ def tensors_of(file: Path) -> list[TensorInfo]:
             raise CheckpointError(
                 f"{file}: its header has {len(names)} tensors. At most {_MOST} are read from one file."
             )
+        if (name := _named_twice(file)) is not None:
+            raise CheckpointError(f"{file}: damaged. Its header names {name!r:.100} twice. Download it again.")
         for name in names:
             if len(name) > _LONGEST_NAME:
                 raise CheckpointError(f"{file}: damaged. A tensor has a name of {len(name)} characters: {name!r:.100}.")
@@ -153,6 +156,14 @@ def tensors_of(file: Path) -> list[TensorInfo]:
             info = TensorInfo(name=name, file=file, dtype=_TYPES.get(kind), stored_as=kind, shape=shape, bytes=size)
             found.append(info)
     return found
+
+
+def _named_twice(file: Path) -> str | None:
+    """A name that several entries of a header have, of which safetensors silently takes the last."""
+    with file.open("rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+    names: list[str] = [name for name, _ in json.loads(header, object_pairs_hook=list)]
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _bits(stored_as: str) -> int:

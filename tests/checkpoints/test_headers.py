@@ -61,6 +61,10 @@ def test_types_that_torch_lacks_are_listed(file: Path) -> None:
         (with_header(lambda _: b"{not json"), r" \(invalid JSON in header: key must be a string"),
         (with_header(lambda _: b"\xff\xfe"), r" \(invalid UTF-8 in header"),
         (with_header(lambda _: b"[]"), r" \(invalid JSON in header: invalid type: sequence"),
+        (
+            with_header(lambda h: b'{"a":%s,' % json.dumps(h["b"]).encode() + json.dumps(h).encode()[1:]),
+            "Its header names 'a' twice",
+        ),
         (with_header(lambda _: b'{"a": 1, "a": 2}'), r"The entry of tensor 'a' is 2 \(invalid JSON"),
         (with_header(lambda h: h["a"].update(dtype="F12")), "The entry of tensor 'a' is .*unknown variant `F12`"),
         (with_header(lambda h: h["a"].update(dtype=["F32"])), "The entry of tensor 'a' is "),
