@@ -25,6 +25,7 @@ from fp8graph.passes.attention.ops import active_implementation
 from fp8graph.passes.attention.quantize import is_attention_quantized, quantize_attention
 from fp8graph.passes.connect_scales import connect_scales, has_state, wanted_pages
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
+from fp8graph.passes.dequantize_backward import dequantize_backward, dequantizes
 from fp8graph.passes.fold import fold, has_stored_weights
 from fp8graph.passes.fuse_linears import are_fused, fuse_linears
 from fp8graph.passes.gather_in_fp8 import gather_in_fp8, gathers
@@ -78,6 +79,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(quantize),
     Pass(fold, has_stored_weights),
     Pass(share),
+    Pass(dequantize_backward, dequantizes),
     Pass(route_in_fp8, moves_rows),
     Pass(share, moves_rows, again="share_tokens"),  # those that a shared expert reads may be those that are routed
     Pass(gather_in_fp8, gathers),

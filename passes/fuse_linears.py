@@ -89,13 +89,15 @@ def _group(graph: fx.Graph, linears: Sequence[Linear], compilation: Compilation)
     for place, quantized in linears[0].quantized().items():
         if QuantizeNode(quantized).asked.more is None:  # else already joined for another GEMM
             _join(quantized, [linear.quantized()[place] for linear in linears[1:]])
+    for decoders in zip(*(linear.decoders for linear in linears), strict=True):
+        _read_parts(decoders, sizes, ("data", "scale_inv", "global_scale_inv"))
     for gemm, first in linears[0].gemms.items():
         others = [linear.gemms[gemm] for linear in linears[1:]]
         if gemm == "fprop" and not can_be_slices([first, *others]):
-            _multiply_apart(graph, [first, *others], sizes, "b")
+            _read_parts([first, *others], sizes, _operand("b"))
             continue
         if gemm == "wgrad" and compilation.known.settings.accumulate_wgrad:  # each is added to a gradient of its own
-            _multiply_apart(graph, [first, *others], sizes, "a")
+            _read_parts([first, *others], sizes, _operand("a"))
             continue
         biases = [named_arguments(node)["bias"] for node in (first, *others)]
         if None not in biases:
@@ -143,13 +145,21 @@ def _parts(
             yield insert(graph, aten.slice.Tensor, args, like=node, name=f"{node.name}_part")
 
 
-def _multiply_apart(graph: fx.Graph, gemms: Sequence[fx.Node], sizes: Sequence[int], side: str) -> None:
-    """Let each GEMM take its rows of the joined weight, or of the joined gradient's columnwise copy."""
-    for name in (side, f"scale_inv_{side}"):  # data [N, K], scales [N / tile, K / tile] or one
-        joined = cast(fx.Node, named_arguments(gemms[0])[name])
+def _operand(side: str) -> tuple[str, ...]:
+    """The arguments of a scaled matmul that are one operand."""
+    return side, f"scale_inv_{side}", f"global_scale_inv_{side}"
+
+
+def _read_parts(readers: Sequence[fx.Node], sizes: Sequence[int], names: Sequence[str]) -> None:
+    """Let the node of each linear read its rows of the joined weight, or of the joined gradient's columnwise copy."""
+    graph = readers[0].graph
+    for name in names:  # data [N, K], scales [N / tile, K / tile] or one
+        joined = cast("fx.Node | None", named_arguments(readers[0])[name])
+        if joined is None:
+            continue
         rows = value(joined).shape[0] if value(joined).ndim == 2 else 0
-        parts = _parts(graph, joined, gemms, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
-        for node, part in zip(gemms, parts or [joined] * len(gemms), strict=True):
+        parts = _parts(graph, joined, readers, [size * rows // sum(sizes) for size in sizes], 0) if rows else ()
+        for node, part in zip(readers, parts or [joined] * len(readers), strict=True):
             set_argument(node, name, part)
 
 
@@ -160,6 +170,7 @@ class Linear:
     site: Site
     gemms: dict[GemmName, fx.Node]
     size: int  # N
+    decoders: tuple[fx.Node, ...] = ()  # what decodes its weight for backward
     refusal: str = ""  # why it is multiplied by itself, whatever its siblings
 
     @property
@@ -196,13 +207,14 @@ def linears_of(graph: fx.Graph, compilation: Compilation) -> Iterator[Linear]:
             yield Linear(site=site, gemms=gemms, size=0, refusal=refusal)
             continue
         size = size_in_group(site, [QuantizeNode(q).asked.block for q in own])
-        users = {user for q in own for output in q.users for user in output.users}
+        users = dict.fromkeys(user for q in own for output in q.users for user in output.users)
+        decoders = tuple(user for user in users if user.target is ops.dequantize)
         if _is_part_of_subclass(site.gemms[0].b.tensor):
             yield Linear(site=site, gemms=gemms, size=0, refusal=_PART)
         elif isinstance(size, str):
             yield Linear(site=site, gemms=gemms, size=0, refusal=size)
-        elif users <= set(gemms.values()):
-            yield Linear(site=site, gemms=gemms, size=size)
+        elif {user for user in users if user not in decoders} <= set(gemms.values()):
+            yield Linear(site=site, gemms=gemms, size=size, decoders=decoders)
         else:
             refusal = "another matmul reads its quantized weight or gradient, too (tied weights?)"
             yield Linear(site=site, gemms=gemms, size=size, refusal=refusal)
@@ -238,7 +250,10 @@ def key_of(linear: Linear) -> dict[str, Any]:
         "its module": module,
         "autocast region": region,
         "where it runs (torch.no_grad, checkpoint)": tuple(when),
-        "which GEMMs run in FP8, or at all (a frozen weight has no wgrad)": frozenset(linear.gemms),
+        "which GEMMs run in FP8, or at all (a frozen weight has no wgrad)": (
+            frozenset(linear.gemms),
+            len(linear.decoders),
+        ),
         "having a bias": given["fprop"]["bias"] is None,
         "the order in which backward runs its GEMMs": tuple(linear.gemms),
         "recipe, dtype or layouts": (*quantized, *settings),

@@ -17,8 +17,8 @@ are kept in E4M3 with one scale per tensor, and backward recomputes the function
     h = silu(g) * u;  qh = quantize(h)          ->      h, qh as before; qg = quantize(g), qu = quantize(u)  (forward)
     dg = silu_backward(dh * u, g)                       dg = silu_backward(dh * dequantize(qu), dequantize(qg))
 
-Weights that FSDP2 gathers anew for backward are always quantized anew in backward: FP8 copies kept until then would
-take the memory that sharding saves.
+Weights that FSDP2 gathers anew for backward are always quantized anew in backward, also for a backward that decodes
+them (``dequantize_backward``): FP8 copies kept until then would take the memory that sharding saves.
 
 Refuses (leaves unchanged) code that torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions
 whose inputs are not GEMM results or whose values are read by anything but an FP8 GEMM.
@@ -61,11 +61,11 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
         if not is_backward(node):
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.asked.x in free
-            sharded = compilation.known.gathered and node.meta[OPERAND_KEY] == "weight"
+            sharded = bool(compilation.known.gathered) and node.meta[OPERAND_KEY] == "weight"
             if compilation.known.settings.save == "memory" or by_row or sharded:
-                refusal = _check(quantized)
+                refusal = _check(quantized, decoded_anew=sharded)
                 if refusal is None:
-                    _quantize_again(graph, node)
+                    _quantize_again(graph, node, decoded_anew=sharded)
                 elif refusal and (site := compilation.site_of(node)) is not None:
                     compilation.refuse("quantized again", site, refusal)
     if compilation.known.settings.save_activations_in_fp8:
@@ -77,11 +77,14 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     graph.eliminate_dead_code()
 
 
-def _check(quantized: QuantizeNode) -> str | None:
-    """The reason why the columnwise copy is kept for backward ("": there is none); None if backward makes it again."""
+def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
+    """The reason why copies are kept for backward ("": there are none); None if backward makes them again.
+
+    ``decoded_anew``: backward also makes a rowwise copy that it decodes.
+    """
     node, copy = quantized.node, quantized.outputs.get("columnwise")
     read = [user for user in copy.users if user.target not in ops.MEASURES] if copy is not None else []
-    for_backward = bool(read) and all(map(is_backward, read))
+    for_backward = bool(read) and all(map(is_backward, read)) or (decoded_anew and bool(_decoded(quantized)))
     if CACHED_KEY in node.meta or not quantized.asked.rowwise or not for_backward:
         return ""
     if "recompute" in node.meta:
@@ -91,25 +94,33 @@ def _check(quantized: QuantizeNode) -> str | None:
     return None
 
 
-def _quantize_again(graph: fx.Graph, node: fx.Node) -> None:
-    """Let backward make the columnwise copy. On observed steps forward makes it, too, to measure it."""
+def _decoded(quantized: QuantizeNode) -> list[fx.Node]:
+    """The nodes of backward that read the rowwise copy: they decode it."""
+    return [user for user in quantized.outputs["rowwise"].users if is_backward(user)]
+
+
+def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> None:
+    """Let backward make the copies that it reads. On observed steps forward makes them, too, to measure them."""
     quantized = QuantizeNode(node)
     asked, outputs = quantized.asked, quantized.outputs
-    copy = outputs["columnwise"]
+    copy = outputs.get("columnwise")
+    decoded = _decoded(quantized) if decoded_anew else []
+    read = {*decoded, *(filter(is_backward, copy.users) if copy is not None else ())}
     with graph.inserting_before(node):
-        columnwise = asked.columnwise if not all(map(is_backward, copy.users)) else []
+        columnwise = asked.columnwise if copy is not None and not all(map(is_backward, copy.users)) else []
         of_forward = dataclasses.replace(asked, columnwise=columnwise, keep_scales=quantized.kind.own_scale)
         forward = _insert(graph, of_forward, node, like=node)
         made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
         if quantized.kind.own_scale:
             asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
-    first = next(user for user in graph.nodes if user in copy.users and is_backward(user))
+    first = next(user for user in graph.nodes if user in read)
     with graph.inserting_before(first):
         # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
         # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
         source = insert(graph, aten.clamp_min.default, (asked.x, -math.inf), like=first)
         source.meta["partitioner_tag"] = _BACKWARD
-        again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=[]), node, like=first)
+        rowwise = asked.rowwise if decoded else []
+        again = _insert(graph, dataclasses.replace(asked, x=source, rowwise=rowwise), node, like=first)
         again.node.meta.pop(USES_KEY, None)  # recorded in forward
         again.node.meta["partitioner_tag"] = _BACKWARD
         remade = {name: _output(graph, again, name) for name in outputs if name in again.names and name != "amax"}

@@ -6,6 +6,7 @@ the other operand is quantized: what an engine that loads the checkpoint compute
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from fp8graph.recipes import (
     Float8CurrentScaling,
     Float8RowwiseScaling,
     Format,
+    GemmName,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -69,7 +71,11 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC_EXPERTS)
     if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
-    return Resolution(dict.fromkeys(GEMMS, recipe_of(stored)), source=f"weight stored in {_described(given)}")
+    recipe, recipes = recipe_of(stored), dict[GemmName, Recipe | None]()
+    for gemm, asked in resolution.recipes.items():
+        override = asked.backward_override if asked is not None else None
+        recipes[gemm] = dataclasses.replace(recipe, backward_override=override) if override is not None else recipe
+    return Resolution(recipes, source=f"weight stored in {_described(given)}")
 
 
 def recipe_of(stored: fx.Node) -> Recipe:

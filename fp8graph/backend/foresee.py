@@ -53,7 +53,9 @@ def _foresee(module: fx.GraphModule, known: Known) -> list[Foreseen]:
     foreseen: list[Foreseen] = []
     for (node, weight, site), (site.fqn, site.index) in zip(found, names, strict=True):
         with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error
-            recipes = resolve(site, known).recipes
+            recipes = dict(resolve(site, known).recipes)
+            for gemm, recipe in resolve(site, known).recipes.items():
+                recipes[gemm] = recipe if recipe is not None and recipe.covers(gemm) else None
             kin = site.fqn.rpartition(".")[0], node.all_input_nodes[0], _has_bias(node)
             device = known.settings.hardware or hardware.of_device(_device(weight))
             foreseen.append(Foreseen(site=site, recipes=recipes, hardware=device, kin=kin, rows=_rows(weight)))

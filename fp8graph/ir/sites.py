@@ -125,5 +125,6 @@ class Decision:
     resolution: Resolution
     by_profitability: bool = False  # left in high precision because FP8 would not be faster
     speedup: float | None = None  # predicted, over high precision
+    dequantized: bool = False  # in high precision, from the numbers that fprop multiplies in FP8
     required: bool = False  # a user's rule or region asks for FP8: strict mode requires it
     stored: fx.Node | None = None  # the weight that arrives quantized, if ``recipe`` is the one that it is stored in

@@ -16,6 +16,7 @@ GemmName = Literal["fprop", "dgrad", "wgrad"]
 OperandName = Literal["input", "weight", "grad_output"]
 Layout = Literal["rowwise", "columnwise"]
 ErrorMode = Literal["MAE", "MSE"]
+BackwardOverride = Literal["high_precision", "dequantized"]
 Scaling = Literal["tensor", "delayed", "row", "block", "block_e8m0", "mxfp8", "nvfp4"]
 GEMMS: Final[tuple[GemmName, ...]] = ("fprop", "dgrad", "wgrad")
 # a and b of each: fprop x @ w.T, dgrad dy @ w, wgrad dy.T @ x
@@ -121,6 +122,10 @@ class Recipe:
         use_fast_accum: for fprop, dgrad, wgrad: accumulate in the tensor core's reduced-precision
             registers (``True``, faster) or promote every few steps to FP32 (``False``). Defaults as in
             Transformer Engine: fast in fprop, split in dgrad and wgrad.
+        backward_override: run dgrad and wgrad in high precision, with the program's gradient: "high_precision" from the
+            program's input and weight, "dequantized" from the numbers that fprop multiplied, decoded:
+            ``dx = dy @ dequantize(q(w))`` and ``dw = dy.T @ dequantize(q(x))``. FP8 is then saved for backward. None:
+            this recipe quantizes them.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -128,6 +133,7 @@ class Recipe:
 
     fp8_format: Format = Format.HYBRID
     use_fast_accum: tuple[bool, bool, bool] = (True, False, False)
+    backward_override: BackwardOverride | None = None
 
     __signature__: ClassVar = _Signature()
     name: ClassVar[str]
@@ -167,6 +173,12 @@ class Recipe:
         for field in dataclasses.fields(self):
             if type(field.default) is bool and type(getattr(self, field.name)) is not bool:
                 raise self._bad(field.name, "True or False")
+        if self.backward_override not in (None, "high_precision", "dequantized"):
+            raise self._bad("backward_override", 'None, "high_precision" or "dequantized"')
+        if self.backward_override == "dequantized" and self.smooths:
+            raise self._bad("backward_override", "another one with smooth_input=True: fprop multiplies scaled channels")
+        if self.backward_override is not None and self.quantizes_attention_backward:
+            raise self._bad("backward_override", "None with attention_backward=True, which quantizes backward")
         epsilon = getattr(self, "amax_epsilon", 0.0)
         if type(epsilon) not in (int, float) or not (0.0 <= epsilon <= FLT_MAX):
             raise self._bad("amax_epsilon", "a finite number >= 0 that fits in FP32")
@@ -227,7 +239,11 @@ class Recipe:
 
     def covers(self, gemm: GemmName) -> bool:
         """Whether this recipe quantizes ``gemm``; if not, that GEMM stays in high precision."""
-        return gemm in GEMMS
+        return gemm == "fprop" or self.backward_override is None
+
+    def dequantizes(self, gemm: GemmName) -> bool:
+        """Whether ``gemm`` reads, in high precision, the numbers that fprop multiplied in FP8."""
+        return gemm != "fprop" and self.backward_override == "dequantized"
 
     def fast_accum(self, gemm: GemmName) -> bool:
         """Whether ``gemm`` accumulates in reduced precision."""

@@ -98,7 +98,10 @@ class Float8RowwiseScaling(AttentionFields):
     name: ClassVar[str] = "rowwise"
 
     def covers(self, gemm: GemmName) -> bool:
-        return not (gemm == "wgrad" and self.high_precision_wgrad)
+        return super().covers(gemm) and not (gemm == "wgrad" and self.high_precision_wgrad)
+
+    def dequantizes(self, gemm: GemmName) -> bool:
+        return super().dequantizes(gemm) and not (gemm == "wgrad" and self.high_precision_wgrad)
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         return Quantizer(

@@ -67,6 +67,13 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
         for gemm in choice.gemms:
             if decisions[gemm.node].stored is None:  # in high precision it would be dequantized first
                 decisions[gemm.node] = with_speedup(decisions[gemm.node], speedup, bar)
+    for site in compilation.sites:
+        for gemm in site.gemms:
+            decision = decisions[gemm.node]
+            if decision.dequantized and (obstacle := _why_not_dequantized(site, decisions[site.gemms[0].node])):
+                changed = replace(decision, dequantized=False, reason=f"{obstacle} ({decision.reason})")
+                in_fp8 = decisions[site.gemms[0].node].recipe is not None  # but not read by backward
+                decisions[gemm.node] = replace(changed, required=in_fp8 and decision.resolution.by_user)
     compilation.rows += [_row(site, gemm, compilation) for site in compilation.sites for gemm in site.gemms]
 
 
@@ -124,7 +131,11 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         says_so = not resolution.source.startswith("rule") and resolution.source != "default"
         return left_alone(resolution.source if says_so else f"{resolution.source} -> high precision")
     if not recipe.covers(gemm.gemm):
-        return left_alone(f"{resolution.source}: {recipe.name} leaves {gemm.gemm} in high precision")
+        if recipe.dequantizes(gemm.gemm):
+            how = f'{recipe.name} with backward_override="dequantized" reads the FP8 numbers of fprop, decoded'
+            return left_alone(f"{resolution.source}: {how}", dequantized=True)
+        override = ' with backward_override="high_precision"' if recipe.backward_override == "high_precision" else ""
+        return left_alone(f"{resolution.source}: {recipe.name}{override} leaves {gemm.gemm} in high precision")
     asked = f" ({resolution.source} asked for {recipe.name})"
     obstacle = why_not_in_fp8(gemm, resolution)
     if obstacle is None and compilation.known.subgraph and recipe.has_state:
@@ -144,6 +155,17 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         resolution=resolution,
         required=resolution.by_user,
     )
+
+
+def _why_not_dequantized(site: Site, fprop: Decision) -> str:
+    """The reason why a GEMM of backward reads the program's input or weight, and not what fprop multiplies."""
+    if fprop.recipe is None:
+        return "fprop is in high precision, and so is what it multiplies"
+    if site.gemms[0].node.target in GROUPED:
+        return "experts have scales per group of rows, which no decoding reads: backward reads the program's tensors"
+    if fprop.recipe.smooths:
+        return "fprop multiplies scaled channels (smooth_input): backward reads the program's tensors"
+    return ""
 
 
 def _decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilation: Compilation) -> Decision:

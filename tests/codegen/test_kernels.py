@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 import recorded
-from fp8graph import offline
+from fp8graph import Float8RowwiseScaling, offline
 from fp8graph.ir import ops
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
-from generated import generate, quantize_after, quantize_inputs, triton_kernels
+from generated import decoder_layer, generate, quantize_after, quantize_inputs, triton_kernels
 from helpers import first_fast, first_slow
 from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
 
@@ -225,3 +225,14 @@ def test_the_table_of_the_recipes() -> None:
     for layer, counts in layers.items():
         kernels, mib = (sum(pair) for pair in zip(counts["forward"], counts["backward"], strict=True))
         assert f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n" in page
+
+
+@pytest.mark.slow
+def test_a_layer_with_dequantized_backward(data: dict[str, Any]) -> None:
+    """No copy is columnwise, and no gradient is quantized; instead each operand is decoded, in a kernel of its own."""
+    default = [data["layers"]["rowwise"][direction] for direction in ("forward", "backward")]
+    policy = Policy(default=Float8RowwiseScaling(backward_override="dequantized"))
+    kernels = [k for k in triton_kernels(decoder_layer(policy, "sm_90")) if k.graph in ("forward", "backward")]
+    number, mib = recorded.count(kernels)
+    assert number < sum(kernels for kernels, _ in default)
+    assert mib < 1.05 * sum(mib for _, mib in default)

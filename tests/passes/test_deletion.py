@@ -19,6 +19,7 @@ FEATURES = (
     "accumulate_wgrad.py",
     "attention",
     "connect_scales",
+    "dequantize_backward.py",
     "fold.py",
     "fuse_linears.py",
     "gather_in_fp8.py",

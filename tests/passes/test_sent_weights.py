@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from fp8graph import Float8CurrentScaling
 from helpers import first_slow
 from ranks import run_each, run_ranks
 
@@ -18,8 +19,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
 ]
 LARGE = {"sizes": (512, 512)}  # tiles of 128 rows for four ranks
-CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
     2: {
+        "dequantized": (Float8CurrentScaling(backward_override="dequantized"), {}),
         "tensorwise": ("tensorwise", {}),
         "blockwise": ("blockwise", {}),
         "delayed": ("delayed", {}),

@@ -38,6 +38,7 @@ def test_plain_values_for_a_file() -> None:
         "type": "Own",
         "fp8_format": "HYBRID",
         "use_fast_accum": [True, False, False],
+        "backward_override": None,
         "tiles": [1, 2],
     }
 

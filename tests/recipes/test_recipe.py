@@ -31,6 +31,7 @@ def test_defaults_are_transformer_engines() -> None:
     assert dataclasses.asdict(recipe) == {
         "fp8_format": Format.HYBRID,
         "use_fast_accum": (True, False, False),  # fast in fprop, split in dgrad and wgrad
+        "backward_override": None,
         "power_2_scale": False,
         "amax_epsilon": 0.0,
         "smooth_input": False,
@@ -126,8 +127,8 @@ def test_recipes_that_differ_are_not_equal(fields: dict[str, Any]) -> None:
 
 
 def test_the_defaults_of_the_other_recipes() -> None:
-    split = {"use_fast_accum": (False, False, False)}
-    fast = {"use_fast_accum": (True, False, False)}
+    split = {"use_fast_accum": (False, False, False), "backward_override": None}
+    fast = split | {"use_fast_accum": (True, False, False)}
     assert dataclasses.asdict(DelayedScaling()) == fast | {
         "fp8_format": Format.HYBRID,
         "margin": 0,

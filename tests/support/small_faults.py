@@ -289,8 +289,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "rowwise leaves dgrad in high precision, not wgrad",
         f"{_RECIPES}/recipe.py",
-        'gemm == "wgrad" and self.high_precision_wgrad',
-        'gemm == "dgrad" and self.high_precision_wgrad',
+        'covers(gemm) and not (gemm == "wgrad" and self.high_precision_wgrad)',
+        'covers(gemm) and not (gemm == "dgrad" and self.high_precision_wgrad)',
         ("tests/recipes/test_recipe.py",),
     ),
     # checkpoints
@@ -909,6 +909,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         'compilation.refuse("one GEMM", linear.site, linear.refusal or why_apart(linear, linears))',
         "pass",
         ("tests/passes/test_fuse_linears.py",),
+    ),
+    Fault(
+        "a dequantized backward reads the program's tensors",
+        "passes/dequantize_backward.py",
+        "gemm.node.replace_input_with(argument, result)",
+        "pass",
+        ("tests/passes/test_dequantize_backward.py::test_backward_reads_what_fprop_multiplies",),
     ),
     Fault(
         "the static scale of a checkpoint is ignored",
