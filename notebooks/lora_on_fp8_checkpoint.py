@@ -281,4 +281,5 @@ print("the same logits:", torch.equal(before, after))
 # * [lora_fp8.py](../examples/lora_fp8.py) takes the folder of a checkpoint of yours, and a GPU if there is one.
 # * Export with `recipe="rowwise"` or `"mxfp8"`:
 #   [Checkpoints](../docs/checkpoints.md#out-what-was-trained-for-an-engine) has the formats.
-# * [Serving](../docs/serving.md) goes from here to tokens. Merge adapters before you export again.
+# * [Serving](../docs/serving.md) goes from here to tokens. `merge_and_unload()` merges
+#   into the FP8 weights, before you export again.

@@ -14,7 +14,7 @@ from torch import nn
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.libraries import adopt, converted_for_training, not_adopted
+from fp8graph.libraries import adopt, adopt_adapters, converted_for_training, not_adopted
 from fp8graph.libraries.readers import of_compressed_tensors
 from fp8graph.records import OtherRecord, SiteRecord
 from fp8graph.report import Report
@@ -89,6 +89,7 @@ def adopt_in_time(backend: Reports, model: nn.Module) -> None:
     Raises:
         Fp8CoverageError: in strict mode, if it is too late.
     """
+    adopt_adapters(model)
     layers = not_adopted(model)
     if not layers:
         return

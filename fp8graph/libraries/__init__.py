@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 from torch import nn
 
 from fp8graph.errors import expect
+from fp8graph.libraries.adapters import adopt_adapters
 from fp8graph.libraries.readers import (
     forward_of_experts,
     keep_compressed,
@@ -49,6 +50,7 @@ def adopt(model: _Model) -> _Model:
         if (forward := _forward(module)) is not None:
             module.__dict__["forward"] = MethodType(forward, module)
     keep_compressed(model)
+    adopt_adapters(model)
     return model
 
 

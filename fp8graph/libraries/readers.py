@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8graph.libraries.stored_linear import StoredWeight, high_precision, one_scale
+from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight, high_precision, one_scale
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 _HOOK = "ct_decompress_hook"
@@ -29,7 +30,23 @@ def as_saved(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     if not hasattr(model, "save_pretrained"):
         return dict(tensors)
     loading = importlib.import_module("transformers.core_model_loading")
-    return loading.revert_weight_conversion(model, dict(tensors))
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None or all(map(_is_reversible, conversions)):
+        return loading.revert_weight_conversion(model, dict(tensors))
+    kept = [one for one in conversions if _is_reversible(one)]  # without torchao's, of its own tensors
+    if not kept:
+        return dict(tensors)
+    same = copy.copy(model)
+    same.__dict__["_weight_conversions"] = kept
+    return loading.revert_weight_conversion(same, dict(tensors))
+
+
+def _is_reversible(conversion: Any) -> bool:
+    """Whether transformers writes what ``conversion`` reads: it has no way back for torchao's tensors."""
+    try:
+        return all(operation.reverse_op is not None for operation in getattr(conversion, "operations", ()))
+    except NotImplementedError:
+        return False
 
 
 def of_transformers(module: Any) -> Callable[[Any], StoredWeight] | None:
@@ -184,6 +201,13 @@ def _ao_scales(scale: Tensor, rows: int, columns: int, swizzled: bool) -> Tensor
     return tiles.reshape(down * 128, across * 4)[:rows, :columns].contiguous()
 
 
+def swizzled(scale: Tensor) -> Tensor:
+    """Bytes [rows, columns] in cuBLAS's order, as ``_ao_scales`` reads it; rows and columns that are filled are 0."""
+    rows, columns = scale.shape
+    filled = torch.constant_pad_nd(scale, [0, -columns % 4, 0, -rows % 128])
+    return filled.reshape(-(-rows // 128), 4, 32, -(-columns // 4), 4).permute([0, 3, 2, 1, 4]).contiguous()
+
+
 def of_compressed_tensors(module: Any) -> Callable[[Any], StoredWeight] | None:
     """The function that reads the weight of ``module``; None for another layer, or if no GEMM has such scales."""
     status = getattr(module, "quantization_status", None)
@@ -260,3 +284,11 @@ def _ct_nvfp4(module: Any) -> StoredWeight:
         global_scale_inv=module.weight_global_scale.detach().reciprocal().reshape(()),  # it divides
         **_ct_inputs(module),
     )
+
+
+def reader_of(module: nn.Module) -> Callable[[Any], StoredWeight] | None:
+    """The function that reads the weight of ``module``, of a library or a ``StoredLinear``; None for another layer."""
+    if isinstance(module, StoredLinear):
+        return StoredLinear.stored
+    readers = (of_transformers, of_torchao, of_compressed_tensors)
+    return next((read for reader in readers if (read := reader(module)) is not None), None)

@@ -97,8 +97,9 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
         self.register_buffer("weight_global_scale_inv", stored.global_scale_inv)
         self.register_buffer("input_scale_inv", stored.input_scale_inv)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
-        stored = StoredWeight(
+    def stored(self) -> StoredWeight:
+        """Its tensors, as they are."""
+        return StoredWeight(
             data=self.weight,
             scale_inv=self.weight_scale_inv,
             scaling=self.scaling,
@@ -107,7 +108,9 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
             activations=self.activations,
             input_scale_inv=self.input_scale_inv,
         )
-        return multiplied(input, stored, self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
+        return multiplied(input, self.stored(), self.bias)
 
     def extra_repr(self) -> str:
         tiles = f" {self.block[0]}x{self.block[1]}" if self.block else ""

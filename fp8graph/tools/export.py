@@ -9,9 +9,11 @@ layers are linears, and the policy which of them are quantized.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,11 +28,12 @@ from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import CheckpointError, ConfigError, expect_batch, expect_batches, expect_path
-from fp8graph.libraries.readers import as_saved
+from fp8graph.libraries.readers import as_saved, forward_of_experts, reader_of
+from fp8graph.libraries.stored_linear import StoredWeight
 from fp8graph.models import extended
 from fp8graph.models.general import families_of
 from fp8graph.numerics import api
-from fp8graph.recipes import Recipe, RecipeLike
+from fp8graph.recipes import Quantizer, Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
 from fp8graph.runtime.policies import PolicyLike
@@ -138,7 +141,8 @@ class _Plan:
         for parameter, tensor in self._parameters.items():
             owners.setdefault(id(tensor), set()).add(parameter)
         self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
-        found = list(multiplied_by(self._backend, self.model, data=False))
+        self._stored = {weight.parameter: weight for weight in self._stored_linears()}
+        found = [*multiplied_by(self._backend, self.model, data=False), *self._stored.values()]
         if not found:
             raise ConfigError(
                 f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. "
@@ -172,6 +176,37 @@ class _Plan:
         }
         self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
+    def _stored_linears(self) -> Iterator[Multiplied]:
+        """The linears that arrived in FP8 or FP4: their bytes are multiplied as they are.
+
+        Raises:
+            ConfigError: no format has a form for one of them.
+        """
+        for layer, module in self._modules.items():
+            if forward_of_experts(module) is not None:
+                kind = type(module).__name__
+                raise ConfigError(
+                    f"{layer} is a {kind}: experts that a library loaded in FP8 are not exported. Copy the folder that "
+                    "they came from."
+                )
+            if (read := reader_of(module)) is None:
+                continue
+            stored = read(module)
+            if (reason := _why_not_again(stored)) is not None:
+                raise ConfigError(f"{layer} cannot be exported as it is stored: {reason}.")
+            scaling, block = stored.scaling, (*stored.block,)
+            if (scaling, stored.activations) == ("tensor", "static"):
+                scaling = "delayed"  # the recipe whose form has a static scale
+            quantizer = Quantizer(dtype=stored.data.dtype, scaling=cast(Any, scaling))
+            yield Multiplied(
+                parameter=f"{layer}.weight",
+                data=stored.data.detach(),
+                scale_inv=stored.scale_inv.detach(),
+                quantizer=replace(quantizer, block=cast(Any, block)) if block else quantizer,
+                global_scale_inv=stored.global_scale_inv,
+                input_scale_inv=None if stored.input_scale_inv is None else stored.input_scale_inv.detach().reshape(()),
+            )
+
     def _why_kept(self, weight: Multiplied) -> str | None:
         owner = self._modules[weight.layer]
         if weight.flipped:
@@ -183,7 +218,7 @@ class _Plan:
         return why_not(weight, self._parts[weight.parameter])
 
     def layers(self) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
-        for weight in multiplied_by(self._backend, self.model):
+        for weight in itertools.chain(multiplied_by(self._backend, self.model), self._stored.values()):
             for layer, part in cut(weight, self._parts.get(weight.parameter, ())):
                 stored = self._forms[self._kinds[layer]]
                 yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
@@ -194,6 +229,9 @@ class _Plan:
         found: dict[str, Tensor] = {}
         for saved, tensor in self.model.state_dict().items():
             name = name_in_original(saved)
+            layer, _, leaf = name.rpartition(".")
+            if f"{layer}.weight" in self._stored and leaf != "bias":
+                continue
             key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
             if name not in self._parts and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
                 seen.add(key)
@@ -208,6 +246,15 @@ class _Plan:
         saved = {name: [part.layer for part in parts] for name, parts in saved_parts(self.model, shapes).items()}
         layers = [layer for name in shapes for layer in (name.removesuffix(".weight"), *saved.get(name, ()))]
         return list(dict.fromkeys(layers))
+
+
+def _why_not_again(stored: StoredWeight) -> str | None:
+    """The reason why no format stores inputs as those of ``stored`` are quantized; None if one does."""
+    if stored.activations == "none":
+        return "its checkpoint quantizes weights only, and every form that is written here quantizes inputs, too"
+    if stored.activations == "static" and stored.scaling not in ("tensor", "nvfp4"):
+        return f"its input has a static scale, and its weight scales of {stored.scaling!r}"
+    return None
 
 
 def _folder_of(config: Any) -> Path | None:

@@ -10,7 +10,11 @@ from helpers import first_fast
 from samples import AS_PAGES_SHOW, ROOT, Sample, name_of, run, samples, slow_pages, without_a_reason
 from samples import apart as apart  # a fixture
 
-pytestmark = pytest.mark.usefixtures("apart")
+pytestmark = [
+    pytest.mark.usefixtures("apart"),
+    # transformers, of the names that PEFT still types
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # What samples take for granted, by name, and which page takes what. A page that is not listed takes "fp8graph".

@@ -1,0 +1,435 @@
+"""Adapters of PEFT on linears in FP8: merged into the base's format, taken out to the bit, exported, swapped."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fp8graph
+from fp8_checkpoints import CONFIG, FORMATS, IDS, load
+from fp8graph.checkpoints import Checkpoint
+from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
+from fp8graph.numerics import sqnr_db
+from fp8graph.numerics.requantize import requantize
+from helpers import bits, first_slow, same_bits
+
+peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
+
+E4M3 = torch.float8_e4m3fn
+TARGETS = ["q_proj", "down_proj"]
+N, K = 160, 384  # 1.25 tiles of 128 rows
+
+
+def base(kind: str = "block", n: int = N, k: int = K, bias: bool = False) -> StoredLinear:
+    random = torch.Generator().manual_seed(n + k)
+    data = (torch.randn(n, k, generator=random) * 100).clamp(-448, 448).to(E4M3)
+    shape, block = {
+        "tensor": ((), []),
+        "row": ((n, 1), []),
+        "block": ((-(-n // 128), k // 128), [128, 128]),
+        "block_e8m0": ((-(-n // 128), k // 128), [128, 128]),
+        "mxfp8": ((n, k // 32), [1, 32]),
+    }[kind]
+    scale = torch.rand(shape, generator=random) / 1000 + 0.001
+    if kind in ("block_e8m0", "mxfp8"):
+        scale = torch.randint(116, 119, shape, dtype=torch.uint8, generator=random)
+    stored = StoredWeight(data=data, scale_inv=scale, scaling=kind, block=block)
+    return StoredLinear(stored, nn.Parameter(torch.randn(n, generator=random)) if bias else None)
+
+
+def adapted(*layers: nn.Module, names: tuple[str, ...] = ("default",), **settings: Any) -> Any:
+    """Layer 0 has adapters, others have none."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*layers)
+    given = {"r": 4, "target_modules": ["0"], "init_lora_weights": False, **settings}
+    model = peft.get_peft_model(model, peft.LoraConfig(**given), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, peft.LoraConfig(**given))
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name and "magnitude" not in name:
+            parameter.data.normal_(std=0.1)
+    return fp8graph.adopt(model)
+
+
+def lora(model: Any) -> Any:
+    return model.base_model.model[0]
+
+
+def tensors(module: nn.Module) -> list[Tensor]:
+    return [bits(x.detach()).clone() for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+
+
+def scales64(scale: Tensor) -> Tensor:
+    exact = scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
+    return 2.0 ** (exact.double() - 127) if exact.dtype == torch.uint8 else exact.double()
+
+
+def numbers(data: Tensor, scale: Tensor) -> Tensor:
+    """float64, from the shapes alone."""
+    (n, k), exact = data.shape, scales64(scale)
+    exact = exact.reshape(1, 1) if exact.numel() == 1 else exact.reshape(exact.shape[0], -1)
+    rows = n if len(exact) == 1 else 1 if len(exact) == n else 128
+    columns = next(c for c in (32, 128, k) if -(-k // c) == exact.shape[1])
+    return data.double() * exact.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
+
+
+def delta(layer: Any, name: str = "default") -> Tensor:
+    a, b = layer.lora_A[name].weight.detach().double(), layer.lora_B[name].weight.detach().double()
+    return b @ a * layer.scaling[name]
+
+
+KINDS = ["block", "tensor", "row", "block_e8m0", "mxfp8"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sum_is_quantized_once_in_the_form_of_the_base(kind: str) -> None:
+    model = adapted(base(kind), base(kind, n=K, k=N) if kind in ("tensor", "row") else nn.Linear(N, 8))
+    layer, other = lora(model), model.base_model.model[1]
+    stored, untouched = layer.base_layer, tensors(other)
+    old = stored.weight_scale_inv.clone()
+    expected = numbers(stored.weight.detach(), old) + delta(layer)
+    model.merge_adapter()
+    scale = stored.weight_scale_inv
+    assert (stored.weight.dtype, scale.dtype, scale.shape) == (E4M3, old.dtype, old.shape)
+    each = numbers(torch.ones(expected.shape), scale)
+    rounded = (expected / each).float().clamp(-448, 448).to(E4M3)  # the oracle: float64, and the scales as stored
+    assert (rounded.float() != stored.weight.float()).double().mean() < 1e-3  # ties that FP32 decides otherwise
+    assert sqnr_db(expected, numbers(stored.weight.detach(), scale)) > 31  # what three bits of mantissa allow
+    largest = (expected.abs() / each).max()
+    assert 440 < largest < 448.001 if old.dtype != torch.uint8 else 224 < largest <= 448
+    assert same_bits(tensors(other), untouched)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unmerge_restores_every_byte(kind: str) -> None:
+    model = adapted(base(kind, bias=True), names=("one", "two"), lora_bias=True)
+    before = tensors(lora(model).base_layer)
+    for _ in range(2):
+        model.merge_adapter(["one"])
+        assert not same_bits(tensors(lora(model).base_layer), before)
+        model.merge_adapter(["two"])
+        assert lora(model).merged_adapters == ["one", "two"]
+        model.unmerge_adapter()
+        assert same_bits(tensors(lora(model).base_layer), before)
+        assert not lora(model).merged
+    with pytest.warns(UserWarning, match="Already unmerged"):
+        model.unmerge_adapter()
+
+
+def test_adapters_merged_in_turn_are_quantized_once() -> None:
+    at_once, in_turn = (adapted(base(), names=("one", "two")) for _ in range(2))
+    expected = numbers(lora(at_once).base_layer.weight.detach(), lora(at_once).base_layer.weight_scale_inv)
+    expected = expected + delta(lora(at_once), "one") + delta(lora(at_once), "two")
+    at_once.merge_adapter(["one", "two"])
+    in_turn.merge_adapter(["one"])
+    in_turn.merge_adapter(["two"])
+    assert lora(in_turn).merged_adapters == ["one", "two"]
+    merged = lora(at_once).base_layer
+    assert sqnr_db(expected, numbers(merged.weight.detach(), merged.weight_scale_inv)) > 31
+    assert same_bits(tensors(lora(in_turn).base_layer), tensors(merged))
+    with pytest.warns(UserWarning, match="All adapters are already merged"):
+        in_turn.merge_adapter(["one"])
+
+
+def test_scales_that_are_powers_of_two_stay_so() -> None:  # DeepSeek-V3.1: in FP32
+    weight = torch.randn(N, K)
+    for old in (torch.full((2, 3), 0.25), torch.full((2, 3), 0.25, dtype=torch.bfloat16)):
+        _, scale = requantize(weight, old, (128, 128), E4M3)
+        assert scale.dtype == old.dtype
+        assert (torch.frexp(scale.float()).mantissa == 0.5).all()
+    _, scale = requantize(weight, torch.full((2, 3), 0.3), (128, 128), E4M3)
+    assert (torch.frexp(scale).mantissa != 0.5).any()
+
+
+def test_tiles_without_a_scale_of_their_own_keep_theirs() -> None:
+    weight = torch.zeros(2, 64)
+    weight[1, 0] = torch.nan
+    data, scale = requantize(weight, torch.tensor([[0.25, 0.5], [1.0, 2.0]]), (1, 32), E4M3)
+    assert scale.tolist() == [[0.25, 0.5], [1.0, 2.0]]
+    assert data.isnan().sum() == 1
+
+
+def test_adapter_of_zeros_changes_no_byte() -> None:
+    model = adapted(base())
+    lora(model).lora_B["default"].weight.data.zero_()
+    before = tensors(lora(model).base_layer)
+    model.merge_adapter()
+    assert same_bits(tensors(lora(model).base_layer), before)
+
+
+def test_merge_that_fails_changes_nothing() -> None:
+    model = adapted(base(), names=("one", "two"))
+    model.merge_adapter(["one"])
+    before = tensors(lora(model).base_layer)
+    lora(model).lora_A["two"].weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="The adapter two seems to be broken"):
+        model.merge_adapter(["two"], safe_merge=True)
+    assert lora(model).merged_adapters == ["one"]
+    assert type(lora(model).base_layer) is StoredLinear
+    assert same_bits(tensors(lora(model).base_layer), before)
+
+
+@pytest.mark.parametrize("method", ["LoKrConfig", "IA3Config"])
+def test_other_methods_of_peft(method: str) -> None:
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {"target_modules": ["0"], "init_weights": False}
+    if method == "IA3Config":
+        settings = {"target_modules": ["0"], "feedforward_modules": [], "init_ia3_weights": False}
+    layer = base(bias=True)
+    model = fp8graph.adopt(peft.get_peft_model(cast_any(nn.Sequential(layer)), getattr(peft, method)(**settings)))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(mean="ia3" in name, std=0.1)
+    before, x = tensors(layer), torch.randn(8, K)
+    expected = model(x).detach()
+    model.merge_adapter()
+    assert sqnr_db(expected, model(x)) > 28
+    model.unmerge_adapter()
+    assert same_bits(tensors(layer), before)
+
+
+def cast_any(x: Any) -> Any:
+    return x
+
+
+def test_copies_merge_their_own_base() -> None:
+    model = adapted(base())
+    other = copy.deepcopy(model)
+    before = tensors(lora(model).base_layer)
+    other.merge_adapter()
+    assert same_bits(tensors(lora(model).base_layer), before)
+    assert not same_bits(tensors(lora(other).base_layer), before)
+
+
+def test_compiled_by_name_is_adopted_in_the_first_call() -> None:
+    model = peft.get_peft_model(cast_any(nn.Sequential(base())), peft.LoraConfig(r=4, target_modules=["0"]))
+    assert "merge" not in lora(model).__dict__
+    compiled: Any = torch.compile(model, backend=fp8graph.Backend(compiler="eager"))
+    compiled(torch.randn(16, K))
+    lora(model).lora_B["default"].weight.data.normal_()
+    before = tensors(lora(model).base_layer)
+    model.merge_adapter()
+    assert not same_bits(tensors(lora(model).base_layer), before)
+
+
+def test_fp4_is_refused() -> None:
+    stored = StoredWeight(
+        data=torch.zeros(N, K // 2, dtype=torch.uint8),
+        scale_inv=torch.ones(N, K // 16).to(E4M3),
+        scaling="nvfp4",
+        block=[1, 16],
+        global_scale_inv=torch.ones(()),
+    )
+    with pytest.raises(fp8graph.ConfigError, match=r"its weight is in FP4 \(nvfp4\)"):
+        adapted(StoredLinear(stored)).merge_adapter()
+
+
+def test_sums_of_fp8_numbers_are_still_missing() -> None:
+    """As long as it raises, PEFT merges nothing into FP8 by itself; nor makes DoRA, for which it adds to the weight."""
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types is not supported"):
+        torch.ones(2).to(E4M3).add_(torch.ones(2))
+    with pytest.raises(RuntimeError, match="Promotion for Float8 Types|not implemented for 'Float8_e4m3fn'"):
+        adapted(base(), use_dora=True)
+
+
+def test_merges_whose_names_were_seen_compile_nothing() -> None:
+    layers = base(n=128, k=256), base(n=256, k=128)
+    model = adapted(*layers, names=("one", "two"))
+    fp8graph.compile(model.eval(), compiler="eager", cache_weights=True)
+    x = torch.randn(16, 256, dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def expected(*names: str) -> Tensor:
+        copied = copy.deepcopy(model.base_model)  # not compiled
+        copied.merge_adapter([*names])
+        return fp8graph.compile(copied.eval(), compiler="eager")(x)
+
+    one, two, both = expected("one"), expected("two"), expected("one", "two")
+
+    def swap(*names: str) -> Tensor:
+        if lora(model).merged:
+            model.unmerge_adapter()
+        model.merge_adapter([*names])
+        return model(x)
+
+    with torch.no_grad():
+        for names in (["one"], ["two"], ["one", "two"]):  # Dynamo guards on the names of what is merged
+            swap(*names)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for names, result in ((["two"], two), (["one"], one), (["one", "two"], both), (["one"], one)):
+                assert torch.equal(swap(*names), result)
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "scheme"),
+    [
+        ("block", "fp8", "dynamic 128x128"),
+        ("block_e8m0", "fp8", "dynamic 128x128 ue8m0"),
+        ("row", "compressed-tensors", "FP8_DYNAMIC"),
+        ("mxfp8", "compressed-tensors", "MXFP8"),
+    ],
+)
+def test_merged_model_is_exported_as_it_is_stored(kind: str, method: str, scheme: str, tmp_path: Path) -> None:
+    merged = adapted(base(kind, n=128, bias=True), base(kind, n=256, k=128)).merge_and_unload()
+    fp8graph.compile(merged, compiler="eager")
+    with torch.no_grad():
+        merged(torch.randn(16, K, dtype=torch.bfloat16))
+    checkpoint = Checkpoint(fp8graph.export(merged, tmp_path / "out"))
+    checkpoint.check()
+    assert (checkpoint.quantization.method, {one.scheme for one in checkpoint.layers.values()}) == (method, {scheme})
+    for layer, module in (("0", merged[0]), ("1", merged[1])):
+        stored = checkpoint.weight(layer)
+        assert same_bits([stored.data], [module.weight.detach()])
+        assert torch.equal(
+            scales64(stored.scale_inv), scales64(module.weight_scale_inv).reshape(stored.scale_inv.shape)
+        )
+    assert [*checkpoint.others] == ["0.bias"]
+    assert dict(fp8graph.quantized_state(merged)).keys() == set(checkpoint.shards)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"activations": "none"}, "its checkpoint quantizes weights only"),
+        ({"activations": "static", "input_scale_inv": torch.ones(())}, "its input has a static scale, and its weight"),
+    ],
+)
+def test_export_refuses_by_name(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    layer = base(n=128)
+    for name, value in changed.items():
+        setattr(layer, name, value)
+    model = nn.Sequential(layer, nn.Linear(128, 128, dtype=torch.bfloat16))
+    fp8graph.compile(model, compiler="eager", recipe="blockwise")
+    model(torch.randn(16, K, dtype=torch.bfloat16))
+    with pytest.raises(fp8graph.ConfigError, match=f"^0 cannot be exported as it is stored: {message}"):
+        fp8graph.export(model, tmp_path / "out")
+
+
+# whole models, as libraries load them
+
+
+def in_bf16() -> Any:
+    return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.bfloat16).eval()
+
+
+def loaded(name: str, folder: Path) -> Any:
+    FORMATS[name].write(folder)
+    if not name.startswith("modelopt"):
+        return load(folder)
+    return fp8graph.load_checkpoint(in_bf16(), folder)
+
+
+def with_lora(model: Any, seed: int = 0) -> Any:
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=TARGETS))
+    torch.manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(std=0.02)
+    return model
+
+
+def bytes_of(model: Any) -> dict[str, list[Tensor]]:
+    """The tensors of each linear, those that torchao wraps too."""
+    found = dict[str, list[Tensor]]()
+    for name, module in model.named_modules():
+        if name.endswith("_proj") or name.endswith("_proj.base_layer"):
+            held = [x for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))]
+            held = [part for x in held for part in ((x.qdata, x.scale) if hasattr(x, "qdata") else (x,))]
+            leaf = name.removesuffix(".base_layer").removeprefix("base_model.model.")
+            if found.get(leaf) or held:
+                found[leaf] = [bits(x.detach()).clone() for x in held]
+    return found
+
+
+@first_slow(
+    ("name", "method"),
+    [
+        ("hf-float", "fp8"),
+        ("hf-ue8m0", "fp8"),
+        ("compressed-tensors-fp8", "compressed-tensors"),
+        ("compressed-tensors-fp8-dynamic", "compressed-tensors"),
+        ("compressed-tensors-fp8-block", "compressed-tensors"),
+        ("compressed-tensors-mxfp8", "compressed-tensors"),
+        ("modelopt-fp8", "modelopt"),
+        ("modelopt-fp8-channel", "modelopt"),
+        ("modelopt-mxfp8", "modelopt"),
+        ("torchao-rowwise", "compressed-tensors"),
+        ("torchao-tensorwise", "fp8"),
+        ("torchao-mxfp8", "compressed-tensors"),
+    ],
+)
+def test_merged_exported_and_loaded(name: str, method: str, tmp_path: Path) -> None:
+    model = fp8graph.adopt(with_lora(loaded(name, tmp_path)))
+    before = bytes_of(model)
+    compiled = fp8graph.compile(model, compiler="eager")
+    with torch.no_grad():
+        unmerged = compiled(input_ids=IDS).logits
+    merged = model.merge_and_unload()
+    after = bytes_of(merged)
+    assert before.keys() == after.keys()
+    for layer, held in before.items():
+        assert same_bits(held, after[layer]) == (layer.rpartition(".")[2] not in TARGETS), layer
+        assert [(x.dtype, x.shape) for x in held] == [(x.dtype, x.shape) for x in after[layer]]
+
+    fp8graph.compile(merged, compiler="eager")
+    with torch.no_grad():
+        logits = merged(input_ids=IDS).logits
+    assert sqnr_db(unmerged, logits) > 20  # of a random model, whose every linear quantizes its input
+    checkpoint = Checkpoint(fp8graph.export(merged, tmp_path / "out", method))
+    checkpoint.check()
+    checkpoint.check_scales()
+    assert checkpoint.quantization.method == method
+    assert len(checkpoint.layers) == 14
+    again = fp8graph.load_checkpoint(in_bf16(), tmp_path / "out")
+    fp8graph.compile(again, compiler="eager")
+    with torch.no_grad():
+        loaded_again = again(input_ids=IDS).logits
+    if name == "torchao-tensorwise":  # with one scale, transformers' kernels quantize tokens, and torchao the input
+        assert sqnr_db(logits, loaded_again) > 20
+    else:
+        assert torch.equal(loaded_again, logits)
+    if name == "hf-float":
+        theirs: Any = load(tmp_path / "out")
+        kinds = {type(module).__name__ for name, module in theirs.named_modules() if name.endswith("_proj")}
+        assert kinds == {"FP8Linear"}
+        assert bytes_of(theirs).keys() == after.keys()
+        assert all(same_bits(held, after[layer]) for layer, held in bytes_of(theirs).items())
+        assert transformers.AutoConfig.from_pretrained(tmp_path / "out").quantization_config["quant_method"] == "fp8"
+
+
+@first_slow("name", ["hf-float", "modelopt-fp8", "compressed-tensors-fp8-dynamic", "torchao-rowwise"])
+def test_hot_swap_compiles_nothing(name: str, tmp_path: Path) -> None:
+    from peft.utils.hotswap import hotswap_adapter
+
+    model = with_lora(loaded(name, tmp_path / "base"), seed=0)
+    other = with_lora(loaded(name, tmp_path / "base"), seed=1)
+    other.save_pretrained(tmp_path / "adapter")
+    fp8graph.compile(model.eval(), compiler="eager", cache_weights=True)
+    fp8graph.compile(other.eval(), compiler="eager", cache_weights=True)
+
+    @torch.no_grad()
+    def logits(run: Any) -> Tensor:
+        return run(input_ids=IDS).logits
+
+    first = logits(model)
+    other.merge_adapter()
+    second = logits(other)  # of the new adapter, merged
+    model.merge_adapter()
+    merged = logits(model)
+    assert not torch.equal(first, merged)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        model.unmerge_adapter()
+        assert torch.equal(logits(model), first)
+        hotswap_adapter(model, str(tmp_path / "adapter"), adapter_name="default")
+        assert not torch.equal(logits(model), first)
+        model.merge_adapter()
+        assert torch.equal(logits(model), second)
+        assert not torch.equal(second, merged)
