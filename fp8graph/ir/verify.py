@@ -124,7 +124,18 @@ def _scaled_mm(node: fx.Node) -> str | None:
         shaped = tuple(scale.shape) in ((), (1,)) if wanted is None else len(wanted) == scale.ndim and all(fits)
         if not shaped or scale.dtype != kind.scale_dtype:
             return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
+        made_by, scaled_by = (_quantization_of(given[f"{name}_{side}"]) for name in ("scale_inv", "global_scale_inv"))
+        if made_by is not None and scaled_by is not None and made_by is not scaled_by:
+            return f"operand {side} has scales of {made_by} and the global scale of {scaled_by}"
     return None
+
+
+def _quantization_of(output: fx.Node | None) -> fx.Node | None:
+    """The quantization that an output, or a part or view of it, comes from; None if it is not in the graph."""
+    while output is not None and output.target is not ops.quantize:
+        sources = output.all_input_nodes
+        output = sources[0] if len(sources) == 1 else None
+    return output
 
 
 def _sizes(node: fx.Node, device: Hardware) -> str | None:

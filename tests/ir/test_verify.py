@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
 from fp8graph import hardware
@@ -150,6 +152,23 @@ def test_tensors_that_cannot_be_joined(second: Tensor, dim: int, problem: str) -
     graph.output([node])
     with pytest.raises(fp8graph.Fp8GraphError, match=problem):
         check(graph)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_global_scale_of_another_tensor(mixed: bool) -> None:
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
+        made = [ops.quantize(t, torch.uint8, False, 0.0, [1, 32], [], scaling="nvfp4", block=[1, 16]) for t in (x, w)]
+        (a, scale_a, global_a), (b, scale_b, global_b) = made
+        tiles = {"scaling": "nvfp4", "block_a": [1, 16], "block_b": [1, 16]}
+        given = {"global_scale_inv_a": global_a, "global_scale_inv_b": global_a if mixed else global_b}
+        return ops.scaled_mm(a, b[:32], scale_a, scale_b[:32], None, torch.bfloat16, False, **tiles, **given)
+
+    graph = make_fx(multiply, tracing_mode="fake")(torch.ones(32, 32), torch.ones(64, 32)).graph
+    for node in graph.find_nodes(op="call_function", target=ops.scaled_mm):
+        node.meta[PASS_KEY] = "test"
+    refusal = pytest.raises(fp8graph.Fp8GraphError, match="operand b has scales of quantize_1 and .* of quantize")
+    with refusal if mixed else contextlib.nullcontext():
+        verify.verify(graph, after="x")
 
 
 def test_a_scale_that_outlives_a_call_is_connected() -> None:

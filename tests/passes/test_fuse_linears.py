@@ -238,6 +238,18 @@ def test_no_weight_is_quantized_twice_where_results_are_not_slices() -> None:
     assert backend.weights.bytes == 128 * 32 + 4
 
 
+def test_parts_of_a_joined_weight_have_its_global_scale() -> None:
+    """They were encoded with it: that of one part would decode them to other numbers."""
+    model = Projections(sizes=(64, 64, 64), mix=lambda q, k, v: (q, k, v)).bfloat16()
+    policy = Policy(default="nvfp4", min_speedup=0)
+    with torch.no_grad():
+        found = view_of(model, torch.randn(32, 32, dtype=torch.bfloat16), policy=policy, target="sm_100")
+    after = found.stages["fuse_linears"]
+    assert len(gemms(after)) == 3
+    assert after.count("global_scale_inv_b=weight_rowwise_global_scale_inv)") == 3
+    assert len(lines(after, "fp8graph.quantize(")) == 2  # x; q, k and v
+
+
 def test_a_result_that_backward_keeps_does_not_keep_its_neighbours() -> None:
     kept = Projections(mix=lambda q, k, v: torch.cat([q * 2, k * 3, v.square()], -1))
     assert multiplied(kept, x(16, 32)) == 3 + 1 + 1
