@@ -61,7 +61,8 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|BackwardOverride|ScaleAlgorithm|ScaleFormat|Scope|ErrorMode)",
+        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|BackwardOverride|ScaleAlgorithm|ScaleFormat"
+        r"|Scope|ErrorMode)",
     ),
 ]
 

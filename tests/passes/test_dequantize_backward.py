@@ -87,7 +87,7 @@ def test_gradients_are_those_of_eager_on_the_decoded_tensors(recipe: str, dtype:
 
 
 def saved_by(recipe: Any) -> set[tuple[torch.dtype, tuple[int, ...]]]:
-    """What is kept for backward of ``linear(x * 2)`` beside the weight."""
+    """The tensors that are kept for backward of ``linear(x * 2)`` beside the weight."""
     saved: set[tuple[torch.dtype, tuple[int, ...]]] = set()
     module = Weight(lambda w, x: (x * 2) @ w.t(), 48, 32).bfloat16()
 

@@ -32,7 +32,7 @@ def quantized(module: nn.Module, operand: str, last: str = "share", **known: Any
 
 
 def sharded(reason: str | None) -> dict[str, Any]:
-    """What is known of the one parameter, if FSDP2 gathers it."""
+    """The facts about the one parameter, if FSDP2 gathers it."""
     return {"gathered": frozenset({0}), "facts": {GatheredWeight.store: {0: Shard(24, reason)}}}
 
 
