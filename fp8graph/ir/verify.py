@@ -124,10 +124,17 @@ def _scaled_mm(node: fx.Node) -> str | None:
         shaped = tuple(scale.shape) in ((), (1,)) if wanted is None else len(wanted) == scale.ndim and all(fits)
         if not shaped or scale.dtype != kind.scale_dtype:
             return f"operand {side} has scales {scale.dtype} {tuple(scale.shape)} for {scaling} tiles {tuple(block)}"
-        made_by, scaled_by = (_quantization_of(given[f"{name}_{side}"]) for name in ("scale_inv", "global_scale_inv"))
-        if made_by is not None and scaled_by is not None and made_by is not scaled_by:
-            return f"operand {side} has scales of {made_by} and the global scale of {scaled_by}"
+        if (problem := _mixed(given[f"scale_inv_{side}"], given[f"global_scale_inv_{side}"])) is not None:
+            return f"operand {side} has {problem}"
     return None
+
+
+def _mixed(scale_inv: fx.Node, global_scale_inv: fx.Node | None) -> str | None:
+    """Two quantizations that the scales come from: the numbers were encoded with one pair of them."""
+    made_by, scaled_by = _quantization_of(scale_inv), _quantization_of(global_scale_inv)
+    if made_by is None or scaled_by is None or made_by is scaled_by:
+        return None
+    return f"scales of {made_by} and the global scale of {scaled_by}"
 
 
 def _quantization_of(output: fx.Node | None) -> fx.Node | None:
@@ -259,8 +266,10 @@ def _low_precision(a: torch.Tensor, b: torch.Tensor) -> str | None:
 
 
 def _dequantize(node: fx.Node) -> str | None:
-    data = value(named_arguments(node)["data"])
-    return None if data.dtype in FP8_MAX else f"dequantizes {data.dtype}"
+    given = named_arguments(node)
+    if (dtype := value(given["data"]).dtype) not in FP8_MAX:
+        return f"dequantizes {dtype}"
+    return _mixed(given["scale_inv"], given["global_scale_inv"])
 
 
 def _stored_weight(node: fx.Node) -> str | None:

@@ -154,19 +154,23 @@ def test_tensors_that_cannot_be_joined(second: Tensor, dim: int, problem: str) -
         check(graph)
 
 
+@pytest.mark.parametrize("decoded", [False, True])
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_global_scale_of_another_tensor(mixed: bool) -> None:
+def test_a_global_scale_of_another_tensor(mixed: bool, decoded: bool) -> None:
     def multiply(x: Tensor, w: Tensor) -> Tensor:
         made = [ops.quantize(t, torch.uint8, False, 0.0, [1, 32], [], scaling="nvfp4", block=[1, 16]) for t in (x, w)]
         (a, scale_a, global_a), (b, scale_b, global_b) = made
         tiles = {"scaling": "nvfp4", "block_a": [1, 16], "block_b": [1, 16]}
         given = {"global_scale_inv_a": global_a, "global_scale_inv_b": global_a if mixed else global_b}
+        if decoded:
+            made_for_b = {"scaling": "nvfp4", "block": [1, 16], "global_scale_inv": given["global_scale_inv_b"]}
+            return ops.dequantize(b[:32], scale_b[:32], torch.bfloat16, **made_for_b)
         return ops.scaled_mm(a, b[:32], scale_a, scale_b[:32], None, torch.bfloat16, False, **tiles, **given)
 
     graph = make_fx(multiply, tracing_mode="fake")(torch.ones(32, 32), torch.ones(64, 32)).graph
-    for node in graph.find_nodes(op="call_function", target=ops.scaled_mm):
+    for node in graph.find_nodes(op="call_function", target=ops.dequantize if decoded else ops.scaled_mm):
         node.meta[PASS_KEY] = "test"
-    refusal = pytest.raises(fp8graph.Fp8GraphError, match="operand b has scales of quantize_1 and .* of quantize")
+    refusal = pytest.raises(fp8graph.Fp8GraphError, match="scales of quantize_1 and the global scale of quantize")
     with refusal if mixed else contextlib.nullcontext():
         verify.verify(graph, after="x")
 
