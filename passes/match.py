@@ -36,7 +36,7 @@ from torch import fx
 from fp8graph.compat.attention import FORMS
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
-from fp8graph.ir.naming import Parameter, graph_inputs, names_of, place_of
+from fp8graph.ir.naming import Parameter, names_of, parameters_of, place_of
 from fp8graph.ir.nodes import (
     GROUPED,
     SITES,
@@ -59,7 +59,7 @@ from fp8graph.recipes.autocast import REGION_KEY
 
 
 def match(graph: fx.Graph, compilation: Compilation) -> None:
-    parameters = _parameters(graph, compilation)
+    parameters = parameters_of(graph, compilation.known.parameters)
     from_parameter = _only_from_parameters(graph, set(parameters))
     backward = backward_nodes(graph)
     heads = Heads(graph, parameters, backward)
@@ -188,12 +188,6 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
             )
             return Gemm(node=node, gemm=gemm, a=view_a, b=view_b)
     return None
-
-
-def _parameters(graph: fx.Graph, compilation: Compilation) -> dict[fx.Node, Parameter]:
-    """The placeholders that are parameters."""
-    known = compilation.known.parameters
-    return {node: known[index] for node, index in graph_inputs(graph) if index is not None and index in known}
 
 
 def _only_from_parameters(graph: fx.Graph, parameters: set[fx.Node]) -> set[fx.Node]:

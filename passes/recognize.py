@@ -10,7 +10,7 @@ the GEMM multiplies bytes and scales as they are stored, as an engine does.
 
 Refuses (leaves unchanged) chains of other operations, such as exponents that are computed (MX) and numbers of 4 bits,
 scales of anything else, and data or scales that are no inputs of the graph; an FP8 input that reaches a matmul so is
-reported.
+reported. So is a table whose rows are looked up: they are activations of the program.
 
 What a chain of views makes of a stored tensor: every dim is a list of factors ``(size, stride)``. Its index is split
 into digits, the last one fastest, and each digit moves ``stride`` elements in the stored tensor. An expanded dim has
@@ -30,7 +30,8 @@ from torch import fx
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import MATMULS, aten, matmul_arguments, module_path, nodes, static_size, value
+from fp8graph.ir.naming import names_of, parameters_of, place_of
+from fp8graph.ir.nodes import MATMULS, aten, matmul_arguments, nodes, static_size, value
 from fp8graph.recipes import E2M1X2, FP8_MAX, Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
@@ -50,6 +51,7 @@ _VIEWS: Final = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
     *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
 )
+_LOOKUPS: Final = (aten.embedding.default, aten.index.Tensor, aten.index_select.default)
 _SAME: Final = (aten.alias.default, aten.detach.default, aten.clone.default)
 
 
@@ -66,7 +68,7 @@ def recognize(graph: fx.Graph, compilation: Compilation) -> None:
                 continue
             product = _product(argument)
             if isinstance(product, str):
-                compilation.refuse_at("stored weight", module_path(matmul), 0, product)
+                _refuse(compilation, matmul, argument, product)
                 continue
             matmul.replace_input_with(argument, _weight(product, argument, found))
     graph.eliminate_dead_code()
@@ -74,12 +76,22 @@ def recognize(graph: fx.Graph, compilation: Compilation) -> None:
 
 
 def _report_others(graph: fx.Graph, compilation: Compilation) -> None:
-    """Report FP8 weights that a library's own kernels multiply."""
+    """Report FP8 weights that a library's own kernels multiply, and tables whose rows are looked up."""
     for node in graph.find_nodes(op="placeholder"):
         for user in node.users if _is_fp8(node) and value(node).ndim > 1 else ():
-            if getattr(user.target, "namespace", "aten") not in ("aten", "prims", "fp8graph"):
-                reason = f"{user.target} reads it: an op that is not looked into"
-                compilation.refuse_at("stored weight", module_path(user), 0, reason)
+            if user.target in _LOOKUPS and user.args[0] is node:
+                _refuse(
+                    compilation, user, node, "its rows are decoded as they are looked up, and no GEMM multiplies them"
+                )
+            elif getattr(user.target, "namespace", "aten") not in ("aten", "prims", "fp8graph"):
+                _refuse(compilation, user, node, f"{user.target} reads it: an op that is not looked into")
+
+
+def _refuse(compilation: Compilation, node: fx.Node, weight: fx.Node, reason: str) -> None:
+    """Say by the name of its layer why ``weight``, which ``node`` reads, is not multiplied as it is stored."""
+    parameters = parameters_of(node.graph, compilation.known.parameters)
+    ((fqn, index),) = names_of([place_of(node, weight, parameters)], parameters.values())
+    compilation.refuse_at("stored weight", fqn, index, reason)
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ def _reads_fp8(argument: fx.Node) -> bool:
         node = pending.pop()
         if node.target is ops.stored_weight or node.target in MATMULS:
             return False
-        if node not in seen:
+        if node not in seen and node.target not in _LOOKUPS:  # rows of a table are activations
             seen.add(node)
             found |= node.op == "placeholder" and _is_fp8(node)
             pending.extend(node.all_input_nodes)

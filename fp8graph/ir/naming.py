@@ -94,6 +94,11 @@ def graph_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, int | None]]:
         yield node, aot.input_position(node)
 
 
+def parameters_of(graph: fx.Graph, known: Mapping[int, Parameter]) -> dict[fx.Node, Parameter]:
+    """The placeholders that are parameters. ``known``: those by their position among Dynamo's inputs."""
+    return {node: known[index] for node, index in graph_inputs(graph) if index is not None and index in known}
+
+
 def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node, Parameter]) -> Place:
     """The place of the matmul ``node``, whose weight, if it has one, is computed from ``parameters``."""
     while weight is not None and weight not in parameters:
