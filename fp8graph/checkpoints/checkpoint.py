@@ -118,7 +118,13 @@ class Checkpoint:
         for name in self.others:
             info = self.shards.tensors[name]
             if name.endswith(suffixes):
-                yield f"{info.file}: tensor {name!r} is a scale without a quantized layer"
+                ending = max((one for one in suffixes if name.endswith(one)), key=len)
+                stored = self.layers.get(layer := name.removesuffix(ending))
+                if stored is None:
+                    yield f"{info.file}: tensor {name!r} is a scale without a quantized layer"
+                else:
+                    text = f"layer {layer!r} ({stored.scheme}) has no use for it"
+                    yield f"{info.file}: tensor {name!r} is a scale, and by the config {text}"
             elif info.stored_as.startswith("F8") and not name.endswith(".weight"):
                 yield f"{info.file}: tensor {name!r} is {info.stored_as}, and not the weight of a layer"
 

@@ -4,7 +4,11 @@ A linear layer ``X`` has ``X.weight`` [n, k] in E4M3 and ``X.weight_scale_inv``,
 tile of ``weight_block_size``, or one for the tensor. ``scale_fmt: "ue8m0"``: powers of two, as E8M0 (or its bytes in
 uint8), or in FP32 (DeepSeek-V3.1). Static activations have one scale, ``X.activation_scale``: x = q * scale.
 Fused experts [experts, n, k] have no ``.weight``: ``gate_up_proj``, ``gate_up_proj_scale_inv``. transformers saves
-their weights one by one, ``experts.0.gate_proj.weight``, and their scales as they are.
+their weights one by one, ``experts.0.gate_proj.weight``, and their scales as they are. Engines (vLLM, AutoFP8) call
+scales of a linear ``X.weight_scale`` and ``X.input_scale``.
+
+An embedding table has one scale, ``X.weight_scale`` [1], and ``modules_to_convert`` has the ends of such names
+(``FP8Embedding`` of transformers).
 
 ``dequantize`` is the arithmetic of transformers' ``Fp8Dequantize``.
 """
@@ -22,7 +26,9 @@ import torch
 from fp8graph.checkpoints.config import Expressions, Fields, is_pair
 from fp8graph.checkpoints.layer_format import (
     E8M0,
+    EMBEDDING,
     FLOATS,
+    STATIC,
     WHOLE,
     Activation,
     Kind,
@@ -34,9 +40,14 @@ from fp8graph.checkpoints.layer_format import (
 from fp8graph.errors import CheckpointError
 
 _LINEAR: Final = Suffixes(scale=".weight_scale_inv", input_scale=".activation_scale")
-_OTHERS: Final = (  # DeepSeek-V4 and Mistral Large 4, which transformers renames as it loads them
+_OTHERS: Final = (
+    # DeepSeek-V4 and Mistral Large 4, which transformers renames as it loads them
     Suffixes(scale=".scale", input_scale=".activation_scale"),
     Suffixes(scale=".qscale_weight", input_scale=".activation_scale"),
+    Suffixes(scale=".weight_scale", input_scale=".input_scale"),  # vLLM and AutoFP8
+)
+_TABLE: Final = LayerFormat(
+    scheme=EMBEDDING[0], suffixes=Suffixes(scale=".weight_scale"), block=(WHOLE, WHOLE), scale_dims=1
 )
 _EXPERTS: Final = Suffixes(weight="", scale="_scale_inv", input_scale="_activation_scale")
 FUSED: Final = ("gate_up_proj", "down_proj", "up_proj")  # the parameters of fused experts
@@ -56,6 +67,7 @@ class HuggingFaceFP8(Quantization):
     static: bool = False
     packed_experts: bool = False
     modules_to_not_convert: tuple[str, ...] = ()
+    modules_to_convert: tuple[str, ...] = ()  # embeddings
     where: str = field(default="modules_to_not_convert", compare=False)
 
     @property
@@ -66,9 +78,8 @@ class HuggingFaceFP8(Quantization):
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:
         fields = Fields(config, where)
         fields.one_of("quant_method", [cls.method])
-        fields.one_of("fmt", ["e4m3"], "e4m3")  # DeepSeek's own
+        fields.one_of("fmt", ["e4m3", "float8_e4m3fn"], "e4m3")  # DeepSeek's own, and MiniMax's
         fields.one_of("dequantize", [False, True], False)  # how it was loaded, not how it is stored
-        fields.empty("modules_to_convert")
         block = fields.checked("weight_block_size", lambda b: b is None or is_pair(b), "null or [rows, columns]")
         ignored = fields.names("ignored_layers")  # MiniMax's and vLLM's name
         parsed = cls(
@@ -77,6 +88,7 @@ class HuggingFaceFP8(Quantization):
             static=fields.one_of("activation_scheme", ["dynamic", "static"], "dynamic") == "static",
             packed_experts=fields.one_of("expert_dtype", ["fp8", "fp4"], "fp8") == "fp4",
             modules_to_not_convert=fields.names("modules_to_not_convert", ignored),
+            modules_to_convert=fields.names("modules_to_convert"),
             where=f"{where}: modules_to_not_convert",
         )
         fields.end()
@@ -85,11 +97,14 @@ class HuggingFaceFP8(Quantization):
 
     @classmethod
     def of(cls, layers: Mapping[str, LayerFormat], ignore: Sequence[str]) -> Self:
+        tables = tuple(layer for layer, stored in layers.items() if stored == _TABLE)
         linears = {
-            replace(stored, suffixes=_LINEAR, least_rows=1, scale_dims=2, part=None) for stored in layers.values()
+            replace(stored, suffixes=_LINEAR, least_rows=1, scale_dims=2, part=None)
+            for layer, stored in layers.items()
+            if layer not in tables
         }
         if not linears:
-            return cls(modules_to_not_convert=tuple(ignore))
+            return cls(modules_to_not_convert=tuple(ignore), modules_to_convert=tables)
         first, *more = sorted(linears, key=lambda stored: stored.scheme)
         if more:
             schemes = ", ".join(stored.scheme for stored in (first, *more))
@@ -99,6 +114,7 @@ class HuggingFaceFP8(Quantization):
             scale_format="float" if torch.float8_e8m0fnu not in first.scale_dtypes else "ue8m0",
             static=first.activation is not None and first.activation.scale == "static",
             modules_to_not_convert=tuple(ignore),
+            modules_to_convert=tables,
         )
         if replace(found.linear(), suffixes=_LINEAR, scale_dims=2) != first:
             raise CheckpointError(f"{cls.title} has no form for {first.scheme}.")
@@ -110,6 +126,8 @@ class HuggingFaceFP8(Quantization):
             ("block", (128, 128)): cls().linear(),
             ("block_e8m0", (128, 128)): cls(scale_format="ue8m0").linear(),
             ("tensor", (0, 0)): cls(block=None).linear(),
+            STATIC: cls(block=None, static=True).linear(),
+            EMBEDDING: _TABLE,
         }
 
     @functools.cached_property
@@ -149,7 +167,9 @@ class HuggingFaceFP8(Quantization):
             linears = (experts, self.experts(), self.linear())
         else:
             others = [replace(o, input_scale=o.input_scale if self.static else None) for o in _OTHERS]
-            linears = (self.linear(), *(replace(self.linear(), suffixes=other) for other in others))
+            if layer.endswith(self.modules_to_convert):
+                return (_TABLE,)
+            linears = (self.linear(), *(replace(self.linear(), suffixes=other) for other in others), _TABLE)
             if (part := _among_experts(layer)) is not None:
                 linears = (*linears, replace(self.linear(), part=part))
         if self.packed_experts and ".experts." in layer:  # DeepSeek-V4: MXFP4
@@ -158,7 +178,8 @@ class HuggingFaceFP8(Quantization):
         return linears
 
     def config(self) -> dict[str, Any]:
-        return {
+        tables = {"modules_to_convert": list(self.modules_to_convert)} if self.modules_to_convert else {}
+        return tables | {
             "activation_scheme": "static" if self.static else "dynamic",
             "modules_to_not_convert": list(self.modules_to_not_convert) or None,
             "quant_method": self.method,

@@ -21,6 +21,8 @@ from fp8graph.numerics.quantization import dequantize_data
 
 WHOLE: Final = 0  # in a block: the whole dim
 Kind = tuple[str, tuple[int, int]]  # of scaling, and (rows, columns) of a tile; (0, 0): scales are not of tiles
+EMBEDDING: Final[Kind] = ("embedding", (0, 0))  # a table with one scale, whose rows are looked up
+STATIC: Final[Kind] = ("static", (0, 0))  # one scale, and one of the input, both from a checkpoint
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 E8M0: Final = (torch.uint8, torch.float8_e8m0fnu)
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight, high_precision, one_scale
+from fp8graph.libraries.stored_linear import StoredEmbedding, StoredLinear, StoredWeight, high_precision, one_scale
 
 _MODULE = "transformers.integrations.finegrained_fp8"
 _HOOK = "ct_decompress_hook"
@@ -51,9 +51,15 @@ def _is_reversible(conversion: Any) -> bool:
 
 def of_transformers(module: Any) -> Callable[[Any], StoredWeight] | None:
     """The function that reads the weight of ``module``; None for another layer, or if it was dequantized."""
-    kind = type(module)  # not its subclasses: a grouped linear multiplies otherwise
-    mine = kind.__module__ == _MODULE and kind.__name__ == "FP8Linear"
+    kind = type(module)
+    mine = kind.__module__ == _MODULE and kind.__name__ in ("FP8Linear", "FP8GroupedLinear")
     return _read_fp8_linear if mine and module.weight.dtype == torch.float8_e4m3fn else None
+
+
+def is_table(module: nn.Module) -> bool:
+    """Whether ``module`` is an embedding in FP8 with one ``weight_scale``: transformers' ``FP8Embedding``, or ours."""
+    theirs = type(module).__module__ == _MODULE and type(module).__name__ == "FP8Embedding"
+    return isinstance(module, StoredEmbedding) or theirs
 
 
 def _read_fp8_linear(module: Any) -> StoredWeight:

@@ -1,14 +1,15 @@
 """Linear layers whose weight is in FP8 or FP4: those of libraries, as ops of the dialect, and our own.
 
-``StoredLinear`` takes weights from any checkpoint, without a library.
+``StoredLinear`` takes weights from any checkpoint, without a library. ``StoredGroupedLinear`` is one whose groups of
+rows multiply inputs of their own, and ``StoredEmbedding`` is a table whose rows are decoded as they are looked up.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,44 @@ def multiplied(x: Tensor, weight: StoredWeight, bias: Tensor | None) -> Tensor:
     return functional.linear(x, high_precision(weight, dtype), bias)
 
 
+def groups_of(module: nn.Module) -> int | None:
+    """The number of groups of a linear whose inputs are [..., groups, k] (DeepSeek-V4); None for any other layer."""
+    grouped = isinstance(module, nn.Linear) and "GroupedLinear" in type(module).__name__
+    return cast(int, module.n_groups) if grouped and hasattr(module, "n_groups") else None
+
+
+def multiplied_in_groups(x: Tensor, weight: StoredWeight, bias: Tensor | None, groups: int) -> Tensor:
+    """The products of [..., groups, k] with ``groups`` matrices [n, k], which are one weight: [..., groups, n].
+
+    Each is a linear of its own bytes. Where a tile of scales reaches over two of them, they are decoded first.
+    """
+    rows, parts = x.flatten(0, -3), _groups(weight, groups)
+    if parts is None:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        matrices = high_precision(weight, dtype).unflatten(0, (groups, -1)).transpose(1, 2)
+        y = torch.bmm(rows.transpose(0, 1), matrices).transpose(0, 1)
+    else:
+        # of two dims each: a matmul of three that are not contiguous would be batched
+        y = torch.stack([multiplied(rows.select(1, i), part, None) for i, part in enumerate(parts)], 1)
+    y = y.unflatten(0, x.shape[:-2])
+    return y if bias is None else y + bias.view(groups, -1)
+
+
+def _groups(weight: StoredWeight, groups: int) -> list[StoredWeight] | None:
+    """The parts of ``weight``; None if a tile of scales belongs to two of them."""
+    scales = weight.scale_inv
+    if scales.numel() == 1:
+        scales_of = [scales] * groups
+    else:
+        rows = weight.data.shape[0] // groups
+        height = weight.block[0] if weight.block else 1
+        if rows % height:
+            return None
+        scales_of = scales.chunk(groups)
+    return [replace(weight, data=d, scale_inv=s) for d, s in zip(weight.data.chunk(groups), scales_of, strict=True)]
+
+
 def high_precision(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
     """The dialect's ``stored_weight``."""
     return torch.ops.fp8graph.stored_weight(
@@ -66,9 +105,11 @@ def forward_of(read: Callable[[Any], StoredWeight], in_eager: bool) -> Callable[
     """
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
-        if in_eager or torch.compiler.is_compiling():
-            return multiplied(input, read(self), self.bias)
-        return type(self).forward(self, input)
+        if not in_eager and not torch.compiler.is_compiling():
+            return type(self).forward(self, input)
+        if (groups := groups_of(self)) is not None:
+            return multiplied_in_groups(input, read(self), self.bias, groups)
+        return multiplied(input, read(self), self.bias)
 
     return forward
 
@@ -116,3 +157,47 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
         tiles = f" {self.block[0]}x{self.block[1]}" if self.block else ""
         bias = "" if self.bias is None else ", bias=True"
         return f"{self.in_features}, {self.out_features}, {self.scaling}{tiles}, activations={self.activations}{bias}"
+
+
+class StoredGroupedLinear(StoredLinear):
+    """A :class:`StoredLinear` of ``n_groups`` matrices: [..., n_groups, k] to [..., n_groups, n].
+
+    ``weight`` has the matrices below each other, as in transformers' ``FP8GroupedLinear`` (DeepSeek-V4).
+    """
+
+    def __init__(self, stored: StoredWeight, bias: nn.Parameter | None = None, *, n_groups: int) -> None:
+        super().__init__(stored, bias)
+        self.n_groups = n_groups
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Linear)
+        return multiplied_in_groups(input, self.stored(), self.bias, self.n_groups)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, n_groups={self.n_groups}"
+
+
+class StoredEmbedding(nn.Embedding):
+    """``nn.Embedding`` with a frozen table in FP8 and one scale: the rows that are looked up are decoded, no others.
+
+    The parameter is ``weight``, FP8 [rows, columns], and the buffer ``weight_scale``, FP32 [1], multiplies: the names
+    of transformers' ``FP8Embedding``. A row is multiplied in FP32 and rounded once to the dtype of the table that this
+    one replaces.
+    """
+
+    weight_scale: Tensor
+
+    def __init__(self, data: Tensor, scale_inv: Tensor, *, dtype: torch.dtype, padding_idx: int | None = None) -> None:
+        nn.Module.__init__(self)  # nn.Embedding's would make a table in high precision
+        self.num_embeddings, self.embedding_dim = data.shape
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.dtype = dtype
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.register_buffer("weight_scale", scale_inv.to(torch.float32).reshape(1))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (its name in nn.Embedding)
+        rows = functional.embedding(input, self.weight)
+        return (rows.to(torch.float32) * self.weight_scale).to(self.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.weight.dtype}, rows decoded to {self.dtype}"

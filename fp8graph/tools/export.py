@@ -24,12 +24,13 @@ from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of
 from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, Shards, write_checkpoint
+from fp8graph.checkpoints.layer_format import EMBEDDING
 from fp8graph.checkpoints.writing import SHARD_BYTES
 from fp8graph.compat.distributed import local
 from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import CheckpointError, ConfigError, expect_batch, expect_batches, expect_path
-from fp8graph.libraries.readers import as_saved, forward_of_experts, reader_of
-from fp8graph.libraries.stored_linear import StoredWeight
+from fp8graph.libraries.readers import as_saved, forward_of_experts, is_table, reader_of
+from fp8graph.libraries.stored_linear import StoredWeight, one_scale
 from fp8graph.models import extended
 from fp8graph.models.general import families_of
 from fp8graph.numerics import api
@@ -38,7 +39,7 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
 from fp8graph.runtime.policies import PolicyLike
 from fp8graph.runtime.staleness import adapted_modules
-from fp8graph.tools.forms import AUTO, as_stored, chosen, cut, kind_of, saved_parts, why_not
+from fp8graph.tools.forms import AUTO, as_stored, chosen, cut, kind_of, saved_parts, why_not, with_one_scale
 
 _log = logging.getLogger("fp8graph")
 
@@ -141,7 +142,8 @@ class _Plan:
         for parameter, tensor in self._parameters.items():
             owners.setdefault(id(tensor), set()).add(parameter)
         self._tied = {one for names in owners.values() if len(names) > 1 for one in names}
-        self._stored = {weight.parameter: weight for weight in self._stored_linears()}
+        self._tables = set[str]()  # embeddings, by layer of the model
+        self._stored = {weight.parameter: weight for weight in self._stored_layers()}
         found = [*multiplied_by(self._backend, self.model, data=False), *self._stored.values()]
         if not found:
             raise ConfigError(
@@ -156,6 +158,8 @@ class _Plan:
         self._parts = saved_parts(self.model, shapes)
         for weight in found:
             if reason := self._why_kept(weight):
+                if weight.parameter in self._stored:  # its numbers mean nothing without their scales
+                    raise ConfigError(f"{weight.layer} cannot be exported as it is stored: {reason}.")
                 self._parts.pop(weight.parameter, None)
                 _log.warning("%s is exported in high precision: %s", weight.parameter.removesuffix(".weight"), reason)
         if not self._parts:
@@ -163,10 +167,15 @@ class _Plan:
                 f"no linear of {type(self.model).__name__} can be written in FP8: see the warnings above."
             )
         written = [weight for weight in found if weight.parameter in self._parts]
-        self._kinds = {part.layer: kind_of(weight) for weight in written for part in self._parts[weight.parameter]}
+        self._kinds = {
+            part.layer: EMBEDDING if weight.layer in self._tables else kind_of(weight)
+            for weight in written
+            for part in self._parts[weight.parameter]
+        }
         self._amaxes: dict[str, Tensor] = {}  # by layer of the model
         if calibration is not None:
-            layers = {weight.layer: self._modules[weight.layer] for weight in written if weight.data.ndim == 2}
+            linears = (weight.layer for weight in written if weight.data.ndim == 2 and weight.layer not in self._tables)
+            layers = {layer: self._modules[layer] for layer in linears}
             self._amaxes = input_amaxes(self.model, layers, calibration)
         inputs = {
             part.layer
@@ -174,10 +183,18 @@ class _Plan:
             for part in self._parts[weight.parameter]
             if weight.input_scale_inv is not None or weight.layer in self._amaxes
         }
-        self.quantization, self._forms = chosen(name, self._kinds, inputs)
+        try:
+            self.quantization, self._forms = chosen(name, self._kinds, inputs)
+        except CheckpointError:  # as Hugging Face stores weights with one scale
+            others = ((weight, with_one_scale(weight)) for weight in written if weight.parameter in self._stored)
+            kinds = {part.layer: kind for weight, kind in others if kind for part in self._parts[weight.parameter]}
+            if not kinds:
+                raise
+            self._kinds |= kinds
+            self.quantization, self._forms = chosen(name, self._kinds, inputs)
 
-    def _stored_linears(self) -> Iterator[Multiplied]:
-        """The linears that arrived in FP8 or FP4: their bytes are multiplied as they are.
+    def _stored_layers(self) -> Iterator[Multiplied]:
+        """The linears and tables that arrived in FP8 or FP4: their bytes are read as they are.
 
         Raises:
             ConfigError: no format has a form for one of them.
@@ -189,6 +206,16 @@ class _Plan:
                     f"{layer} is a {kind}: experts that a library loaded in FP8 are not exported. Copy the folder that "
                     "they came from."
                 )
+            if is_table(module):
+                table = one_scale(cast(Tensor, module.weight), cast(Tensor, module.weight_scale), per_token=False)
+                yield Multiplied(
+                    parameter=f"{layer}.weight",
+                    data=table.data.detach(),
+                    scale_inv=table.scale_inv,
+                    quantizer=Quantizer(dtype=table.data.dtype),
+                )
+                self._tables.add(layer)
+                continue
             if (read := reader_of(module)) is None:
                 continue
             stored = read(module)
@@ -213,7 +240,10 @@ class _Plan:
             return f"its weight is [K, N] ({type(owner).__name__}), and no format has such layers"
         if weight.parameter in self._tied:
             return "another layer has the same weight, in high precision"
-        if weight.parameter not in self._parts or (weight.data.ndim == 2 and not isinstance(owner, nn.Linear)):
+        table = weight.layer in self._tables
+        if weight.parameter not in self._parts or (
+            weight.data.ndim == 2 and not isinstance(owner, nn.Linear) and not table
+        ):
             return f"no format has a {type(owner).__name__}"
         return why_not(weight, self._parts[weight.parameter])
 

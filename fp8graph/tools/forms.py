@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fp8graph.backend.multiplied import Multiplied
 from fp8graph.checkpoints import FORMATS, LayerFormat, QuantizedWeight
-from fp8graph.checkpoints.layer_format import Kind, Quantization
+from fp8graph.checkpoints.layer_format import EMBEDDING, STATIC, WHOLE, Kind, Quantization
 from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.libraries.readers import as_saved
 from fp8graph.numerics.scalings import SCALINGS
@@ -107,6 +107,8 @@ def as_stored(weight: Multiplied, stored: LayerFormat, amax: Tensor | None) -> Q
     tile, scales = stored.tile((rows, columns)), weight.scale_inv
     if scales.ndim == 2 and (repeats := weight.quantizer.block[0] // tile[0]) > 1:  # 16x16 tiles as 1x16
         scales = scales.repeat_interleave(repeats, 0)[:rows]
+    if stored.block == (WHOLE, WHOLE):
+        scales = scales.flatten()[:1]  # of a scale per row, one is repeated: see with_one_scale
     input_scale = None
     if stored.activation is not None and stored.activation.scale != "dynamic":
         input_scale = weight.input_scale_inv
@@ -127,6 +129,16 @@ def kind_of(weight: Multiplied) -> Kind:
     return weight.quantizer.scaling, (1 if SCALINGS[weight.quantizer.scaling].packed > 1 else rows, columns)
 
 
+def with_one_scale(weight: Multiplied) -> Kind | None:
+    """The kind of a weight that arrived with one scale, where its layer multiplies another; None if it did not.
+
+    Inputs with a scale per token are multiplied by a weight whose scale is repeated for each row.
+    """
+    if weight.quantizer.scaling == "row" and bool((weight.scale_inv == weight.scale_inv[0]).all()):
+        return ("tensor", (0, 0))
+    return STATIC if weight.quantizer.scaling == "delayed" else None
+
+
 def chosen(
     name: str, kinds: Mapping[str, Kind], inputs: Collection[str]
 ) -> tuple[type[Quantization], dict[Kind, LayerFormat]]:
@@ -141,7 +153,7 @@ def chosen(
         quantization = FORMATS[title]
         forms = quantization.forms()
         problem = next((p for layer, kind in kinds.items() if (p := _why_not(layer, kind, forms, inputs))), None)
-        if problem is None and not quantization.mixes and len(set(kinds.values())) > 1:
+        if problem is None and not quantization.mixes and len({*kinds.values()} - {EMBEDDING}) > 1:
             problem = "it has one form for all layers, and these have several"
         if problem is None:
             return quantization, {kind: forms[kind] for kind in kinds.values()}
@@ -151,6 +163,8 @@ def chosen(
 
 def _why_not(layer: str, kind: Kind, forms: Mapping[Any, LayerFormat], inputs: Collection[str]) -> str | None:
     scaling, (rows, columns) = kind
+    if kind == EMBEDDING and kind not in forms:
+        return f"{layer} is an embedding in FP8, for which it has no form"
     if kind not in forms:
         tiles = f" with {rows}x{columns} tiles" if columns else ""
         return f"{layer} is quantized as {scaling!r}{tiles}, for which it has no form"

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
-from fp8graph.checkpoints.layer_format import E8M0
+from fp8graph.checkpoints.layer_format import E8M0, EMBEDDING
 from fp8graph.compat.wrappers import name_in_original, original_module, submodule
 from fp8graph.errors import CheckpointError, expect, expect_path, printable
-from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight, one_scale
+from fp8graph.libraries.stored_linear import (
+    StoredEmbedding,
+    StoredGroupedLinear,
+    StoredLinear,
+    StoredWeight,
+    groups_of,
+    one_scale,
+)
 
 _log = logging.getLogger("fp8graph")
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -26,7 +33,8 @@ def load_checkpoint(
     """Load an FP8 checkpoint of Hugging Face, compressed-tensors or ModelOpt into ``model``, in place.
 
     Each linear layer that the checkpoint quantizes becomes a ``StoredLinear``, which keeps bytes and scales as
-    they are stored; all other tensors are copied. One tensor is read at a time. Compile the model afterwards.
+    they are stored, and each embedding a ``StoredEmbedding``; all other tensors are copied. One tensor is read at a
+    time. Compile the model afterwards.
 
     Args:
         model: of the checkpoint's architecture and with its names, in high precision, compiled or not. Weights may be
@@ -57,15 +65,46 @@ def load_checkpoint(
             if progress is not None:
                 progress(shards.info(name).bytes)
     for layer, stored in checkpoint.layers.items():
-        linear: Any = submodule(model, layer)
-        device = torch.device("cpu") if linear.weight.is_meta else linear.weight.device
-        made = StoredLinear(_stored(stored, checkpoint.weight(layer)), linear.bias).to(device)
+        module: Any = submodule(model, layer)
+        device = torch.device("cpu") if module.weight.is_meta else module.weight.device
+        made = _made(module, stored, checkpoint.weight(layer)).to(device)
         owner, _, leaf = layer.rpartition(".")
-        setattr(submodule(model, owner), leaf, made.train(linear.training))
+        setattr(submodule(model, owner), leaf, made.train(module.training))
         if progress is not None:
             progress(sum(shards.info(name).bytes for name in stored.names(layer).values()))
     shards.close()
     return model
+
+
+def _made(module: Any, stored: LayerFormat, weight: QuantizedWeight) -> nn.Module:
+    """The layer that takes the place of ``module``."""
+    if isinstance(module, nn.Embedding):
+        dtype, padding = module.weight.dtype, module.padding_idx
+        return StoredEmbedding(weight.data, weight.scales(), dtype=dtype, padding_idx=padding)
+    if (groups := groups_of(module)) is not None:
+        return StoredGroupedLinear(_stored(stored, weight), module.bias, n_groups=groups)
+    return StoredLinear(_stored(stored, weight), module.bias)
+
+
+def _why_not_in(module: nn.Module, stored: LayerFormat) -> str | None:
+    """The reason why no layer in FP8 can take the place of ``module``; None if one can."""
+    kind, one_scale = type(module), stored.block == (WHOLE, WHOLE)
+    if isinstance(module, nn.Embedding):
+        if not one_scale or stored.packed:
+            return f"its scales are of {_tile(stored.block)}, and a table in FP8 has one scale"
+        if kind.forward is not nn.Embedding.forward or module.max_norm is not None:
+            return f"{kind.__name__} computes more than rows of its table"
+        return None
+    if isinstance(module, nn.Linear):
+        if stored.scheme == EMBEDDING[0]:
+            return "it is stored as an embedding is, and in the model it is a linear"
+        if kind.forward is not nn.Linear.forward and groups_of(module) is None:
+            return f"{kind.__name__} multiplies in a way of its own"
+        return _why_not(stored)
+    return (
+        f"in the model it is a {kind.__name__}: only nn.Linear and nn.Embedding can be loaded this way. Load it with "
+        "the library of the format, and call fp8graph.compile"
+    )
 
 
 def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Tensor], strict: bool) -> None:
@@ -78,22 +117,23 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
         weight = checkpoint.shards.info(stored.names(layer)["weight"])
         shape = (*weight.shape[:-1], weight.shape[-1] * (1 + stored.packed))
         try:
-            module = submodule(model, layer)
+            module: Any = submodule(model, layer)
         except AttributeError:
             text = "the model has no such layer. Was it made from the config of this checkpoint?"
             raise CheckpointError(f"{folder}: layer {layer!r} is quantized, and {text}") from None
-        if not isinstance(module, nn.Linear):
-            raise CheckpointError(
-                f"{folder}: layer {layer!r} is quantized, and in the model it is a {type(module).__name__}: only "
-                "nn.Linear can be loaded this way. Load it with the library of the format, and call fp8graph.compile."
-            )
+        if (reason := _why_not_in(module, stored)) is not None:
+            raise CheckpointError(f"{folder}: layer {layer!r} ({stored.scheme}) cannot be loaded: {reason}.")
         if tuple(module.weight.shape) != shape:
             raise CheckpointError(
                 f"{weight.file}: {weight.name!r} is a weight {list(shape)}, and {layer!r} of the model has "
                 f"{list(module.weight.shape)}."
             )
-        if (reason := _why_not(stored)) is not None:
-            raise CheckpointError(f"{folder}: layer {layer!r} ({stored.scheme}) cannot be loaded: {reason}.")
+        own = f"{layer}.weight"
+        if tied := [name for name, x in targets.items() if x is targets.get(own) and name != own]:
+            raise CheckpointError(
+                f"{folder}: layer {layer!r} ({stored.scheme}) cannot be loaded: {tied[0]} is the same weight in the "
+                "model. Make the model with tie_word_embeddings=False, and give each its own weight."
+            )
     for name in checkpoint.others:
         info = checkpoint.shards.info(name)
         if name in targets and tuple(targets[name].shape) != info.shape:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from fp8graph.checkpoints.compressed_tensors import layer_format
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import WHOLE
 from fp8graph.checkpoints.modelopt import ALGORITHMS
+from fp8graph.checkpoints.shards import Shards
+from fp8graph.checkpoints.writing import write_shards
 from fp8graph.errors import CheckpointError
 
 DEEPSEEK_V3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -49,7 +52,7 @@ def test_deepseek_v3() -> None:
         ({"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
         ({"fmt": "e5m2"}, "fmt is 'e5m2'. Known: 'e4m3'"),
         ({"expert_dtype": "fp6"}, "expert_dtype is 'fp6'. Known: 'fp8', 'fp4'"),
-        ({"modules_to_convert": ["embed"]}, r"modules_to_convert is \['embed'\]. It must be empty"),
+        ({"modules_to_convert": "embed"}, "modules_to_convert is 'embed'. It must be a list of names"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'. It must be a list of names"),
         ({"modules_to_not_convert": ["*.gate"]}, r"modules_to_not_convert: the expression '\*.gate' cannot"),
         ({"rotation": "hadamard"}, "rotation is 'hadamard'. fp8graph does not know this field"),
@@ -112,7 +115,68 @@ def test_scales_that_are_powers_of_two_in_fp32() -> None:
 
 def test_other_names_of_scales() -> None:
     names = [stored.names("a")["scale"] for stored in parsed().layer_formats("a")]
-    assert names == ["a.weight_scale_inv", "a.scale", "a.qscale_weight"]
+    assert names == ["a.weight_scale_inv", "a.scale", "a.qscale_weight", "a.weight_scale", "a.weight_scale"]
+
+
+# What public checkpoints have in config.json: MiniMax-M2 (MiniMaxAI/MiniMax-M2 on the Hub), DeepSeek-V3.2 (as V3.1 and
+# V4: vLLM's tests/test_config.py), Devstral Small 2 (transformers' convert_ministral3_weights_to_hf.py), Llama 3 of
+# AutoFP8 (vLLM pull request 6592), and a table that transformers 5.24 loads as FP8Embedding
+MINIMAX_M2: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "float8_e4m3fn",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+}
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "scale_fmt": "ue8m0"}
+DEVSTRAL: dict[str, Any] = {
+    "activation_scheme": "static",
+    "dequantize": False,
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    "quant_method": "fp8",
+    "weight_block_size": None,
+}
+AUTO_FP8: dict[str, Any] = {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
+TABLE: dict[str, Any] = {**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "scheme", "kept"),
+    [
+        (MINIMAX_M2, "model.layers.0.self_attn.q_proj", "dynamic 128x128", "model.layers.0.block_sparse_moe.gate"),
+        (MINIMAX_M2, "model.layers.0.block_sparse_moe.experts.0.w1", "dynamic 128x128", "lm_head"),
+        (DEEPSEEK_V32, "model.layers.0.self_attn.indexer.wk", "dynamic 128x128 ue8m0", None),
+        (DEVSTRAL, "model.language_model.layers.0.mlp.up_proj", "static tensor", "model.vision_tower.patch_conv"),
+        (AUTO_FP8, "model.layers.0.mlp.up_proj", "static tensor", "lm_head"),
+        (TABLE, "model.embed_tokens", "embedding", None),
+        (TABLE, "model.layers.0.mlp.up_proj", "dynamic 128x128", None),
+    ],
+)
+def test_configs_of_public_checkpoints(config: dict[str, Any], layer: str, scheme: str, kept: str | None) -> None:
+    read = HuggingFaceFP8.parse(config, "config.json: quantization_config")
+    assert read.layer_formats(layer)[0].scheme == scheme
+    assert kept is None or not read.layer_formats(kept)
+    assert HuggingFaceFP8.parse(read.config(), "again") == read
+
+
+@pytest.mark.parametrize("suffixes", [("weight_scale_inv", "activation_scale"), ("weight_scale", "input_scale")])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_one_scale_has_any_rank_and_the_names_of_either_library(
+    suffixes: tuple[str, str], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    tensors = {
+        "a.weight": torch.ones(256, 384).to(torch.float8_e4m3fn),
+        f"a.{suffixes[0]}": torch.full(shape, 0.5),
+        f"a.{suffixes[1]}": torch.full(shape, 0.25),
+    }
+    write_shards(tmp_path, tensors.items())
+    shards = Shards(tmp_path)
+    formats = HuggingFaceFP8.parse(DEVSTRAL, "config.json").layer_formats("a")
+    (fits,) = [one for one in formats if not any(one.problems("a", shards.tensors)) and one.activation is not None]
+    weight = fits.read("a", shards.tensors, shards.tensor)
+    assert weight.scales().tolist() == [[0.5]]
+    assert weight.input_scale_inv is not None
+    assert weight.input_scale_inv.tolist() == 0.25
 
 
 def test_experts() -> None:

@@ -816,6 +816,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "input_scale_inv=None,",
         ("tests/libraries/test_stored_linear.py", "tests/tools/test_load.py"),
     ),
+    Fault(
+        "the rows of a table are looked up without its scale",
+        f"{_LIBRARIES}/stored_linear.py",
+        "rows.to(torch.float32) * self.weight_scale",
+        "rows.to(torch.float32)",
+        ("tests/libraries/test_embeddings.py",),
+    ),
+    Fault(
+        "every group of a linear multiplies the first group's input",
+        f"{_LIBRARIES}/stored_linear.py",
+        "rows.select(1, i)",
+        "rows.select(1, 0)",
+        ("tests/libraries/test_grouped_linears.py",),
+    ),
     # cli
     Fault(
         "a reason stands in the tree without its mark",
