@@ -3,7 +3,7 @@
 import fp8graph.models as models
 import fp8graph.numerics as numerics
 import fp8graph.planning as planning
-from fp8graph.backend import named_backend
+from fp8graph.backend import NAMED
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of, compile, refresh_weights
 from fp8graph.compat.dynamo import register_backend
@@ -91,4 +91,5 @@ __all__ = [
     "tune",
 ]
 
-register_backend(named_backend, "fp8graph")
+for name, named in NAMED.items():
+    register_backend(named, name)

@@ -1,6 +1,7 @@
 """torch.compile's side: one call of the backend per Dynamo graph, one variant per decision.
 
-Here is ``backend="fp8graph"``, torch's entry point: a backend by name and options, one for each model. torch gives
+Here is ``backend="fp8graph"``, torch's entry point: a backend by name and options, one for each model. A name may carry
+a recipe, "fp8graph:blockwise", for libraries that pass a name to torch.compile, and no options. torch gives
 models that were compiled with equal options one backend and, if they are of one class, one compiled graph. So the model
 that a call belongs to is found at the call: by the first parameter among its arguments and, when that is new, by the
 outermost module on the stack that contains it. All ranks of a job find the same.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 from torch import Tensor, fx, nn
@@ -22,6 +24,7 @@ from fp8graph.compat import dynamo, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import arguments_of
+from fp8graph.recipes import RECIPE_NAMES
 
 
 class NamedBackend:
@@ -33,13 +36,14 @@ class NamedBackend:
     is passed as an object.
     """
 
-    __name__ = "fp8graph"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "fp8graph", **given: Any) -> None:
+        """``given``: the arguments of ``Backend`` that the name stands for."""
+        self.__name__ = name
+        self._given = given
         self._known: list[tuple[dict[str, Any], weakref.ref[ModelBackends]]] = []
 
-    def __reduce__(self) -> str:
-        return "named_backend"
+    def __reduce__(self) -> tuple[Callable[[str], NamedBackend], tuple[str]]:
+        return _of_name, (self.__name__,)
 
     def __call__(self, module: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
         backends = self.backends_for(kwargs)
@@ -59,13 +63,33 @@ class NamedBackend:
                 return backends
         mode, options = kwargs.get("mode"), kwargs.get("options") or {}
         expect("torch.compile", "options", options, Mapping, "a dict of options")
-        backends = ModelBackends(lambda: Backend(**arguments_of(mode, options)))
+        backends = ModelBackends(lambda: self.backend(arguments_of(mode, options)))
         self._known = [(known, reference) for known, reference in self._known if reference() is not None]
         self._known.append((dict(kwargs), weakref.ref(backends)))
         return backends
 
+    def backend(self, arguments: Mapping[str, Any]) -> Backend:
+        """A new backend with the arguments of the name, and further ``arguments``.
+
+        Raises:
+            ConfigError: for an argument that the name gives, too.
+        """
+        for twice in self._given.keys() & arguments.keys():
+            raise ConfigError(
+                f"backend {self.__name__!r}: the name gives the {twice}, and so does the argument {twice!r}. Leave the "
+                'argument out, or write "fp8graph".'
+            )
+        return Backend(**self._given, **arguments)
+
 
 named_backend: Final = NamedBackend()
+# entry points: pyproject.toml
+of_recipe: Final = SimpleNamespace(**{name: NamedBackend(f"fp8graph:{name}", recipe=name) for name in RECIPE_NAMES})
+NAMED: Final[Mapping[str, NamedBackend]] = {each.__name__: each for each in (named_backend, *vars(of_recipe).values())}
+
+
+def _of_name(name: str) -> NamedBackend:
+    return NAMED[name]
 
 
 class ModelBackends:

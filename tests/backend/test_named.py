@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import fp8graph
-from fp8graph.backend import NamedBackend
+from fp8graph.backend import NAMED, NamedBackend
 from fp8graph.ir.settings import arguments_of
 from fp8graph.numerics import sqnr_db
-from helpers import ALL, MLP, step
+from fp8graph.recipes import RECIPE_NAMES
+from helpers import ALL, MLP, first_fast, step
 
 
 def test_equal_options_are_one_backend() -> None:
@@ -91,3 +96,28 @@ def test_two_models_of_one_class_compiled_by_name() -> None:
         compiled = torch.compile(model, backend="fp8graph", options=options)
         got = step(compiled, x, parameters=model.parameters())
         assert all(sqnr_db(e, g) > 17 for e, g in zip(expected, got, strict=True))
+
+
+@first_fast("recipe", sorted(RECIPE_NAMES))  # the first is not the default
+def test_a_name_carries_a_recipe(recipe: str) -> None:
+    assert f"fp8graph:{recipe}" in torch._dynamo.list_backends()
+    compiled = torch.compile(MLP(), backend=f"fp8graph:{recipe}", options={"compiler": "eager"})
+    compiled(torch.randn(16, 32))
+    report = fp8graph.backend_of(compiled).report
+    assert report.policy.default == recipe
+    assert {gemm.recipe for gemm in report.gemms if gemm.gemm == "fprop"} == {recipe.removesuffix("_with_gw_hp")}
+
+
+def test_a_recipe_in_the_name_and_in_the_options_is_refused() -> None:
+    message = "backend 'fp8graph:blockwise': the name gives the recipe, and so does the argument 'recipe'. Leave"
+    with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
+        torch.compile(MLP(), backend="fp8graph:blockwise", options={"recipe": "rowwise"})(torch.randn(4, 32))
+
+
+def test_names_are_those_of_the_entry_points_and_of_pickles() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = project["entry-points"]["torch_dynamo_backends"]
+    assert points.keys() == NAMED.keys() == {"fp8graph", *(f"fp8graph:{name}" for name in RECIPE_NAMES)}
+    for name, value in points.items():
+        assert EntryPoint(name, value, "torch_dynamo_backends").load() is NAMED[name]
+        assert pickle.loads(pickle.dumps(NAMED[name])) is NAMED[name]
