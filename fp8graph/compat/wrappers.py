@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch._dynamo.external_utils import wrap_inline
 
 from fp8graph.compat import autograd
+
+_WRAPPED: Final = ("_orig_mod", "_checkpoint_wrapped_module")  # what wrappers call the module in them
 
 
 def compile_in_place(
@@ -81,8 +83,8 @@ def submodule(module: torch.nn.Module, fqn: str) -> torch.nn.Module:
 
 
 def name_in_original(fqn: str) -> str:
-    """The name of a parameter without the parts of wrappers that :func:`original_module` removes."""
-    return fqn.replace("_orig_mod.", "")
+    """A name without the parts of wrappers: of ``torch.compile``, and of ``checkpoint_wrapper`` (torchtitan's way)."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
 
 
 def undo_compile_in_place(module: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from typing import Final
 from torch import fx
 
 from fp8graph.compat import aot
+from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir.nodes import module_path
 
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
@@ -54,7 +55,7 @@ def split_source(text: str) -> tuple[str, str]:
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
     ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
     ``("args.0", "mlp")``; ``getattr(L['self'].layers, '0')`` -> ``("self", "layers.0")``; a plain path is
-    returned with root "".
+    returned with root "". Parts of wrappers are left out.
     """
     root = ""
     while text != (text := _GETATTR.sub(r"\1.\2", text)):
@@ -64,7 +65,7 @@ def split_source(text: str) -> tuple[str, str]:
         root = f"{match['root']}.{more}" if more else match["root"]
         text = text[match.end() - (text[match.end() - 1] == ".") :]
     text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
-    return root, text.strip(".")
+    return root, name_in_original(text.strip("."))
 
 
 def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) -> dict[fx.Node, fx.Node]:

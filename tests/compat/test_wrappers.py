@@ -21,6 +21,7 @@ def test_the_module_behind_a_wrapper() -> None:
     assert wrappers.original_module(torch.compile(model, backend="eager")) is model  # pyright: ignore
     assert wrappers.original_module(model) is model
     assert wrappers.name_in_original("_orig_mod.layers.0._orig_mod.w") == "layers.0.w"
+    assert wrappers.name_in_original("layers.0._checkpoint_wrapped_module.w.") == "layers.0.w."
     inner = torch.nn.Sequential(torch.compile(model, backend="eager"))  # pyright: ignore
     assert wrappers.submodule(inner, "0") is model
     assert wrappers.submodule(torch.compile(inner, backend="eager"), "") is inner  # pyright: ignore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8graph.ir.naming import Parameter, Place, names_of
+from fp8graph.ir.naming import Parameter, Place, names_of, split_source
 
 
 def names(places: list[Place], *parameters: Parameter) -> list[str]:
@@ -33,6 +33,13 @@ def test_a_bound_model_makes_names_absolute() -> None:
         "layers.3",
         "layers.3.attention",
     ]
+
+
+def test_a_checkpointed_block_has_its_own_name() -> None:
+    source = W.replace("_modules['mlp']", "_modules['_checkpoint_wrapped_module']._modules['mlp']")
+    bound = parameter(source, bound="layers.3.mlp.up.weight")
+    wrapped = place("_checkpoint_wrapped_module.mlp.up").path
+    assert names([place(split_source(wrapped)[1]), place("", None)], bound) == ["layers.3.mlp.up", "layers.3"]
 
 
 def test_further_sites_of_a_module_are_numbered() -> None:
