@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 import recorded
-from fp8graph import Float8RowwiseScaling, offline
+from fp8graph import offline
 from fp8graph.ir import ops
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
-from generated import decoder_layer, generate, quantize_after, quantize_inputs, triton_kernels
+from generated import generate, quantize_after, quantize_inputs, triton_kernels
 from helpers import first_fast, first_slow
-from recorded import CASES, DIRECTIONS, LAYERS, LAYOUTS, Case
+from recorded import CASES, DEQUANTIZED, DIRECTIONS, LAYERS, LAYOUTS, MEASURED, Case
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -154,9 +154,12 @@ def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
     assert (ours, theirs) == ([12 * numbers], [6 * numbers])
 
 
+SLOW_LAYERS = ("delayed", "blockwise", f"rowwise {DEQUANTIZED}")
+
+
 @pytest.mark.parametrize(
     "layer",
-    [pytest.param(x, marks=pytest.mark.slow if x in ("delayed", "blockwise") else pytest.mark.release) for x in LAYERS],
+    [pytest.param(x, marks=pytest.mark.slow if x in SLOW_LAYERS else pytest.mark.release) for x in LAYERS],
 )
 def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
     found = recorded.of_layer(layer)
@@ -164,9 +167,6 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
         kernels, mib = data["layers"][layer][direction]
         assert found[direction][0] <= kernels, direction
         assert found[direction][1] <= mib, direction
-
-
-MEASURED = [layer for layer, (recipe, target) in LAYERS.items() if recipe is not None and target == "sm_90"]
 
 
 @first_slow("layer", ["delayed", *(layer for layer in MEASURED if layer != "delayed")])
@@ -218,21 +218,30 @@ def test_the_kernels_of_a_layer_compile_without_spills(layer: str) -> None:
         assert max(result.registers for result in results) <= 64
 
 
-def test_the_table_of_the_recipes() -> None:
+def totals(counts: dict[str, Any]) -> tuple[int, float]:
+    """Kernels and MiB of forward and backward."""
+    kernels, mib = (sum(pair) for pair in zip(counts["forward"], counts["backward"], strict=True))
+    return int(kernels), mib
+
+
+def test_the_tables_of_the_recipes() -> None:
     layers = json.loads((recorded.FILE.parent / "kernels-2.13.0.json").read_text(encoding="utf-8"))["layers"]
-    names = {"bf16": "bf16, plain Inductor", "mxfp8": "`mxfp8` (sm_100)"}
+    names = {"bf16": "bf16, plain Inductor", "mxfp8": "`mxfp8` (sm_100)", "tensorwise sm_100": "`tensorwise` (sm_100)"}
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     for layer, counts in layers.items():
-        kernels, mib = (sum(pair) for pair in zip(counts["forward"], counts["backward"], strict=True))
-        assert f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n" in page
+        kernels, mib = totals(counts)
+        row = f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n"
+        assert (row in page) == (DEQUANTIZED not in layer and layer != "tensorwise sm_100"), layer
+        if (other := layers.get(f"{layer} {DEQUANTIZED}")) is not None:
+            pairs = [f"{kernels}, {round(mib):,}" for kernels, mib in (totals(counts), totals(other))]
+            assert f"| {names.get(layer, f'`{layer}`')} | {' | '.join(pairs)} |\n" in page, layer
 
 
-@pytest.mark.slow
-def test_a_layer_with_dequantized_backward(data: dict[str, Any]) -> None:
-    """No copy is columnwise, and no gradient is quantized; instead each operand is decoded, in a kernel of its own."""
-    default = [data["layers"]["rowwise"][direction] for direction in ("forward", "backward")]
-    policy = Policy(default=Float8RowwiseScaling(backward_override="dequantized"))
-    kernels = [k for k in triton_kernels(decoder_layer(policy, "sm_90")) if k.graph in ("forward", "backward")]
-    number, mib = recorded.count(kernels)
-    assert number < sum(kernels for kernels, _ in default)
-    assert mib < 1.05 * sum(mib for _, mib in default)
+def test_dequantized_backward_makes_no_columnwise_copy(data: dict[str, Any]) -> None:
+    """Nor does it quantize a gradient; instead each operand is decoded, in a kernel of its own."""
+    for layer, counts in data["layers"].items():
+        if (other := data["layers"].get(f"{layer} {DEQUANTIZED}")) is not None:
+            assert other["forward"][1] < counts["forward"][1], layer  # x and its columnwise copy are not saved
+            assert other["weights"][1] < counts["weights"][1], layer
+            if layer != "delayed":  # it quantizes in the kernels that make its operands
+                assert totals(other)[0] < totals(counts)[0], layer

@@ -1,16 +1,19 @@
 """The generated GPU code of each torch as data: how it is measured, written and read. Needs triton, no GPU.
 
     python tests/support/recorded.py  # writes tests/data/kernels-<version>.json for the torch that runs it
+    python tests/support/recorded.py dequantized  # of it, only the layers that have this in their names
 
 ``make record-kernels TORCH=2.11.0`` does it in a venv of that torch. codegen/test_kernels.py holds what is recorded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +23,7 @@ import torch
 from fp8graph import offline
 from fp8graph.offline import KernelRecord
 from fp8graph.offline.kernels import Compiled
+from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from generated import (
     MIB,
@@ -80,10 +84,18 @@ def count(kernels: Sequence[KernelRecord]) -> list[float]:
 
 # A Llama-3-8B layer with 8192 tokens, all but GEMMs and attention. "weights": its weights are quantized, once per
 # kind of weight (q, k and v together; o; gate and up together; down).
-LAYERS = {
+MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest kernels are compiled, too
+_DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     "bf16": (None, "sm_90"),
-    **{recipe: (recipe, "sm_90") for recipe in ("delayed", "tensorwise", "rowwise", "blockwise")},
-    "mxfp8": ("mxfp8", "sm_100"),
+    **{recipe: (resolve_recipe(recipe), "sm_90") for recipe in MEASURED},
+    "mxfp8": (resolve_recipe("mxfp8"), "sm_100"),
+    "tensorwise sm_100": (resolve_recipe("tensorwise"), "sm_100"),
+}
+DEQUANTIZED = "dequantized"  # behind a layer's name: its backward reads what fprop multiplied
+LAYERS = _DEFAULT | {
+    f"{layer} {DEQUANTIZED}": (dataclasses.replace(recipe, backward_override=DEQUANTIZED), target)
+    for layer, (recipe, target) in _DEFAULT.items()
+    if recipe is not None
 }
 DIRECTIONS = ("forward", "backward", "weights")
 LARGEST = 10
@@ -152,17 +164,23 @@ def is_worse(then: dict[str, Any], now: dict[str, Any]) -> bool:
     )
 
 
-def _record() -> dict[str, Any]:
+def _record(part: str) -> dict[str, Any]:
+    """All, or only the layers with ``part`` in their names."""
     layers: dict[str, Any] = {}
-    for layer, (recipe, target) in LAYERS.items():
+    for layer in LAYERS:
+        if part not in layer:
+            continue
         print(f"{layer}...", flush=True)  # minutes each
         layers[layer] = of_layer(layer)
-        if recipe is not None and target == "sm_90":
+        if layer in MEASURED:
             layers[layer]["largest"] = [
                 identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
                 for identity, kernel in largest(layer)
             ]
     cases: dict[str, list[float]] = {}
+    if part:
+        known = json.loads(FILE.read_text(encoding="utf-8"))
+        return known | {"layers": {layer: (known["layers"] | layers)[layer] for layer in LAYERS}}
     for case in CASES:
         torch._dynamo.reset()
         cases[str(case)] = of_case(case)
@@ -194,7 +212,7 @@ def _text(value: Any, indent: str = "") -> Iterator[str]:
 
 
 def main() -> None:
-    data = _record()
+    data = _record(" ".join(sys.argv[1:]))
     FILE.parent.mkdir(exist_ok=True)
     FILE.write_text("".join(_text(data)) + "\n", encoding="utf-8")
     print(f"{FILE}: torch {data['torch']}, triton {data['triton']}")
