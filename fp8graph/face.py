@@ -39,7 +39,7 @@ from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Refu
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
-from fp8graph.tools.load import load_checkpoint
+from fp8graph.tools.load import load_checkpoint, update_weights
 from fp8graph.tools.package import package
 from fp8graph.version import __version__
 
@@ -89,6 +89,7 @@ __all__ = [
     "register_recipe",
     "supports",
     "tune",
+    "update_weights",
 ]
 
 for name, named in NAMED.items():

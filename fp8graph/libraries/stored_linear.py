@@ -126,6 +126,7 @@ class StoredLinear(nn.Linear):  # PEFT adapts what is an nn.Linear
     weight_scale_inv: Tensor
     weight_global_scale_inv: Tensor | None
     input_scale_inv: Tensor | None
+    layer_format: object = None  # how its checkpoint stores it: an update comes in the same form
 
     def __init__(self, stored: StoredWeight, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)  # nn.Linear's would make a weight in high precision

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fp8graph.checkpoints import WHOLE, Checkpoint, LayerFormat, QuantizedWeight
 from fp8graph.checkpoints.layer_format import E8M0, EMBEDDING
+from fp8graph.checkpoints.shards import TensorInfo
 from fp8graph.compat.wrappers import name_in_original, original_module, submodule
-from fp8graph.errors import CheckpointError, expect, expect_path, printable
+from fp8graph.errors import CheckpointError, did_you_mean, expect, expect_path, printable
 from fp8graph.libraries.stored_linear import (
     StoredEmbedding,
     StoredGroupedLinear,
@@ -24,6 +26,7 @@ from fp8graph.libraries.stored_linear import (
 )
 
 _log = logging.getLogger("fp8graph")
+_UPDATE: Final = Path("update")  # of a server: in messages it stands where a file would
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -68,6 +71,8 @@ def load_checkpoint(
         module: Any = submodule(model, layer)
         device = torch.device("cpu") if module.weight.is_meta else module.weight.device
         made = _made(module, stored, checkpoint.weight(layer)).to(device)
+        if isinstance(made, StoredLinear):
+            made.layer_format = replace(stored, part=None)
         owner, _, leaf = layer.rpartition(".")
         setattr(submodule(model, owner), leaf, made.train(module.training))
         if progress is not None:
@@ -107,6 +112,100 @@ def _why_not_in(module: nn.Module, stored: LayerFormat) -> str | None:
     )
 
 
+def update_weights(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
+    """Write new values into a model that :func:`load_checkpoint` loaded, in place: a server's update during training.
+
+    The tensors come one by one under the names and in the dtypes of that checkpoint, as :func:`quantized_state` gives
+    them. Bytes and scales are stored as they come. Parameters and buffers stay the same objects at the same addresses,
+    so that compiled code and CUDA graphs stay, too. Each layer is written when the last of its tensors has come: no
+    more than one layer waits, if tensors come in that order.
+
+    Args:
+        model: compiled or not, and not in use meanwhile.
+        tensors: ``(name, tensor)``, on any device.
+        strict: False: tensors that do not come leave the model's as they are, and are not an error.
+
+    Raises:
+        CheckpointError: a tensor has no place in ``model``, or another shape or dtype; a scale is NaN, infinite or
+            negative; a tensor is missing. The message names it. What came before it is written.
+    """
+    expect("update_weights", "model", model, nn.Module, "a model, an nn.Module")
+    expect("update_weights", "tensors", tensors, Iterable, "an iterable of (name, tensor)")
+    state = original_module(model).state_dict(keep_vars=True)
+    targets: dict[str, Tensor] = {name_in_original(name): x for name, x in state.items()}
+    layers: dict[str, tuple[StoredLinear, LayerFormat]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        linear = original_module(module)
+        if isinstance(linear, StoredLinear) and isinstance(linear.layer_format, LayerFormat):
+            layers[name_in_original(name)] = linear, linear.layer_format
+    owners = {name: layer for layer, (_, stored) in layers.items() for name in stored.names(layer).values()}
+    waiting: dict[str, dict[str, Tensor]] = {}  # the tensors of layers that have not come whole
+    came: set[str] = set()
+    for name, x in tensors:
+        came.add(name)
+        if (layer := owners.get(name)) is None:
+            _put_update(model, targets, name, x)
+            continue
+        held = waiting.setdefault(layer, {})
+        held[name] = x
+        linear, stored = layers[layer]
+        if held.keys() == {*stored.names(layer).values()}:
+            _write(layer, linear, stored, waiting.pop(layer))
+    own = {id(x) for linear, _ in layers.values() for x in (linear.weight, *linear.buffers())}
+    there = own | {id(targets[name]) for name in came if name in targets}  # tied weights come once
+    missing = [name for name, layer in owners.items() if name not in came and (strict or layer in waiting)]
+    missing += [name for name, x in targets.items() if strict and id(x) not in there]
+    if missing:
+        raise CheckpointError(f"{_UPDATE}: there is no tensor {missing[0]!r}, which the model has.")
+
+
+def _put_update(model: nn.Module, targets: Mapping[str, Tensor], name: str, x: Tensor) -> None:
+    if name not in targets:
+        raise CheckpointError(
+            f"{_UPDATE}: the model has no place for {printable(name)!r}.{did_you_mean(name, targets)}"
+        )
+    if (reason := _why_not_to(_info(name, x), targets[name])) is not None:
+        raise CheckpointError(reason)
+    if x.dtype != targets[name].dtype and any(each.itemsize == 1 for each in (x.dtype, targets[name].dtype)):
+        raise CheckpointError(
+            f"{_UPDATE}: tensor {name!r} is {x.dtype}, and that of the model is {targets[name].dtype}: the update "
+            "quantizes other layers than the checkpoint that was loaded. Load one of the same layers first."
+        )
+    _put(model, targets, name, x)
+
+
+def _write(layer: str, linear: StoredLinear, stored: LayerFormat, held: Mapping[str, Tensor]) -> None:
+    """Copy the tensors of one layer to where its weight is."""
+    infos = {name: _info(name, x) for name, x in held.items()}
+    for problem in stored.problems(layer, infos):
+        raise CheckpointError(f"{problem}.")
+    for problem in stored.wrong_scales(layer, infos, held.__getitem__):
+        raise CheckpointError(f"{problem}.")
+    new, now = _stored(stored, stored.read(layer, infos, held.__getitem__)), linear.stored()
+    pairs = [
+        (now.data, new.data),
+        (now.scale_inv, new.scale_inv),
+        (now.global_scale_inv, new.global_scale_inv),
+        (now.input_scale_inv, new.input_scale_inv),
+    ]
+    with torch.no_grad():
+        for there, x in pairs:
+            if there is None or x is None:
+                continue
+            if (there.shape, there.dtype) != (x.shape, x.dtype):
+                raise CheckpointError(
+                    f"{_UPDATE}: layer {layer!r} has {x.dtype} {list(x.shape)} in the update, and {there.dtype} "
+                    f"{list(there.shape)} in the model."
+                )
+            there.copy_(x)
+
+
+def _info(name: str, x: Tensor) -> TensorInfo:
+    """The entry that a file would have for a tensor."""
+    kind = str(x.dtype).removeprefix("torch.")
+    return TensorInfo(name=name, file=_UPDATE, dtype=x.dtype, stored_as=kind, shape=(*x.shape,), bytes=x.nbytes)
+
+
 def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Tensor], strict: bool) -> None:
     """
     Raises:
@@ -136,15 +235,8 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
             )
     for name in checkpoint.others:
         info = checkpoint.shards.info(name)
-        if name in targets and tuple(targets[name].shape) != info.shape:
-            raise CheckpointError(
-                f"{info.file}: tensor {name!r} has shape {list(info.shape)}, and that of the model has "
-                f"{list(targets[name].shape)}."
-            )
-        if name in targets and (info.dtype is None or _kind(info.dtype) != _kind(targets[name].dtype)):
-            raise CheckpointError(
-                f"{info.file}: tensor {name!r} is {info.stored_as}, and that of the model is {targets[name].dtype}."
-            )
+        if name in targets and (reason := _why_not_to(info, targets[name])) is not None:
+            raise CheckpointError(reason)
     loaded = {*checkpoint.others, *(f"{layer}.weight" for layer in checkpoint.layers)}
     there = {id(targets[name]) for name in loaded if name in targets}  # tied weights are in one file once
     missing = [name for name, x in targets.items() if name not in loaded and id(x) not in there]
@@ -163,6 +255,16 @@ def _compare(checkpoint: Checkpoint, model: nn.Module, targets: Mapping[str, Ten
             f"{folder}: {name} is on the meta device, and not in the checkpoint. Make the model on a real device, or "
             "put only the saved tensors on meta."
         )
+
+
+def _why_not_to(info: TensorInfo, target: Tensor) -> str | None:
+    """The reason why a tensor cannot be copied to ``target``; None if it can."""
+    where = f"{info.file}: tensor {info.name!r}"
+    if tuple(target.shape) != info.shape:
+        return f"{where} has shape {list(info.shape)}, and that of the model has {list(target.shape)}."
+    if info.dtype is None or _kind(info.dtype) != _kind(target.dtype):
+        return f"{where} is {info.stored_as}, and that of the model is {target.dtype}."
+    return None
 
 
 def _kind(dtype: torch.dtype) -> str:

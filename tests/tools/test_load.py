@@ -1,4 +1,4 @@
-"""load_checkpoint: what fits, what does not, and what stays of the model then."""
+"""load_checkpoint and update_weights: what fits, what does not, and what stays of the model then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import fp8graph
 from fp8_checkpoints import CONFIG
 from fp8graph import CheckpointError
 from fp8graph.libraries.stored_linear import StoredLinear
-from helpers import same_bits
+from helpers import first_fast, same_bits
 
 N, K = 256, 384
 HF: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -34,6 +34,13 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(self.norm(x)))
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Embedding(16, K), nn.Linear(K, 16, bias=False)
+        self.last.weight = self.first.weight
 
 
 def tensors() -> dict[str, Tensor]:
@@ -75,12 +82,6 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
 
 
 def test_tied_weights_stay_tied(tmp_path: Path) -> None:
-    class Tied(Model):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Embedding(16, K), nn.Linear(K, 16, bias=False)
-            self.last.weight = self.first.weight
-
     one = {"first.weight": torch.randn(16, K)}
     for device in ("cpu", "meta"):
         with torch.device(device):
@@ -205,3 +206,91 @@ def test_names_are_those_of_the_model_that_torch_wraps(part: str, tmp_path: Path
     assert fp8graph.load_checkpoint(given, folder) is given
     assert isinstance(model.up, StoredLinear)
     assert same_bits(model.state_dict().values(), expected.state_dict().values())
+
+
+def other_tensors(**changes: Tensor | None) -> dict[str, Tensor]:
+    """Those of another step, in the same form"""
+    found: dict[str, Any] = {name: x.to(torch.float32) / 2 for name, x in tensors().items()}
+    found = {name: x.to(tensors()[name].dtype) for name, x in found.items()}
+    found |= {name.replace("__", "."): x for name, x in changes.items()}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+@first_fast("compiled", [False, True])
+def test_an_update_writes_into_the_tensors_that_are_there(compiled: bool, tmp_path: Path) -> None:
+    model = fp8graph.load_checkpoint(Model(), written(tmp_path))
+    x = torch.randn(4, K)
+    backend = fp8graph.Backend(compiler="eager")
+    if compiled:
+        model.compile(backend=backend)
+    with torch.no_grad():
+        before = model(x)
+    places = {name: (id(t), t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
+    fp8graph.update_weights(model, iter(other_tensors().items()))
+    state = model.state_dict(keep_vars=True)
+    assert {name: (id(t), t.data_ptr()) for name, t in state.items()} == places
+    assert same_bits([state[name].detach() for name in other_tensors()], list(other_tensors().values()))
+    (other := tmp_path / "other").mkdir()
+    expected = fp8graph.load_checkpoint(Model(), written(other, other_tensors()))
+    if compiled:
+        fp8graph.compile(expected, compiler="eager")
+    with torch.no_grad():
+        assert torch.equal(model(x), expected(x))
+        assert not torch.equal(model(x), before)
+    assert len(backend.report.graphs) == compiled  # nothing was compiled again
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (other_tensors(more=torch.ones(1)), "update: the model has no place for 'more'"),
+        (other_tensors(norm__bias=None), "update: there is no tensor 'norm.bias', which the model has"),
+        (other_tensors(up__weight_scale_inv=None), "there is no tensor 'up.weight_scale_inv'"),
+        (other_tensors(norm__bias=torch.ones(3)), r"update: tensor 'norm.bias' has shape \[3\], and that of the model"),
+        (other_tensors(norm__bias=torch.ones(K, dtype=torch.int64)), "'norm.bias' is int64, and that of the model"),
+        (other_tensors(norm__weight=torch.ones(K).to(torch.float8_e4m3fn)), "the update quantizes other layers than"),
+        (other_tensors(up__weight=torch.ones(N, K)), "'up.weight' is float32, not float8_e4m3fn"),
+        (other_tensors(up__weight_scale_inv=torch.full((2, 3), torch.nan)), "'up.weight_scale_inv' has 6 of 6 .* NaN"),
+        (
+            other_tensors(
+                up__weight=torch.ones(128, K).to(torch.float8_e4m3fn), up__weight_scale_inv=torch.ones(1, K // 128)
+            ),
+            r"layer 'up' has torch.float8_e4m3fn \[128, 384\] in the update, and torch.float8_e4m3fn \[256, 384\]",
+        ),
+    ],
+)
+def test_an_update_that_does_not_fit_is_refused(given: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    model = fp8graph.load_checkpoint(Model(), written(tmp_path))
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        fp8graph.update_weights(model, given.items())
+    assert {name: x.dtype for name, x in model.state_dict().items()} == {n: x.dtype for n, x in before.items()}
+    if "'up" in message:  # a layer that does not fit stays whole
+        names = ("up.weight", "up.weight_scale_inv")
+        assert same_bits([model.state_dict()[name] for name in names], [before[name] for name in names])
+
+
+def test_a_part_of_an_update_is_taken_if_asked(tmp_path: Path) -> None:
+    model = fp8graph.load_checkpoint(Model(), written(tmp_path))
+    part = {name: x for name, x in other_tensors().items() if name.startswith("down")}
+    fp8graph.update_weights(model, part.items(), strict=False)
+    assert same_bits([model.state_dict()[name] for name in tensors()], list((tensors() | part).values()))
+    half = {"up.weight": other_tensors()["up.weight"]}
+    with pytest.raises(CheckpointError, match="there is no tensor 'up.weight_scale_inv'"):
+        fp8graph.update_weights(model, half.items(), strict=False)
+
+
+def test_tied_weights_come_once_in_an_update(tmp_path: Path) -> None:
+    one = {"first.weight": torch.randn(16, K)}
+    model = fp8graph.load_checkpoint(Tied(), written(tmp_path, tensors() | one))
+    new = other_tensors() | {"first.weight": one["first.weight"] * 2}
+    fp8graph.update_weights(model, new.items())
+    assert model.last.weight is model.first.weight
+    assert torch.equal(model.last.weight, new["first.weight"])
+    with pytest.raises(CheckpointError, match=r"there is no tensor '(first|last).weight'"):
+        fp8graph.update_weights(model, other_tensors().items())
+
+
+def test_a_model_in_high_precision_takes_no_quantized_update() -> None:
+    with pytest.raises(CheckpointError, match="'up.weight' is torch.float8_e4m3fn, and that of the model is torch.f"):
+        fp8graph.update_weights(Model(), tensors().items())
