@@ -615,6 +615,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     # backend
     Fault(
+        "a backend's name loses its recipe",
+        f"{_BACKEND}/__init__.py",
+        "return Backend(**self._given, **arguments)",
+        "return Backend(**arguments)",
+        ("tests/backend/test_named.py",),
+    ),
+    Fault(
         "damaged findings are unpickled",
         f"{_BACKEND}/stored.py",
         "if hashlib.sha256(packed).digest() != checksum:",
@@ -759,6 +766,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/compat/test_checkpointing.py",),
     ),
     # integrations
+    Fault(
+        "torchtitan's layers are named relative to their block",
+        f"{_INTEGRATIONS}/torchtitan.py",
+        "backend.bind(part)",
+        "part.train()",
+        ("tests/integrations/test_torchtitan.py",),
+    ),
     Fault(
         "a full static cache takes more tokens",
         f"{_INTEGRATIONS}/kv_layer.py",

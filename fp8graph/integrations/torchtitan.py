@@ -1,0 +1,91 @@
+"""torchtitan: its models in FP8 by one override, with full names, and scaling state in its checkpoints.
+
+    --compile.enable --override.imports 'fp8graph.integrations.torchtitan.fp8={"recipe": "blockwise"}'
+
+torchtitan compiles block by block, with the backend that ``--compile.backend`` names, before it shards the model. So
+names are relative to the block, and policies cannot tell layers apart. It passes the finished model to the checkpoint
+manager, before the first step: that is where the override binds the names and compiles the blocks with one
+:class:`~fp8graph.Backend`. Models with FlexAttention, for which torchtitan refuses other names than "inductor" and
+"aot_eager", are compiled in this way, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import nn
+
+from fp8graph.backend import NAMED
+from fp8graph.backend.backend import Backend
+from fp8graph.compat import wrappers
+from fp8graph.errors import ConfigError
+
+__all__ = ["fp8"]
+
+_KEY: Final = "fp8graph"  # of the state in a checkpoint
+_NAME: Final = "--override.imports fp8graph.integrations.torchtitan.fp8"
+
+
+def fp8(config: Any, **arguments: Any) -> Any:
+    """The override: ``--override.imports 'fp8graph.integrations.torchtitan.fp8={"policy": "policy.toml"}'``.
+
+    The blocks that torchtitan compiles (``--compile.enable``) are compiled with fp8graph. ``--compile.backend`` stays
+    "inductor", or is a name of fp8graph; the recipe of such a name counts. Other modules (the head) run as before.
+
+    Args:
+        config: of torchtitan's checkpoint manager, which gets the finished model.
+        arguments: of :class:`~fp8graph.Backend`.
+
+    Returns:
+        The same config, for a manager whose checkpoints have the scaling state under "fp8graph".
+
+    Raises:
+        ConfigError: (a ``ValueError``) for arguments that cannot be used; or, when the manager is built, if no block
+            was compiled, or one with a backend that is neither "inductor" nor one of fp8graph's.
+    """
+    Backend(**arguments)  # raises before the model is built
+    kind: type[Any] = type(config)
+
+    class Config(kind):
+        __slots__ = ()
+
+        def build(self, **given: Any) -> Any:
+            if not self.create_seed_checkpoint:  # of weights; torchtitan compiles nothing then
+                given["states"][_KEY] = _compile(given["model_parts"], arguments)
+            return super().build(**given)
+
+    Config.__qualname__ = f"{kind.__qualname__} with fp8graph"
+    return importlib.import_module("torchtitan.config.override").derive(config, Config)
+
+
+def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> Backend:
+    """Compile again, with one backend, the blocks of the model's ``parts`` (one, or several stages of a pipeline)."""
+    found = {block: backend for part in parts for block in part.modules() if (backend := wrappers.orig_backend(block))}
+    names = sorted({str(getattr(backend, "compiler_name", backend)) for backend in found.values()})
+    if not names:
+        raise ConfigError(
+            f"{_NAME}: torchtitan compiled no block of {type(parts[0]).__name__}, which would train in high precision. "
+            'Pass --compile.enable, with "model" among --compile.components.'
+        )
+    known = NAMED.get(names[0]) if len(names) == 1 else None
+    if known is None and names != ["inductor"]:
+        raise ConfigError(
+            f"{_NAME}: --compile.backend is {', '.join(names)}, in whose place fp8graph does not compile. Leave it at "
+            f'"inductor", or name one of {", ".join(NAMED)}.'
+        )
+    backend = (known or NAMED[_KEY]).backend(arguments)
+    for part in parts:
+        backend.bind(part)
+    for block in found:
+        block.compile(backend=backend, fullgraph=True)
+    return backend
+
+
+if importlib.util.find_spec("torchtitan") is not None:
+    _manager: Any = importlib.import_module("torchtitan.components.checkpointer").BaseCheckpointManager
+    importlib.import_module("torchtitan.config.override").override(
+        target=_manager.Config, description="FP8 by fp8graph, and its scaling state in checkpoints"
+    )(fp8)

@@ -1,0 +1,211 @@
+"""torchtitan's override: names, policies by layer number, scaling state in checkpoints, wrong set-ups.
+
+The slow tests run torchtitan 0.3.0's own code (``tests/support/torchtitan_on_ranks.py``), and need it. The others show
+what the override does to a model that was compiled block by block.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import fp8graph
+from fp8graph.integrations import torchtitan
+from helpers import MLP, first_fast, same_bits
+from ranks import run_each, run_ranks
+from torchtitan_on_ranks import Run, titan, trained
+
+PATCH = Path(__file__).parents[2] / "docs" / "patches" / "torchtitan-0.3.0.patch"
+NAME = "fp8graph.integrations.torchtitan.fp8"
+ARGUMENTS: dict[str, Any] = {"compiler": "eager", "cache_weights": False}
+BY_LAYER = {"rules": [{"pattern": "layers.1.*", "recipe": "high_precision"}], "default": "delayed"}
+
+
+class Blocks(nn.Module):
+    """Two blocks, as torchtitan names them; one in the wrapper of activation checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": checkpoint_wrapper(MLP(32, 64)), "1": MLP(32, 64)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+class ManagerConfig:
+    """A stand-in for the config of a checkpoint manager: ``build`` returns what it was given."""
+
+    create_seed_checkpoint = False
+
+    def build(self, **given: Any) -> dict[str, Any]:
+        return given
+
+
+def overridden(**arguments: Any) -> Any:
+    """The stand-in's config after the override, with a stand-in for torchtitan's function that derives configs."""
+    stand_in: Any = SimpleNamespace(derive=lambda _, kind: kind())  # pyright: ignore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torchtitan.config.override", stand_in)
+        return torchtitan.fp8(ManagerConfig(), **arguments)
+
+
+def managed(backend: str | None, **arguments: Any) -> tuple[nn.Module, fp8graph.Backend]:
+    """A model as the override leaves it, and the state that goes into checkpoints."""
+    model = Blocks()
+    if backend is not None:
+        for block in model.layers.values():
+            block.compile(backend=backend, fullgraph=True)
+    states: dict[str, Any] = {}
+    overridden(**ARGUMENTS, **arguments).build(model_parts=[model], states=states)
+    return model, states["fp8graph"]
+
+
+@first_fast("name", ["inductor", "fp8graph:rowwise"])
+def test_blocks_have_full_names_and_policies_tell_them_apart(name: str) -> None:
+    recipe = "delayed" if name == "inductor" else "rowwise"
+    policy = {**BY_LAYER, "default": recipe}
+    model, backend = managed(name, policy=policy)
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    assert fp8graph.backend_of(model) is backend
+    found = {(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}
+    wanted = {(f"layers.{i}.{part}", None if i else recipe) for i in (0, 1) for part in ("gate", "up", "down")}
+    assert found == wanted
+    layers = {key.split("|")[0].rpartition(".")[0] for key in backend.state_dict() if "|" in key}
+    assert layers == ({f"layers.0.{part}" for part in ("gate", "up", "down")} if recipe == "delayed" else set())
+
+
+@pytest.mark.parametrize(
+    ("backend", "arguments", "message"),
+    [
+        (
+            None,
+            {},
+            "torchtitan compiled no block of Blocks, which would train in high precision. Pass --compile.enable",
+        ),
+        (
+            "aot_eager",
+            {},
+            '--compile.backend is aot_eager, in whose place fp8graph does not compile. Leave it at "induc',
+        ),
+        (
+            "fp8graph:blockwise",
+            {"recipe": "rowwise"},
+            "backend 'fp8graph:blockwise': the name gives the recipe, and so",
+        ),
+        ("inductor", {"recipe": "rowise"}, "unknown recipe 'rowise'. Did you mean 'rowwise'?"),
+    ],
+)
+def test_wrong_set_ups_are_refused(backend: str | None, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(fp8graph.ConfigError, match=re.escape(message)):
+        managed(backend, **arguments)
+
+
+def test_a_seed_checkpoint_needs_no_compiled_block() -> None:
+    config = overridden()
+    config.create_seed_checkpoint = True
+    assert config.build(model_parts=[Blocks()], states={})["states"] == {}
+
+
+needs_torchtitan = pytest.mark.skipif(
+    find_spec("torchtitan") is None,
+    reason="torchtitan 0.3.0 is not installed: it brings many packages, and the other tests need none of them",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The findings of rank 0, by name; each in a folder of its own, but two continue another's run."""
+    folder = tmp_path_factory.mktemp("ranks")
+    delayed = Run(fp8={"policy": BY_LAYER, **ARGUMENTS})
+    asked = {
+        "bf16": (Run(backend="aot_eager"), "bf16"),
+        "whole": (delayed, "whole"),
+        "resumed": (delayed, "whole"),
+        "from bf16": (Run(fp8={"recipe": "delayed", **ARGUMENTS}, exclude=["fp8graph"]), "bf16"),
+        "by name": (Run(backend="fp8graph:rowwise", fp8=ARGUMENTS), "by name"),
+        "qwen3": (Run(model="qwen3", fp8=ARGUMENTS, layers=1, steps=1, checkpointed=False), "qwen3"),
+    }
+    calls = {name: (trained, (run, str(folder / where))) for name, (run, where) in asked.items()}
+    return run_ranks(run_each, 2, folder, calls, seconds=1500, collective_seconds=300)[0]
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_llama_3_trains_with_full_names_and_a_policy_by_layer(runs: dict[str, Any]) -> None:
+    parts = ("attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    for name, recipes in (("whole", ("delayed", None)), ("by name", ("rowwise", "rowwise"))):
+        assert {*runs[name]["gemms"]} == {(f"layers.{i}.{part}", recipes[i]) for i in (0, 1) for part in parts}
+        for found, expected in zip(runs[name]["losses"], runs["bf16"]["losses"], strict=True):
+            assert abs(found - expected) < 0.02 * expected
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_checkpoint_resumes_bit_identically(runs: dict[str, Any]) -> None:
+    whole, resumed = runs["whole"], runs["resumed"]
+    assert resumed["losses"] == whole["losses"][2:]
+    assert whole["state"].keys() == resumed["state"].keys()
+    assert same_bits(whole["state"].values(), resumed["state"].values())
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_a_checkpoint_of_torchtitan_without_scaling_state_can_be_loaded(runs: dict[str, Any]) -> None:
+    assert len(runs["from bf16"]["losses"]) == 1  # after step 2
+    assert any(key.startswith("layers.0.") for key in runs["from bf16"]["state"])
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_qwen_3_runs_in_fp8(runs: dict[str, Any]) -> None:
+    assert {recipe for _, recipe in runs["qwen3"]["gemms"]} == {"tensorwise"}
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitan_refuses_names_where_it_has_flex_attention_until_it_is_patched(tmp_path: Path) -> None:
+    compiling = titan("distributed.compile")
+    attention = titan("models.common.attention").FlexAttention
+    with torch.device("meta"):
+        model = nn.Sequential(attention(attention.Config()))
+    with pytest.raises(
+        ValueError, match="Model uses FlexAttention but compile backend 'fp8graph:blockwise' is neither"
+    ):
+        compiling._maybe_regional_inductor_backend(model, "fp8graph:blockwise")
+    file = tmp_path / "torchtitan" / "distributed" / "compile.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(Path(compiling.__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    subprocess.run(["git", "apply", str(PATCH)], cwd=tmp_path, check=True)
+    patched: dict[str, Any] = {"__name__": "patched"}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), patched)
+    for name in ("inductor", "fp8graph", "fp8graph:blockwise"):
+        assert patched["_maybe_regional_inductor_backend"](model, name) == name
+    with pytest.raises(ValueError, match="compile backend 'eager' is neither"):
+        patched["_maybe_regional_inductor_backend"](model, "eager")
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitan_takes_the_command_of_the_page() -> None:
+    page = (PATCH.parents[1] / "distributed.md").read_text(encoding="utf-8")
+    command = shlex.split(re.findall(r"^torchrun [^`]*", page.replace("\\\n", ""), re.MULTILINE)[0])
+    config = titan("config").ConfigManager().parse_args(command[command.index("--module") :])
+    assert config.compile.enable
+    assert config.override.imports == [("fp8graph.integrations.torchtitan.fp8", {"policy": "policy.toml"})]
+    lines = titan("config.override").apply_overrides(titan("config.override").OverrideConfig(imports=[NAME]), config)
+    assert lines == [
+        f"[Override] {NAME}: checkpoint CheckpointManager.Config -> CheckpointManager.Config with fp8graph"
+    ]
