@@ -46,14 +46,29 @@ RUNS: Final = (
     Run("2.15.0", "3.12", "5.24.0", all_fast_tests=True),
 )
 
+# libraries that train models, by their distributions, and the versions whose own code the tests ran
+HOSTS: Final = {"accelerate": "1.15.0", "lightning": "2.6.6", "torchtitan": "0.3.0"}
+
+
+def hosts() -> list[tuple[str, str]]:
+    """The installed ones of ``HOSTS``, and whether the tests ran with these versions."""
+    rows: list[tuple[str, str]] = []
+    for name, tried in HOSTS.items():
+        if (version := _installed(name)) is not None:
+            rows.append((name, f"{version}, {'which was tried' if version == tried else f'not tried; {tried} was'}"))
+    return rows
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
 
 def here() -> tuple[str, str, str | None]:
     """The versions of torch, Python and transformers (None: it is not installed) of this machine."""
-    try:
-        transformers = importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        transformers = None
-    return torch.__version__, platform.python_version(), transformers
+    return torch.__version__, platform.python_version(), _installed("transformers")
 
 
 def remark(torch_version: str, python: str, transformers: str | None) -> str:
@@ -109,6 +124,7 @@ def machine() -> list[tuple[str, str]]:
         ("torch", of_torch),
         *([("transformers", transformers)] if transformers is not None else []),
         ("these versions", remark(of_torch, python, transformers)),
+        *hosts(),
     ]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     gpus = (

@@ -7,7 +7,7 @@ import re
 import tomllib
 from typing import Any
 
-from fp8graph.tools.doctor import RUNS, SUPPORTED_TORCH
+from fp8graph.tools.doctor import HOSTS, RUNS, SUPPORTED_TORCH
 from release_check import user_extras
 from samples import ROOT
 from test_layers import is_private, names_of_torch
@@ -43,6 +43,12 @@ def test_the_bounds() -> None:
     allowed = [(2, minor) for minor in range(numbers(low)[1], numbers(high)[1])]
     assert sorted(set(named)) == allowed
     assert [numbers(version) for version in SUPPORTED_TORCH] == [allowed[0], allowed[-1]]
+
+
+def test_the_hosts() -> None:
+    """All but torchtitan, which brings many packages, are in the tests' own environment."""
+    assert {name: PINNED.get(name) for name in HOSTS if name != "torchtitan"}.items() <= HOSTS.items()
+    assert f"torchtitan {HOSTS['torchtitan']}" in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
 
 
 def test_the_runs() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fp8graph.cli import main
 from fp8graph.tools import doctor
-from fp8graph.tools.doctor import RUNS, Run
+from fp8graph.tools.doctor import HOSTS, RUNS, Run
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,6 +30,15 @@ def test_trainer(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'torch_compile_backend="fp8graph"' in line
     assert "not a valid DynamoBackend" in line
     assert "fp8graph.compile(model)" in line
+
+
+def test_installed_hosts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"accelerate": HOSTS["accelerate"], "torchtitan": "9.9.0"}
+    monkeypatch.setattr(doctor, "_installed", found.get)
+    rows = dict(doctor.machine())
+    assert rows["accelerate"] == f"{HOSTS['accelerate']}, which was tried"
+    assert rows["torchtitan"] == f"9.9.0, not tried; {HOSTS['torchtitan']} was"
+    assert "lightning" not in rows
 
 
 @pytest.mark.parametrize(
