@@ -109,7 +109,7 @@ def why_not_sent_in_fp8(quantized: QuantizeNode, path: Path, compilation: Compil
         return f"shards of {rows} rows are not a multiple of the {tile_rows}-row tile, or are reshaped after the gather"
     if asked.columnwise:
         _, contracted = asked.columnwise
-        if _columnwise_travels(quantized) and not (path.is_plain and _fits(rows, math.lcm(tile_columns, contracted))):
+        if quantized.columnwise_differs and not (path.is_plain and _fits(rows, math.lcm(tile_columns, contracted))):
             return (
                 f"shards of {rows} rows are not a multiple of the {tile_columns}-row tile, or come in several batches"
             )
@@ -124,13 +124,6 @@ def _fits(size: Any, multiple: int) -> bool:
     return multiple == 1 or (fixed is not None and fixed % multiple == 0)
 
 
-def _columnwise_travels(quantized: QuantizeNode) -> bool:
-    """Whether the columnwise data differ from the rowwise ones, transposed."""
-    asked = quantized.asked
-    tile_rows, _ = asked.block or (1, 1)
-    return bool(asked.columnwise) and not quantized.kind.one_scale and (tile_rows == 1 or not asked.rowwise)
-
-
 def _bytes_of_gather(gathered: fx.Node) -> int:
     x = value(gathered)
     return collectives.bytes_sent("all_gather", size_hint(x.numel()) * x.itemsize, cast(int, gathered.args[1]))
@@ -143,7 +136,7 @@ def _bytes_after(quantized: QuantizeNode, path: Path) -> int:
         data = size_hint(value(path.gathered).numel())
         amax = collectives.bytes_sent("all_reduce", 4, ranks) if kind.own_scale else 0
         return collectives.bytes_sent("all_gather", data, ranks) + amax
-    outputs, both = quantized.values, _columnwise_travels(quantized)
+    outputs, both = quantized.values, quantized.columnwise_differs
     travels = [name for name in outputs if both or name.startswith("rowwise")]
     payloads = (size_hint(outputs[name].numel()) * outputs[name].itemsize for name in travels)
     return sum(collectives.bytes_sent("all_gather", payload, ranks) for payload in payloads)
@@ -202,7 +195,7 @@ def _quantized_shard(node: fx.Node, path: Path, emit: Emit) -> dict[str, fx.Node
         settings = (asked.dtype, asked.power_2_scale, asked.amax_epsilon)
         scales = emit(ops.scales, reduced, *settings, name="scales")
         asked = dataclasses.replace(asked, scales=scales)
-    if not _columnwise_travels(quantized):
+    if not quantized.columnwise_differs:
         asked = dataclasses.replace(asked, rowwise=asked.rowwise or [1, 1], columnwise=[])
     args, kwargs = call(asked)
     made = emit(ops.quantize, *args, name=node.name, **kwargs)
@@ -225,7 +218,7 @@ def _gathered(
             results[name] = _turned(collect(_turned(x, emit), name, rows=False), emit)
     quantized = QuantizeNode(node)
     columnwise = quantized.asked.columnwise
-    if columnwise and not _columnwise_travels(quantized):
+    if columnwise and not quantized.columnwise_differs:
         results["columnwise"] = emit(ops.columnwise, results["rowwise"], columnwise, name="columnwise")
         if "rowwise_scale_inv" in results:  # of square tiles
             results["columnwise_scale_inv"] = _turned(results["rowwise_scale_inv"], emit)

@@ -32,6 +32,7 @@ class Shard(NamedTuple):
     rows: int  # of each shard
     reason: str | None  # why it cannot be gathered in FP8; None if it can
     group: str = ""  # the name of the process group that gathers it
+    kept: bool = False  # one gather serves forward and backward
 
 
 def gathered() -> dict[int, Any]:
@@ -112,7 +113,10 @@ def why_not_in_fp8(sharded: Any) -> str | None:
 
 def facts(sharded: Any) -> Shard:
     rows, reason = shard_of(sharded).shape[0] if shard_of(sharded).ndim else 0, why_not_in_fp8(sharded)
-    return Shard(rows, reason, "" if reason else sharded.shard_mesh.get_group().group_name)
+    if reason is not None:
+        return Shard(rows, reason)
+    kept = all(is_kept(group) for group in _groups() if sharded in group.fsdp_params)
+    return Shard(rows, None, sharded.shard_mesh.get_group().group_name, kept)
 
 
 def shard_of(sharded: Any) -> Tensor:
@@ -136,6 +140,11 @@ def is_kept(group: Any) -> bool:
     That is the default for the last module that ``fully_shard`` wrapped. The parameters do not know it.
     """
     return group.post_forward_mesh_info is None
+
+
+def is_for_backward(group: Any) -> bool:
+    """Whether the gather of ``group`` that begins now is for backward. A forward that is run again is none."""
+    return _read(group, "_training_state").name == "PRE_BACKWARD"
 
 
 def is_gathered(sharded: Any) -> bool:

@@ -73,6 +73,11 @@ def largest_of_each(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(list(tensors), torch.inf))
 
 
+def largest_of_columns(x: Tensor) -> Tensor:
+    """[columns]: the largest magnitude in each column of ``x`` [rows, columns], without a copy of magnitudes."""
+    return torch.linalg.vector_norm(x, torch.inf, dim=0)
+
+
 def raise_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """``target = max(target, source)`` for each pair, in few kernels; NaN wins."""
     torch._foreach_maximum_(list(targets), list(sources))

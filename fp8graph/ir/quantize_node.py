@@ -40,6 +40,13 @@ class QuantizeNode:
         return dict(zip(self.names, cast("list[torch.Tensor]", self.node.meta["val"]), strict=True))
 
     @property
+    def columnwise_differs(self) -> bool:
+        """Whether the columnwise data differ from the rowwise ones, transposed."""
+        asked = self.asked
+        tile_rows, _ = asked.block or (1, 1)
+        return bool(asked.columnwise) and not self.kind.one_scale and (tile_rows == 1 or not asked.rowwise)
+
+    @property
     def outputs(self) -> dict[str, fx.Node]:
         """The getitem nodes that read the outputs, by name; one per output at most."""
         own = self.names

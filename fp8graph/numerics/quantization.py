@@ -42,8 +42,16 @@ _QUANTIZING: Final = (*_DECODING, "rotation", "stochastic", "four_over_six", "la
 
 def reducible_amax(x: Tensor) -> Tensor:
     """[1]: the amax of a tensor for a reduction (MAX) over ranks. NaN becomes inf, which survives any reduction."""
-    amax = amax_of(x)
-    return torch.where(amax <= FLT_MAX, amax, torch.inf).reshape(1)
+    return _reducible(amax_of(x)).reshape(1)
+
+
+def reducible_amaxes(x: Tensor) -> Tensor:
+    """[columns]: the same for each column of ``x`` [rows, columns]."""
+    return _reducible(amax_of(x, 0))
+
+
+def _reducible(amax: Tensor) -> Tensor:
+    return torch.where(amax <= FLT_MAX, amax, torch.inf)
 
 
 def scales_of_amax(amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float) -> Tensor:

@@ -151,9 +151,9 @@ class Plan:
             f"Communication over dp and fsdp hides behind up to {net.overlap:.0%} of the compute of its direction and "
             "does not slow it; communication over tp, and of amaxes, is exposed.",
             "DDP reduces gradients in their dtype, 25 MiB at a time. FSDP2 gathers each layer twice and the rest once: "
-            "without tp, weights with one scale (tensorwise) or with tiles that no shard cuts (blockwise) as bytes in "
-            "FP8, all else in the parameters' dtype. Delayed scaling reduces all amaxes of a step at once, over all "
-            "GPUs.",
+            "without tp, weights as bytes in FP8 where no shard cuts a tile (under rowwise and mxfp8 one layout per "
+            "gather, so that the rest's are not among them), all else in the parameters' dtype. Delayed scaling "
+            "reduces all amaxes of a step at once, over all GPUs.",
             "Linears of one module that read one tensor share its collectives and are multiplied as one; logits stay "
             "sharded over tp (the loss is computed on the shards).",
             "With sp, tensors gathered for GEMMs in FP8 are sent in FP8 if they have one scale (tensorwise, delayed).",

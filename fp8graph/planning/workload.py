@@ -224,20 +224,24 @@ def collectives(
 def sent_in_fp8(work: Workload, mesh: Mesh, recipe: Recipe | None, fp8: Mapping[str, set[str]]) -> dict[str, Linear]:
     """The weights that FSDP2 gathers in FP8, from the second step on, and the linears that read them.
 
-    They have one scale, or tiles that the shards do not cut, and only GEMMs in FP8 read them
-    (``passes/gather_weights/sent_weights.py``).
+    The shards do not cut their tiles, and only GEMMs in FP8 read them (``passes/gather_weights/``). Where dgrad reads
+    other numbers than fprop, each gather brings one layout, so that those of the root, which are gathered once, are
+    not among them.
     """
     if recipe is None or mesh.fsdp == 1 or mesh.tp > 1:
         return {}
     quantizer = recipe.quantizer("weight")
-    kind, tile = SCALINGS[quantizer.scaling], quantizer.block[0]
-    if not kind.one_scale and tile <= 1:
+    kind, apart = SCALINGS[quantizer.scaling], _layouts_differ(recipe)
+    tile = max(quantizer.block) if apart else quantizer.block[0]
+    if kind.not_sent is not None:
         return {}
     found: dict[str, Linear] = {}
     for linear in work.linears:
         name = f"{linear.fqn}.weight"
         if name in work.parameters and {"fprop", "dgrad"} <= fp8.get(linear.fqn, set()):
             rows, columns = work.shape(name)
+            if apart and not _layer(name):
+                continue
             shards = mesh.fsdp * (tile if tile > 1 else 1)
             if rows % shards == 0 and rows % 16 == columns % 16 == 0:  # others are uneven or padded
                 found[name] = linear
@@ -273,18 +277,27 @@ def _of_parameters(
             )
         yield one(kind="reduce_scatter", axis="fsdp", payload=payload)
         yield one(kind="all_reduce", axis="dp", payload=payload // mesh.fsdp)
-    if recipe is not None and sent and SCALINGS[recipe.quantizer("weight").scaling].own_scale:
-        scales = len({work.reads(linear) for linear in sent.values()})  # of weights that are multiplied as one
+    kind = None if recipe is None else SCALINGS[recipe.quantizer("weight").scaling]
+    if kind is not None and sent and not kind.has_state and not kind.tiled:
+        # of weights that are multiplied as one; a scale per column is that of the rows of all ranks, too
+        known = {work.reads(linear): 1 if kind.one_scale else work.shape(name)[1] for name, linear in sent.items()}
+        scales = sum(known.values())
         yield one(purpose="amaxes", kind="all_reduce", axis="fsdp", dtype="float32", payload=4 * scales)
 
 
+def _layouts_differ(recipe: Recipe) -> bool:
+    """Whether dgrad reads other numbers of a weight than fprop."""
+    quantizer = recipe.quantizer("weight")
+    return not SCALINGS[quantizer.scaling].one_scale and quantizer.block[0] <= 1
+
+
 def _tiles(work: Workload, recipe: Recipe, sent: Iterable[str], unit: str) -> int:
-    """The bytes of the scales of tiles that are gathered with the weights of a unit."""
-    rows, columns = recipe.quantizer("weight").block
-    if rows <= 1:
-        return 0
+    """The bytes of the scales of rows or tiles that are gathered with the weights of a unit."""
+    quantizer = recipe.quantizer("weight")
+    kind = SCALINGS[quantizer.scaling]
     shapes = [work.shape(name) for name in sent if _layer(name) == unit]
-    return 4 * sum((shape[0] // rows) * -(-shape[1] // columns) for shape in shapes)
+    found = [kind.scale_shape(shape[0], shape[1], quantizer.block) for shape in shapes]
+    return kind.scale_dtype.itemsize * sum(math.prod(shape) for shape in found if shape is not None)
 
 
 def fsdp_units(work: Workload, mesh: Mesh, names: Iterable[str] | None = None) -> dict[str, int]:

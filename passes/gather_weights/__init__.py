@@ -6,15 +6,19 @@
 A graph is first compiled for weights in high precision. Those that are computed from matrices and casts alone, and that
 FP8 GEMMs alone read, are gathered in FP8 after the next step (``sent_weights.py``), for which it is compiled again.
 
+Where dgrad's copy holds other numbers than fprop's (scales of rows, tiles along rows), forward gathers the one and
+backward the other, both quantized from the shard.
+
 Refuses (lets FSDP2 gather in high precision, with the reason in the report) weights that are read in high precision,
-too, are padded, or joined along their columns; whose shards cut tiles, or have scales of rows or two layouts of tiles;
-and delayed scaling whose amaxes are not reduced over all ranks of the gather.
+too, are padded, or joined along their columns; whose shards cut tiles; that have two different copies, if one gather
+serves both directions, or backward reads fprop's copy, too; nvfp4; and delayed scaling whose amaxes are not reduced
+over all ranks of the gather.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +31,15 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Arrived, Compilation
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.naming import graph_inputs
-from fp8graph.ir.nodes import NOT_KEPT_KEY, OPERAND_KEY, nodes, value
+from fp8graph.ir.nodes import (
+    NOT_KEPT_KEY,
+    OPERAND_KEY,
+    SAME_VALUES,
+    aten,
+    backward_nodes,
+    nodes,
+    value,
+)
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import (
     SHARDED,
@@ -41,6 +53,7 @@ from fp8graph.ir.weight_graphs import (
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 _SETTINGS = frozenset({"scaling", "block", "more", "dim"})
+_SAME_NUMBERS = frozenset({ops.dequantize, _CONVERT, aten.permute.default, aten.t.default, *SAME_VALUES})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +96,10 @@ def gather_weights(graph: fx.Graph, compilation: Compilation) -> None:
             weight = weight_graph(node, gathered, compilation, ToGather)
             if weight is not None and node.meta.get(OPERAND_KEY) == "weight":
                 compilation.extra_inputs.append(dataclasses.replace(weight, outputs=()))
-    hoist(graph, sent, compilation, GatheredWeight)
+    in_backward = backward_nodes(graph) if sent else set[fx.Node]()
+    mixed = [n for n in nodes(graph, (ops.quantize,)) if _backward_reads_rows(QuantizeNode(n), in_backward)]
+    whole = {source_of_part(part)[0] for node in mixed for part in QuantizeNode(node).asked.parts}
+    hoist(graph, {node: index for node, index in sent.items() if node not in whole}, compilation, GatheredWeight)
     for node in quantized_weights(graph):
         reason = found.get(node)
         how = (
@@ -112,10 +128,27 @@ def why_not_sent(
         parameters: the inputs that FSDP2 gathers, with their positions.
     """
     found = [node for node in nodes(graph, (ops.quantize,)) if computed_from(node, parameters) is not None]
-    return {node: _why_not(node, parameters, compilation) for node in found}
+    in_backward = backward_nodes(graph)
+    return {node: _why_not(node, parameters, compilation, in_backward) for node in found}
 
 
-def _why_not(node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Compilation) -> str | None:
+def _backward_reads_rows(quantized: QuantizeNode, in_backward: Collection[fx.Node]) -> bool:
+    """Whether backward reads fprop's copy beside one of its own, which holds other numbers."""
+    pending = [x for name, x in quantized.outputs.items() if name.startswith("rowwise")]
+    if not pending or not quantized.columnwise_differs:
+        return False
+    while pending:
+        for reader in pending.pop().users:
+            if reader in in_backward or "recompute" in reader.meta:  # activation checkpointing in the graph
+                return True
+            if reader.target in _SAME_NUMBERS:
+                pending.append(reader)
+    return False
+
+
+def _why_not(
+    node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Compilation, in_backward: Collection[fx.Node]
+) -> str | None:
     quantized = QuantizeNode(node)
     asked, kind = quantized.asked, quantized.kind
     sources = [source_of_part(part)[0] for part in asked.parts]
@@ -125,8 +158,11 @@ def _why_not(node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Comp
     for shard in (facts[parameters[source]] for source in sources):
         if shard.reason is not None:
             return shard.reason
-        if asked.block and shard.rows % asked.block[0]:
-            return f"shards of {shard.rows} rows are not a multiple of the {asked.block[0]}-row tile"
+        tile_rows = max(asked.block[: 1 + quantized.columnwise_differs], default=1)
+        if shard.rows % tile_rows:
+            return f"shards of {shard.rows} rows are not a multiple of the {tile_rows}-row tile"
+        if quantized.columnwise_differs and shard.kept:
+            return "one gather serves both directions, and its two layouts in FP8 are as many bytes"
         if kind.has_state and scale_may_differ(node, shard.group, compilation):
             return "its amaxes are not reduced over the ranks that gather: their scales may differ"
     if unknown := sorted(set(node.kwargs) - _SETTINGS):
@@ -137,9 +173,12 @@ def _why_not(node: fx.Node, parameters: Mapping[fx.Node, int], compilation: Comp
     if reader := next((user for source in sources for user in source.users if user not in body), None):
         again = "quantized in another way" if reader.target is ops.quantize else "read in high precision"
         return f"it is {again} too, by {reader.name}"
-    square = bool(asked.block) and asked.block[0] > 1
-    if not kind.one_scale and not square:
-        return "its two layouts in FP8 are as many bytes" if asked.columnwise else "it has scales of rows"
+    if kind.not_sent is not None:
+        return kind.not_sent
+    if not compilation.known.training and not kind.one_scale and max(asked.block[:1], default=1) == 1:
+        return "it may have two layouts of different numbers, about which a graph with a backward decides"
+    if _backward_reads_rows(quantized, in_backward):
+        return "backward reads fprop's copy of it, too, beside one of other numbers"
     rows, columns = sum(value(source).shape[0] for source in sources), value(sources[0]).shape[1]
     shapes = {"rowwise": (rows, columns), "columnwise": (columns, rows)}
     if any(tuple(x.shape) != shapes[name] for name, x in quantized.values.items() if name in shapes):

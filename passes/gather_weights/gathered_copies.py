@@ -1,4 +1,4 @@
-"""The FP8 copies of a weight that graphs take, made of what FSDP2 has gathered: see ``sent_weights.py``.
+"""The FP8 copies of a weight that graphs take, made from the gathered bytes: see ``sent_weights.py``.
 
 Each rank quantizes its rows before they are gathered (:func:`quantizes_rows`). The whole parameter, which is not there
 in high precision, has NaN in its place (:class:`Memory`).
@@ -6,7 +6,7 @@ in high precision, has NaN in its place (:class:`Memory`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import getitem
 from typing import Any, Final
 
@@ -18,7 +18,8 @@ from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
-from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
+from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments, Scaling
+from fp8graph.recipes import LAYOUTS
 
 _CONVERT: Final = torch.ops.prims.convert_element_type.default
 
@@ -27,7 +28,7 @@ class GatheredCopies:
     """The copies of one weight. The tensors stay the same; FSDP2 frees their memory with the whole parameters.
 
     fprop reads what was gathered; dgrad reads its transpose, which is made where backward runs, or may run before the
-    next gather.
+    next gather. If the two hold different numbers, each gather brings one of them.
 
     Args:
         weight: as a graph takes it.
@@ -39,22 +40,26 @@ class GatheredCopies:
         (node,) = nodes(weight.quantizing, (ops.quantize,))
         self._kind: Final = QuantizeNode(node).kind
         self._asked: Final = QuantizeNode(node).asked
+        self._differ = QuantizeNode(node).columnwise_differs
         self._weight, self._sizes, self._device = weight, sizes, device
         self.tensors: Final[dict[str, Tensor]] = {}  # by output name
 
     @torch.no_grad()
-    def receive(self, part: int, outs: Sequence[Tensor], scales: Tensor | None, *, backward: bool) -> None:
-        """Take what was gathered of one part.
+    def receive(
+        self, part: int, outs: Sequence[Tensor], scales: Tensor | None, *, backward: bool, fetched: bool = False
+    ) -> None:
+        """Take what was gathered of one part: fprop's rows.
 
         Args:
-            outs: bytes [rows, columns], and the scales of tiles if the weight has them.
+            outs: bytes [rows, columns], and the scales of rows or tiles if the weight has them.
             scales: else [1, 2], scale and scale_inv.
             backward: make dgrad's copy, too.
+            fetched: not by FSDP2, into memory of their own.
         """
-        data, alone = outs[0].view(self._asked.dtype), len(self._sizes) == 1
+        data, alone = outs[0].view(self._asked.dtype), len(self._sizes) == 1 and not fetched
         if alone:
             self.tensors.setdefault("rowwise", data)  # FSDP2 gathers into the same memory each time
-        self._allocate(backward)
+        self._allocate({"rowwise", "columnwise"} if backward and not self._differ else {"rowwise"})
         start = sum(self._sizes[:part])
         rows = slice(start, start + data.shape[0])
         writes = [] if alone else [(self.tensors["rowwise"][rows], data)]
@@ -62,7 +67,7 @@ class GatheredCopies:
             assert scales is not None
             writes.append((self.tensors["scale_inv"], scales[0, 1].reshape(self.tensors["scale_inv"].shape)))
         else:
-            first = start // self._asked.block[0]
+            first = start // (self._asked.block[0] if self._kind.tiled else 1)
             writes.append((self.tensors["rowwise_scale_inv"][first : first + outs[1].shape[0]], outs[1]))
         self._write(writes)
         if not alone:
@@ -70,32 +75,58 @@ class GatheredCopies:
         self._transpose(rows, backward)
 
     @torch.no_grad()
+    def receive_columns(self, part: int, outs: Sequence[Tensor], scales: Tensor | None) -> None:
+        """Take what was gathered of one part: dgrad's numbers, if they are not those of fprop.
+
+        Args:
+            outs: bytes [rows, columns], quantized along the rows, and the scales of tiles [tiles of rows, columns].
+            scales: [1, 2, columns, 1], where a scale is that of all rows of a column.
+        """
+        data, start = outs[0].view(self._asked.dtype), sum(self._sizes[:part])
+        if len(self._sizes) == 1:
+            self.tensors.setdefault("rowwise", data)  # FSDP2 gathers both into the same memory
+        self._allocate({"columnwise"})
+        target = self.tensors["columnwise_scale_inv"]
+        writes = [(self.tensors["columnwise"][:, start : start + data.shape[0]], data.t())]
+        if self._kind.tiled:
+            first = start // self._asked.block[1]
+            writes.append((target[:, first : first + outs[1].shape[0]], outs[1].t()))
+        else:
+            assert scales is not None
+            writes.append((target, scales[0, 1]))
+        self._write(writes)
+        fsdp.free(data)
+
+    @torch.no_grad()
     def widen(self, weight: WeightGraph, *, backward: bool) -> None:
         """Make the copies that ``weight`` has in addition, now and after each gather."""
-        self._weight = weight
-        self._allocate(backward)
+        (node,) = nodes(weight.quantizing, (ops.quantize,))
+        self._weight, self._differ = weight, QuantizeNode(node).columnwise_differs
+        backward = backward and not self._differ
+        self._allocate({"columnwise"} if backward else {*()})
         self._transpose(slice(None), backward)
 
-    def kept(self, *, backward: bool) -> list[Tensor]:
-        """The copies that need memory until FSDP2 frees it; the others' is freed now."""
-        found = {name: self.tensors[name] for name in ("rowwise", "columnwise") if name in self.tensors}
-        if not backward and "columnwise" in found:
-            fsdp.free(found.pop("columnwise"))
+    def kept(self, layouts: Collection[str]) -> list[Tensor]:
+        """The copies of ``layouts``, which need memory until FSDP2 frees it; the others' is freed now."""
+        found = {name: self.tensors[name] for name in LAYOUTS if name in self.tensors}
+        for name in found.keys() - {*layouts}:
+            fsdp.free(found.pop(name))
         return list(found.values())
 
-    def _allocate(self, backward: bool) -> None:
+    def _allocate(self, layouts: Collection[str]) -> None:
+        """Give memory to the copies of ``layouts``, and to all scales."""
         for name, like in self._weight.made_outputs().items():
             if name not in self.tensors:
                 self.tensors[name] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-            if name != "columnwise" or backward:
+            if name in layouts or name not in LAYOUTS:
                 fsdp.allocate(self.tensors[name])
 
     def _transpose(self, rows: slice, backward: bool) -> None:
         """Make dgrad's copy of some rows, if ``backward``, and its scales of tiles."""
         writes: list[tuple[Tensor, Tensor]] = []
-        if "columnwise" in self.tensors and backward:
+        if "columnwise" in self.tensors and backward and not self._differ:
             writes.append((self.tensors["columnwise"][:, rows], self.tensors["rowwise"][rows].t()))
-        if "columnwise_scale_inv" in self.tensors:
+        if "columnwise_scale_inv" in self.tensors and not self._differ:
             writes.append((self.tensors["columnwise_scale_inv"], self.tensors["rowwise_scale_inv"].t()))
         self._write(writes)
 
@@ -103,6 +134,11 @@ class GatheredCopies:
         with autograd.unnoticed_writes([*self.tensors.values()]):  # backward reads what was gathered again
             for target, source in writes:
                 _bytes(target).copy_(_bytes(source))
+
+
+def scales_are_given(kind: Scaling, layout: str) -> bool:
+    """Whether a layout of some rows has scales that are those of other rows, too."""
+    return kind.one_scale or (layout == "columnwise" and not kind.tiled)
 
 
 def _bytes(x: Tensor) -> Tensor:
@@ -125,25 +161,34 @@ class Memory:
 def quantizes_rows(
     asked: QuantizeArguments[Any], dtypes: Sequence[torch.dtype], wanted: Sequence[str]
 ) -> fx.GraphModule:
-    """A function that quantizes some rows of a weight as ``asked`` for all of it, rowwise.
+    """A function that quantizes some rows of a weight as ``asked`` for all of it.
 
-    Its arguments: the rows, which are cast to ``dtypes`` one after the other; if the weight has one scale, that and its
-    inverse, [1, 2]; and for each of the outputs ``wanted``, by name, the tensor that it is written to.
+    Its arguments: the rows, which are cast to ``dtypes`` one after the other; the scales that are those of other rows,
+    too, if the weight has such: [1, 2], or [1, 2, columns, 1] of columns; and for each of the outputs ``wanted``, by
+    name, the tensor that it is written to. Those of columns are written as rows: [rows, columns].
     """
-    graph = fx.Graph()
+    graph, kind = fx.Graph(), SCALINGS[asked.scaling]
     x = graph.placeholder("rows")
-    scales = graph.placeholder("scales") if SCALINGS[asked.scaling].one_scale else None
+    scaled = [layout for layout in LAYOUTS if layout in wanted and scales_are_given(kind, layout)]
+    scales = graph.placeholder("scales") if scaled else None
     buffers = [graph.placeholder(name) for name in wanted]
     for dtype in dtypes:
         x = graph.call_function(_CONVERT, (x, dtype))
-    args = (x, asked.dtype, asked.power_2_scale, asked.amax_epsilon, [1, 1], [])
-    kwargs: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block), "scales": scales}
-    made = graph.call_function(ops.quantize, args, kwargs)
-    names = QuantizeNode(made).names
+    outputs: dict[str, fx.Node] = {}
+    for layout, multiples in (("rowwise", ([1, 1], [])), ("columnwise", ([], [1, 1]))):
+        if layout in wanted:
+            args = (x, asked.dtype, asked.power_2_scale, asked.amax_epsilon, *multiples)
+            kwargs: dict[str, Any] = {"scaling": asked.scaling, "block": list(asked.block)}
+            kwargs["scales"] = scales if layout in scaled else None
+            made = graph.call_function(ops.quantize, args, kwargs)
+            names = QuantizeNode(made).names
+            outputs |= {name: graph.call_function(getitem, (made, place)) for place, name in enumerate(names)}
     for name, buffer in zip(wanted, buffers, strict=True):
-        result = graph.call_function(getitem, (made, names.index(name)))
+        result = outputs[name]
         if name == "amax":
             result = graph.call_function(aten.amax.default, (result,))
+        if name.startswith("columnwise"):
+            result = graph.call_function(aten.permute.default, (result, [1, 0]))
         graph.call_function(aten.copy_.default, (buffer, result))
     graph.output(())
     return fx.GraphModule(torch.nn.Module(), graph)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -26,16 +27,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fp8graph.compat import autograd, fsdp
-from fp8graph.compat.ops import largest_of_each
+from fp8graph.compat.ops import largest_of_columns, largest_of_each
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
-from fp8graph.numerics.quantization import reducible_amax
+from fp8graph.numerics.quantization import reducible_amax, reducible_amaxes
 from fp8graph.passes.gather_weights import GatheredWeight, ReadWhole, ToGather, source_of_part
-from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, Memory, quantizes_rows
+from fp8graph.passes.gather_weights.gathered_copies import (
+    GatheredCopies,
+    Memory,
+    quantizes_rows,
+    scales_are_given,
+)
+from fp8graph.recipes import LAYOUTS
 from fp8graph.runtime.staleness import storage_of, version
-from fp8graph.runtime.stores import ArrivesOtherwise, Caller, KeptScales, Services, Slot, Store
+from fp8graph.runtime.stores import ArrivesOtherwise, Caller, KeptScales, Run, Services, Slot, Store
 
 
 class SentWeights(Store):
@@ -82,6 +89,7 @@ class SentWeights(Store):
     def slot(self, asked: Sequence[GatheredWeight | ReadWhole | ToGather], caller: Caller) -> Slot:
         """The copies that a graph takes of what was gathered."""
         arrived, copies, read = caller.arrived, list[Tensor](), set[int]()
+        apart: list[SentWeight] = []
         for weight in asked:
             if isinstance(weight, ReadWhole):
                 read.update(weight.parameters)
@@ -89,11 +97,14 @@ class SentWeights(Store):
                 owner: SentWeight | None = arrived.get(weight.parameters[0])
                 made = owner and owner.copies(weight, [caller.args[index] for index in weight.parameters])
                 copies += made or []
+                apart += [owner] if owner is not None and owner.differ else []
                 read.update(() if made is not None else arrived.keys() & {*weight.parameters})
         if read:
             self.restore(arrived[index] for index in read)
             raise ArrivesOtherwise(frozenset(read))
         self.ask([each for each in asked if isinstance(each, ToGather)], caller.args)
+        if apart:
+            return RowsOfForward(tensors=copies, weights=[weakref.ref(weight) for weight in apart])
         return Slot(tensors=copies)
 
     def ask(self, weights: Sequence[WeightGraph], args: Sequence[Any]) -> None:
@@ -191,10 +202,27 @@ class SentWeights(Store):
             if weight.waits_for_amax:
                 waiting.setdefault(weight.group, []).append(weight)
         for group, weights in waiting.items():
-            amaxes = torch.cat([weight.amax() for weight in weights])
+            amaxes = torch.cat(own := [weight.amax() for weight in weights])
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-            for weight, amax in zip(weights, amaxes.split(1), strict=True):
+            for weight, amax in zip(weights, amaxes.split([len(amax) for amax in own]), strict=True):
                 weight.set_amax(amax)
+
+
+@dataclass(kw_only=True, eq=False)
+class RowsOfForward(Slot):
+    """The copies of weights of which a gather brings one layout: a forward has that of forward.
+
+    A gather for backward also serves a forward that is run again there, and a forward after it if weights stay.
+    """
+
+    acts: ClassVar[bool] = True
+    weights: Sequence[weakref.ref[SentWeight]]  # their shards keep them alive
+
+    def before(self, run: Run) -> Sequence[Tensor]:
+        for reference in self.weights:
+            if (weight := reference()) is not None:
+                weight.fetch("rowwise")
+        return self.tensors
 
 
 class SentWeight:
@@ -216,12 +244,12 @@ class SentWeight:
         all_sent: SentWeights,
         memory: Memory,
     ) -> None:
-        self.weight, self.sharded = weight, list(sharded)
+        self.sharded = list(sharded)
         self._steps, self._compile, self._tensors = services.steps, services.compile, services.tensors
         self._memory = memory
         self._all = weakref.ref(all_sent)
-        (node,) = nodes(weight.quantizing, (ops.quantize,))
-        self._asked, self._kind = QuantizeNode(node).asked, QuantizeNode(node).kind
+        self._take(weight)
+        self._backward_reads_rows = _backward_may_read_rows(weight)
         self._kept, self._scales_kept = weight.asked, services.kept_scales(weight.asked)
         placeholders = weight.quantizing.find_nodes(op="placeholder")
         sources = [source_of_part(part) for part in self._asked.parts]
@@ -238,6 +266,12 @@ class SentWeight:
         self._scales_of: Any = None
         self.quantized = 0
 
+    def _take(self, weight: WeightGraph) -> None:
+        quantized = _quantize_node(weight)
+        self.weight, self._asked, self._kind = weight, quantized.asked, quantized.kind
+        self.differ = quantized.columnwise_differs  # forward gathers its layout, and backward the other
+        self._scales_are_given = any(scales_are_given(self._kind, layout) for layout in self._asked.layouts)
+
     @property
     def bytes(self) -> int:
         """The memory of this rank's quantized rows."""
@@ -252,6 +286,7 @@ class SentWeight:
         """From the next gather on. The whole parameters must not be there now."""
         count = len(self._parts)
         self._rows, self._made_of = [{} for _ in range(count)], [None] * count
+        self._there: list[frozenset[str]] = [frozenset()] * count  # the layouts that were gathered of each part
         if self._scales_kept is not None:
             self._amaxes = [torch.zeros((), device=fsdp.shard_of(sharded).device) for sharded, _ in self._parts]
         sizes = [sharded._orig_size[0] for sharded, _ in self._parts]
@@ -260,6 +295,18 @@ class SentWeight:
         for (sharded, _), functions in zip(self._parts, self._functions, strict=True):
             fsdp.attach(sharded, *functions, owner=self)
             fsdp.after_loading(sharded, self, SentWeight.attach_again)
+
+    def _widen(self, weight: WeightGraph) -> None:
+        """Make the copies that ``weight`` has in addition."""
+        kept = any(map(fsdp.is_kept, self._groups))
+        self._take(weight)
+        self._copies.widen(weight, backward=kept)
+        fsdp.frees(self._parts[0][0], self._copies.kept(self._layouts(backward=kept)))
+        if self.differ:
+            count = len(self._parts)
+            self._rows, self._made_of, self._quantize = [{} for _ in range(count)], [None] * count, {}
+            if kept:
+                self.fetch("columnwise")
 
     def attach_again(self) -> None:
         """After ``load_state_dict(assign=True)``, which has put other shards in place."""
@@ -279,12 +326,16 @@ class SentWeight:
             return None
         if len(gathered) != len(parameters) or any(a is not b for a, b in zip(gathered, parameters, strict=True)):
             return None
-        if not {*weight.outputs} <= {*self.weight.made}:  # of a graph for training, after one for evaluation
-            if not {*self.weight.made} <= {*weight.made}:
-                return None
-            self.weight, backward = weight, any(map(fsdp.is_kept, self._groups))
-            self._copies.widen(weight, backward=backward)
-            fsdp.frees(self._parts[0][0], self._copies.kept(backward=backward))
+        # of a graph for training, after one for evaluation
+        wide = self.weight if {*weight.outputs} <= {*self.weight.made} else weight
+        if not {*self.weight.made} <= {*wide.made}:
+            return None
+        reads_rows = self._backward_reads_rows or _backward_may_read_rows(weight)
+        if reads_rows and _quantize_node(wide).columnwise_differs:
+            return None
+        self._backward_reads_rows = reads_rows
+        if wide is not self.weight:
+            self._widen(wide)
         return [self._copies.tensors[name] for name in weight.outputs]
 
     @property
@@ -295,17 +346,19 @@ class SentWeight:
     @property
     def waits_for_amax(self) -> bool:
         """Whether its rows have changed since its scale was made of the amax of all rows."""
-        return self._kind.own_scale and self._scales_of != self._state()
+        return self._scales_are_given and not self._kind.has_state and self._scales_of != self._state()
 
     def amax(self) -> Tensor:
-        """[1]: of this rank's rows."""
+        """[1]: of this rank's rows; [columns]: of its columns."""
         found: list[Tensor] = []
         with torch.no_grad():
             for sharded, casts in self._parts:
-                found += largest_of_each([fsdp.shard_of(sharded).detach()])
+                rows = fsdp.shard_of(sharded).detach()
+                found += [largest_of_columns(rows)] if self.differ else largest_of_each([rows])
                 for dtype in (sharded.param_dtype or sharded.orig_dtype, *casts):
                     found[-1] = found[-1].to(dtype)  # rounding keeps the order
-        return reducible_amax(torch.stack(found).to(torch.float32))
+        amaxes = torch.stack(found).to(torch.float32)
+        return reducible_amaxes(amaxes) if self.differ else reducible_amax(amaxes)
 
     def _take_scale(self, kept: KeptScales) -> None:
         """Take the scale that outlives a step, once the last step is recorded in it."""
@@ -330,9 +383,10 @@ class SentWeight:
         return (self._row(), [self._amaxes[part] for part in parts]) if parts else None
 
     def set_amax(self, amax: Tensor) -> None:
-        """``amax`` [1]: of all rows on all ranks."""
+        """``amax``: of all rows on all ranks, as :meth:`amax`."""
         asked = self._asked
-        self._scales = ops.scales(amax, asked.dtype, asked.power_2_scale, asked.amax_epsilon)
+        scales = ops.scales(amax, asked.dtype, asked.power_2_scale, asked.amax_epsilon)
+        self._scales = scales.t().reshape(1, 2, -1, 1) if self.differ else scales
         self._scales_of = self._state()
 
     def _state(self) -> tuple[Any, ...]:
@@ -347,16 +401,21 @@ class SentWeight:
         """The functions that FSDP2 calls before and after it gathers ``part``, with these names of arguments."""
 
         def before(mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
-            return tuple(x.view(torch.uint8) if x.itemsize == 1 else x for x in self._sent(part)), None
+            layout = "columnwise" if self.differ and fsdp.is_for_backward(self._groups[part]) else "rowwise"
+            return tuple(self._sent(part, layout)), layout
 
         def after(outs: Sequence[Tensor], metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
             sharded, _ = self._parts[part]
             # backward is about to run, or may run before the next gather
-            backward = autograd.in_backward() or fsdp.is_kept(self._groups[part])
-            self._copies.receive(part, outs, self._scales, backward=backward)
+            kept = fsdp.is_kept(self._groups[part])
+            backward = autograd.in_backward() or kept
+            self._receive(part, metadata, outs, backward=backward)
+            if self.differ and kept:  # FSDP2 does not gather again for the other direction
+                for layout in self._asked.layouts:
+                    self.fetch(layout, [part])
             if part in self._to_record:
                 self._to_record[part] |= backward or torch.is_grad_enabled()
-            freed = self._copies.kept(backward=backward) if part == 0 else []
+            freed = self._copies.kept(self._layouts(backward=backward)) if part == 0 else []
             fsdp.frees(sharded, freed)
             if out is not None:
                 return self._restore(part) if self.restored else None
@@ -368,11 +427,49 @@ class SentWeight:
         dtype = sharded.param_dtype or sharded.orig_dtype
         return self._memory.nan(sharded._orig_size, dtype, fsdp.shard_of(sharded).device)
 
+    def _layouts(self, *, backward: bool) -> frozenset[str]:
+        """The layouts whose copies are needed until the next gather."""
+        return self._there[0] if self.differ else frozenset(LAYOUTS if backward else ["rowwise"])
+
+    def _receive(
+        self, part: int, layout: str, outs: Sequence[Tensor], *, backward: bool = False, fetched: bool = False
+    ) -> None:
+        if layout == "columnwise":
+            self._copies.receive_columns(part, outs, self._scales)
+        else:
+            self._copies.receive(part, outs, self._scales, backward=backward, fetched=fetched)
+        self._there[part] = (self._there[part] if fetched else frozenset()) | {layout}
+
     @torch.no_grad()
-    def _sent(self, part: int) -> list[Tensor]:
-        """The quantized rows of this rank: data, and scales of tiles."""
+    def fetch(self, layout: str, parts: Iterable[int] | None = None) -> None:
+        """Gather ``layout`` of those of ``parts`` (None: all) whose last gather did not bring it. A collective."""
+        missing = [p for p in (range(len(self._parts)) if parts is None else parts) if layout not in self._there[p]]
+        for part in missing:
+            outs: list[Tensor] = []
+            for rows in self._sent(part, layout):
+                count = len(rows) * self.sharded[0].shard_mesh.size()
+                outs.append(torch.empty((count, *rows.shape[1:]), dtype=rows.dtype, device=rows.device))
+                dist.all_gather([*outs[-1].split(len(rows))], rows, group=self.group)
+            self._receive(part, layout, outs, fetched=True)
+        if missing:
+            fsdp.frees(self._parts[0][0], self._copies.kept(self._there[0]))
+
+    @torch.no_grad()
+    def _sent(self, part: int, layout: str) -> list[Tensor]:
+        """The quantized rows of this rank in one layout, FP8 as bytes, and their scales.
+
+        Both layouts take the same bytes, since FSDP2 gathers into the same memory: where the scales of columns are
+        known, those of rows are sent again.
+        """
+        rows = self._quantized(part)
+        names = [f"{layout}_scale_inv", "rowwise_scale_inv"]
+        sent = [rows[layout], *[rows[name] for name in names if name in rows][:1]]
+        return [x.view(torch.uint8) if x.itemsize == 1 else x for x in sent]
+
+    def _quantized(self, part: int) -> dict[str, Tensor]:
+        """The quantized rows of this rank, by the names of the outputs; those of columns, too, are [rows, columns]."""
         if autograd.in_backward() and self._made_of[part] is not None:
-            return list(self._rows[part].values())  # those of forward
+            return self._rows[part]  # those of forward
         if (all_sent := self._all()) is not None:
             all_sent.gathers(self, part)
         state = self._state()
@@ -386,12 +483,14 @@ class SentWeight:
             rows = fsdp.shard_of(sharded).detach()
             made = self._rows[part]
             if not made:
-                tile_rows, tile_columns = (1, 1) if self._kind.one_scale else self._asked.block
-                made["rowwise"] = torch.empty(rows.shape, dtype=self._asked.dtype, device=rows.device)
-                if not self._kind.one_scale:
-                    like = self.weight.made_outputs()["rowwise_scale_inv"]
-                    grid = rows.shape[0] // tile_rows, -(-rows.shape[1] // tile_columns)
-                    made["rowwise_scale_inv"] = torch.empty(grid, dtype=like.dtype, device=rows.device)
+                for layout in LAYOUTS if self.differ else ["rowwise"]:
+                    made[layout] = torch.empty(rows.shape, dtype=self._asked.dtype, device=rows.device)
+                    if not scales_are_given(self._kind, layout):
+                        count, contracted = rows.shape if layout == "rowwise" else rows.shape[::-1]
+                        grid = self._kind.scale_shape(count, contracted, self._asked.block) or []
+                        grid = grid if layout == "rowwise" else grid[::-1]
+                        scales = torch.empty(grid, dtype=self._kind.scale_dtype, device=rows.device)
+                        made[f"{layout}_scale_inv"] = scales
             buffers = {**made, **({"amax": self._amaxes[part]} if self._amaxes else {})}
             inputs = [rows, *([] if self._scales is None else [self._scales]), *buffers.values()]
             with autograd.without_autocast():
@@ -403,7 +502,7 @@ class SentWeight:
             if self._amaxes:
                 self._to_record[part] = False
             self.quantized += 1
-        return list(self._rows[part].values())
+        return self._rows[part]
 
     def restore(self) -> None:
         """Gather the whole parameters in high precision, too: a graph reads them. Undone by :meth:`detach`."""
@@ -425,3 +524,13 @@ class SentWeight:
         for sharded in self.sharded:
             fsdp.detach(sharded)
         self._functions, self.restored = [], False
+
+
+def _quantize_node(weight: WeightGraph) -> QuantizeNode:
+    (node,) = nodes(weight.quantizing, (ops.quantize,))
+    return QuantizeNode(node)
+
+
+def _backward_may_read_rows(weight: WeightGraph) -> bool:
+    """Whether the backward of a graph may read fprop's copy: it has none of its own."""
+    return weight.trains and "columnwise" not in weight.made

@@ -142,7 +142,7 @@ def test_functions_come_and_go() -> None:
     fsdp.attach(sharded, lambda: None, lambda: None, owner)
     assert fsdp.owner_of(sharded) is owner
     assert sharded.all_gather_outputs == []
-    assert fsdp.facts(sharded) == (24, None, "7")
+    assert fsdp.facts(sharded) == (24, None, "7", True)  # no set of parameters that FSDP2 reshards has it
     fsdp.stand_in(sharded, torch.full((48, 32), torch.nan))
     fsdp.detach(sharded)
     assert fsdp.owner_of(sharded) is None

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from fp8graph import Policy
+from fp8graph import MXFP8BlockScaling, Policy
 from fp8graph.compat.fsdp import Shard
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.passes.gather_weights import GatheredWeight, why_not_sent
@@ -26,9 +27,7 @@ class Scaled(nn.Linear):
         return nn.functional.linear(x, self.weight * 2)
 
 
-def reasons(
-    module: nn.Module, recipe: Any, shard: tuple[int, str | None] = (128, None), last: str = "share"
-) -> list[str | None]:
+def reasons(module: nn.Module, recipe: Any, shard: Any = (128, None), last: str = "share") -> list[str | None]:
     """Of each weight of a graph whose parameters FSDP2 gathers."""
     policy = Policy(default=recipe, min_speedup=0)
     x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
@@ -37,13 +36,23 @@ def reasons(
         node: index for node, index in graph_inputs(graph) if index is not None and index in found.known.parameters
     }
     known = dataclasses.replace(
-        found.known, facts={GatheredWeight.store: dict.fromkeys(parameters.values(), Shard(*shard))}
+        found.known,
+        training=True,
+        facts={GatheredWeight.store: dict.fromkeys(parameters.values(), Shard(*shard))},
     )
     return [*why_not_sent(graph, parameters, dataclasses.replace(found, known=known)).values()]
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_plain_weight_can_be_sent(recipe: str) -> None:
+class Checkpointed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return checkpoint(super().forward, x, use_reentrant=False)  # pyright: ignore
+
+
+SQUARE = MXFP8BlockScaling(enable_2d_quantization=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "rowwise", "mxfp8", SQUARE])
+def test_plain_weight_can_be_sent(recipe: Any) -> None:
     assert reasons(nn.Linear(256, 256, bias=False), recipe) == [None]
 
 
@@ -56,13 +65,15 @@ def test_plain_weight_can_be_sent(recipe: str) -> None:
         (Twice(256, 256), "tensorwise", (128, None), "it is read in high precision too, by "),
         (Scaled(256, 256), "tensorwise", (128, None), "it is computed from more than matrices and casts"),
         (nn.Linear(256, 256), "delayed", (128, None), "its amaxes are not reduced over the ranks that gather"),
-        (nn.Linear(256, 256), "rowwise", (128, None), "its two layouts in FP8 are as many bytes"),
-        (nn.Linear(256, 256), "mxfp8", (128, None), "its two layouts in FP8 are as many bytes"),
+        (nn.Linear(256, 256), "mxfp8", (48, None), "shards of 48 rows are not a multiple of the 32-row tile"),
+        (nn.Linear(256, 256), SQUARE, (48, None), "shards of 48 rows are not a multiple of the 32-row tile"),
+        (nn.Linear(256, 256), "rowwise", (128, None, "", True), "one gather serves both directions"),
+        (nn.Linear(256, 256), "mxfp8", (128, None, "", True), "one gather serves both directions"),
+        (Checkpointed(256, 256), "rowwise", (128, None), "backward reads fprop's copy of it, too"),
+        (nn.Linear(256, 256), "nvfp4", (128, None), "NVFP4 tensors are never sent quantized"),
     ],
 )
-def test_weight_that_cannot_be_sent_has_a_reason(
-    module: nn.Module, recipe: str, shard: tuple[int, str | None], reason: str
-) -> None:
+def test_weight_that_cannot_be_sent_has_a_reason(module: nn.Module, recipe: Any, shard: Any, reason: str) -> None:
     (found,) = reasons(module, recipe, shard)
     assert found is not None
     assert found.startswith(reason)
@@ -77,4 +88,5 @@ def test_joined_weights_are_sent_together() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) * self.b(x)
 
-    assert reasons(Joined(), "tensorwise", last="fuse_linears") == [None]
+    for recipe in ("tensorwise", "rowwise"):
+        assert reasons(Joined(), recipe, last="fuse_linears") == [None]

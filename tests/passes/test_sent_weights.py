@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8graph import Float8CurrentScaling
+from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, MXFP8BlockScaling
 from helpers import first_slow
 from ranks import run_each, run_ranks
 
@@ -48,6 +48,16 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
         "regions": ("tensorwise", {"regions": True}),
         "offloaded": ("tensorwise", {"offload": True}),
         "rowwise": ("rowwise", {}),
+        "rowwise, dequantized": (Float8RowwiseScaling(backward_override="dequantized"), {}),
+        "rowwise, not resharded": ("rowwise", {"reshard": False}),
+        "rowwise, kept later": ("rowwise", {"event": "keep"}),
+        "rowwise, accumulated": ("rowwise", {"accumulated": True}),
+        "rowwise, checkpointed": ("rowwise", {"checkpointed": True}),
+        "rowwise, generated": ("rowwise", {"compiler": "inductor"}),
+        "mxfp8": ("mxfp8", {}),
+        "mxfp8, 32x32 weights": (MXFP8BlockScaling(enable_2d_quantization=True), {}),
+        "mxfp8, checkpointed": ("mxfp8", {"checkpointed": True}),
+        "mxfp8, generated": ("mxfp8", {"compiler": "inductor"}),
     },
     4: {
         "tensorwise": ("tensorwise", LARGE),
@@ -63,14 +73,16 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
 MORE = {
     *((2, f"delayed, {how}") for how in ("not resharded", "loaded", "assigned", "unseen", "generated")),
     *((2, how) for how in ("unseen", "gathered together", "checkpointed", "accumulated", "assigned", "generated")),
-    *((2, how) for how in ("not resharded", "in FP32", "rowwise", "loaded", "regions", "another backend")),
+    *((2, how) for how in ("not resharded", "in FP32", "loaded", "regions", "another backend")),
+    *((2, f"rowwise, {how}") for how in ("dequantized", "accumulated", "generated")),
+    *((2, f"mxfp8, {how}") for how in ("checkpointed", "generated")),
     *((2, how) for how in ("delayed, checkpointed", "delayed, compiled step")),
     *((4, name) for name in CASES[4]),
 }
 # what stays in high precision, with the reason
 LEFT = {
     "offloaded": "its shards are on the CPU (CPUOffloadPolicy)",
-    "rowwise": "its two layouts in FP8 are as many bytes",
+    "rowwise, not resharded": "one gather serves both directions, and its two layouts in FP8 are as many bytes",
     "to fewer ranks": "it is resharded to fewer ranks after forward (reshard_after_forward=<int>), which takes no FP8",
 }
 
@@ -123,14 +135,26 @@ def test_the_numbers_of_gathers_in_high_precision(ranks: int, name: str, of_rank
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [case(2, "in FP32"), *(case(ranks, name) for ranks in (2, 4) for name in ("tensorwise", "blockwise", "delayed"))],
+    [
+        *(case(2, name) for name in ("in FP32", "rowwise", "mxfp8", "mxfp8, 32x32 weights")),
+        *(case(ranks, name) for ranks in (2, 4) for name in ("tensorwise", "blockwise", "delayed")),
+    ],
 )
 def test_one_byte_for_each_number(ranks: int, name: str, of_ranks: Any) -> None:
     matrices, rest = parameters(ranks, name)
     width = 4 if name == "in FP32" else 2
-    tiles = 4 * matrices // 128**2 if name == "blockwise" else 0
+    hidden, inner = CASES[ranks][name][1].get("sizes", (256, 512))
+    scales = {
+        "blockwise": 4 * matrices // 128**2,
+        "mxfp8": matrices // 32,
+        "mxfp8, 32x32 weights": matrices // 32**2,
+        "rowwise": 4 * 2 * (2 * inner + hidden) // ranks,
+    }.get(name, 0)
+    if name.startswith("mxfp8"):
+        page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text(encoding="utf-8")
+        assert f"{1 + scales / matrices:.3f} bytes per number" in " ".join(page.split())
     for expected, found in of_ranks(ranks, name):
-        whole, in_fp8 = (matrices + rest) * width, matrices + rest * width + tiles
+        whole, in_fp8 = (matrices + rest) * width, matrices + rest * width + scales
         # how often a step gathers all layers: FSDP2's own count, the same for both
         gathers = {sent / whole for sent in expected["bytes"][1:]}
         assert gathers == {2.5}
@@ -171,7 +195,9 @@ def test_whole_weights_share_one_placeholder(of_ranks: Any) -> None:
         assert found["nan"] == 256 * 512
 
 
-@pytest.mark.parametrize(("ranks", "name"), [case(2, "offloaded"), case(2, "rowwise"), case(4, "to fewer ranks")])
+@pytest.mark.parametrize(
+    ("ranks", "name"), [case(2, "offloaded"), case(2, "rowwise, not resharded"), case(4, "to fewer ranks")]
+)
 def test_weights_sent_in_high_precision_have_a_reason(ranks: int, name: str, of_ranks: Any) -> None:
     for expected, found in of_ranks(ranks, name):
         assert found["bytes"] == expected["bytes"]

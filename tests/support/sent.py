@@ -160,6 +160,9 @@ def _compiled(model: Net, regions: bool, settings: dict[str, Any]) -> fp8graph.B
 def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
     if event == "policy":
         backend.set_policy(fp8graph.Policy([fp8graph.Rule("layers.0.down", None)], default="tensorwise"))
+    if event == "keep":
+        for layer in model.layers:  # pyright: ignore
+            layer.set_reshard_after_forward(False)
     if event == "load":
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()})
     if event == "unseen":  # as averages of weights are swapped in
