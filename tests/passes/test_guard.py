@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import torch as safetensors
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import fp8graph
 from fp8graph import Backend, Policy, Rule
 from fp8graph.errors import ConfigError, StateError
 from fp8graph.passes.observe.observation import Observation
+from fp8graph.recipes import GEMMS
 from guarding import BAD, Block, scales, sharded
-from helpers import same_bits
+from helpers import Counting, same_bits
 from ranks import run_ranks
 
 RULES = Policy(default="tensorwise", min_speedup=0)
@@ -146,6 +147,30 @@ def test_a_schedule_goes_on() -> None:
     whole = Policy([MIDDLE, *policy.rules], default="tensorwise", min_speedup=0)
     assert guard.policy == whole
     assert backend.policy == whole.at_step(5)
+
+
+def test_a_guard_takes_a_forward_out_of_four_bits() -> None:
+    """From the step on at which the input's copy loses too much; dgrad and wgrad stay, and so does the other layer."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2)))
+    backend = Counting(Policy(default="nvfp4", min_speedup=0))
+    guard = backend.guard(sqnr=16.5, every=1, start=1, apply=True)
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters(), 1e-3)
+    halfway = torch.tensor([6.0, *[2.5] * 15]).repeat(64, 4)  # 2.5 lies between 2 and 3
+    generated: list[int] = []
+    for step in range(7):
+        x = torch.randn(64, 64) if step < 3 else halfway * torch.randn(64, 64).sign()
+        compiled(x.requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        generated.append(len(backend.generated))
+    (finding,) = guard.findings
+    assert (finding.step, finding.site, finding.gemms) == (3, "0", ("fprop",))
+    assert backend.policy.rules == (Rule("0", "nvfp4", fprop=None, optional=True),)
+    recipes = {(g.fqn, g.gemm): g.recipe for g in backend.report.graphs[-1].gemms}
+    assert recipes == {(n, g): None if (n, g) == ("0", "fprop") else "nvfp4" for n in "01" for g in GEMMS}
+    assert generated[-1] - generated[3] == 2  # forward and backward, once
 
 
 def test_unobserved_steps_run_what_they_ran() -> None:

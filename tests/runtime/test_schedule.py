@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import changing
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.errors import StateError
-from helpers import MLP, eager_backend, first_fast, same_bits
+from helpers import MLP, Counting, eager_backend, first_fast, same_bits
+from ranks import run_each, run_ranks
 
 DELAYED = DelayedScaling(amax_history_len=4)
 WARM_UP = Policy([Rule("*", None, steps=(0, 2))], default=DELAYED, min_speedup=0)
@@ -163,3 +166,44 @@ def test_ranks_compare_the_schedule_not_the_step_of_an_evaluation() -> None:
     train(model, [torch.optim.AdamW(model.parameters())], backend, 4)
     assert backend._shared.policies.lines() == lines
     assert "steps=(0, 2)" in lines[0]
+
+
+CHANGE = 4
+LATE: dict[str, Policy] = {
+    name: Policy([Rule("*", recipe, steps=(0, CHANGE)), Rule("*", recipe, fprop=None, steps=(CHANGE, None))])
+    for name, recipe in (("nvfp4", "nvfp4"), ("delayed", DELAYED))
+}
+
+
+def test_a_forward_in_bf16_late_in_a_run_compiles_once_more() -> None:
+    torch._dynamo.reset()
+    model, backend = MLP(), Counting(LATE["nvfp4"])
+    compiled, optimizer = torch.compile(model, backend=backend), torch.optim.SGD(model.parameters())
+    compiled_graphs: list[int] = []
+    recipes: list[set[tuple[str, str | None]]] = []
+    for _ in range(CHANGE + 3):
+        compiled(X.clone().requires_grad_()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        compiled_graphs.append(len(backend.generated))
+        recipes.append({(gemm.gemm, gemm.recipe) for gemm in backend.report.gemms})
+    assert compiled_graphs == [2] * CHANGE + [4] * 3  # forward and backward
+    backwards: set[tuple[str, str | None]] = {("dgrad", "nvfp4"), ("wgrad", "nvfp4")}
+    assert recipes == [{("fprop", "nvfp4"), *backwards}] * CHANGE + [{("fprop", None), *backwards}] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_a_new_process_resumes_before_and_after_the_change(tmp_path: Path) -> None:
+    """Bit for bit, with the backend's state, and torch's generator, from which NVFP4 rounds gradients."""
+    whole: dict[str, list[float]] = {}
+    for name, policy in LATE.items():
+        whole[name] = changing.train(policy, range(CHANGE + 4), tmp_path / name, saves=(2, CHANGE, CHANGE + 1))
+    calls = {
+        (name, start): (changing.resume, (policy, range(start, CHANGE + 4), tmp_path / name))
+        for name, policy in LATE.items()
+        for start in (2, CHANGE, CHANGE + 1)
+    }
+    (resumed,) = run_ranks(run_each, 1, tmp_path, calls)
+    for (name, start), losses in resumed.items():
+        assert losses == whole[name][start:], (name, start)
