@@ -67,8 +67,8 @@ Counted = Counter[tuple[str, int]]  # (kind, payload in bytes)
 RUN: dict[int, list[tuple[str, str | None]]] = {
     2: [
         *(("ddp", recipe) for recipe in (None, "delayed")),
-        # layer by layer, and yet all amaxes together; tensorwise: weights in FP8
-        *(("fsdp", recipe) for recipe in (None, "delayed", "tensorwise")),
+        # layer by layer, and yet all amaxes together; with a recipe: weights in FP8
+        *(("fsdp", recipe) for recipe in (None, "delayed", "tensorwise", "rowwise", "mxfp8")),
         *(("tp", recipe) for recipe in (None, "tensorwise", "delayed")),
         # what has one scale is gathered in FP8
         *(("tp and sp", recipe) for recipe in (None, "tensorwise", "delayed", "rowwise")),
