@@ -62,7 +62,7 @@ nitpick_ignore_regex = [
     (
         "py:class",
         r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|BackwardOverride|ScaleAlgorithm|ScaleFormat"
-        r"|Scope|ErrorMode)",
+        r"|Scope|ErrorMode|HasConfig)",
     ),
 ]
 

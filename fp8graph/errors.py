@@ -72,8 +72,8 @@ class UnsupportedRecipeError(ConfigError):
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be read or written as asked: a damaged file, tensors that do not fit, an unknown format.
 
-    Raised by ``load_checkpoint``, ``export``, ``quantized_state`` and ``fp8graph inspect``, with file and tensor. The
-    model, or the folder that was to be written, is then as it was before.
+    Raised by ``load_checkpoint``, ``export``, ``quantized_state``, ``Policy.from_checkpoint`` and ``fp8graph inspect``,
+    with file and tensor. The model, or the folder that was to be written, is then as it was before.
     """
 
 

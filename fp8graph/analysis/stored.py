@@ -7,7 +7,7 @@ the other operand is quantized: what an engine that loads the checkpoint compute
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torch import fx
@@ -81,7 +81,11 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
 def recipe_of(stored: fx.Node) -> Recipe:
     """The recipe whose weights are stored as ``stored`` is."""
     given = named_arguments(stored)
-    kind, block = given["scaling"], tuple(given["block"])
+    return recipe_of_kind(given["scaling"], given["block"])
+
+
+def recipe_of_kind(kind: str, block: Sequence[int]) -> Recipe:
+    """The recipe whose weights have this kind of scaling, in tiles of ``block`` (rows, columns) where it has tiles."""
     if kind in _RECIPES:
         return _RECIPES[kind]
     rows, columns = block

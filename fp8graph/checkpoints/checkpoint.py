@@ -32,8 +32,9 @@ _NOT_COPIED: Final = (
 class Checkpoint:
     """A checkpoint with quantized layers, opened from a folder. Reads configs and headers; tensors on demand.
 
-    ``layers``: how each quantized layer is stored. ``others``: the tensors that belong to none. ``problems``: what
-    does not fit together, in sentences without their full stop; :meth:`weight` raises those of a layer.
+    ``layers``: how each quantized layer is stored. ``others``: the tensors that belong to none. ``unlisted``: FP8
+    weights of layers that the config leaves in high precision, by layer. ``problems``: what does not fit together, in
+    sentences without their full stop; :meth:`weight` raises those of a layer.
 
     Raises:
         CheckpointError: no checkpoint, a damaged one, or one of a format that is not known.
@@ -42,8 +43,8 @@ class Checkpoint:
     def __init__(self, folder: Path | str) -> None:
         self.shards = Shards(folder)
         self.folder = self.shards.folder
-        self.quantization = _quantization_of(self.folder)
-        self.layers, self.problems = dict[str, LayerFormat](), list[str]()
+        self.quantization = quantization_of(self.folder)
+        self.layers, self.unlisted, self.problems = dict[str, LayerFormat](), dict[str, str](), list[str]()
         self._find_layers()
         claimed = {name for layer, stored in self.layers.items() for name in stored.names(layer).values()}
         self.others = [name for name in self.shards if name not in claimed]
@@ -94,6 +95,7 @@ class Checkpoint:
                 if is_packed(info.dtype) and not any(one.packed for one in formats):
                     continue
                 if not formats:
+                    self.unlisted[layer] = name
                     self.problems.append(
                         f"{info.file}: tensor {name!r} is {info.stored_as}, and the config leaves layer {layer!r} in "
                         "high precision"
@@ -129,27 +131,47 @@ class Checkpoint:
                 yield f"{info.file}: tensor {name!r} is {info.stored_as}, and not the weight of a layer"
 
 
-def _quantization_of(folder: Path) -> Quantization:
+def quantization_of(folder: Path) -> Quantization:
     """The quantization config of a folder, parsed.
 
     Raises:
         CheckpointError: there is none, or it is of a format that is not known.
     """
-    file, config = folder / "config.json", read_json(folder / "config.json")
-    said = config.get("quantization_config") or config.get("compression_config")
-    where = f"{file}: quantization_config"
-    if said is None and (folder / FILE).exists():
-        said, where = read_json(folder / FILE), str(folder / FILE)
-    if said is None:
-        raise CheckpointError(f"{file}: there is no quantization_config, and no {FILE}: this checkpoint is not in FP8.")
-    if not isinstance(said, Mapping):
-        raise CheckpointError(f"{where}: {said!r:.200} is not a table of fields.")
-    producer = said.get("producer")
+    file = folder / "config.json"
+    if (found := _of_config(read_json(file), str(file))) is not None:
+        return found
+    if (folder / FILE).exists():
+        return parsed(read_json(folder / FILE), str(folder / FILE))
+    raise CheckpointError(f"{file}: there is no quantization_config, and no {FILE}: this checkpoint is not in FP8.")
+
+
+def parsed(config: Mapping[str, Any], where: str) -> Quantization:
+    """A config.json with its quantization config, or such a config alone, parsed. ``where``: names it in errors.
+
+    Raises:
+        CheckpointError: it is of a format that is not known.
+    """
+    if (found := _of_config(config, where)) is not None:
+        return found
+    if config.keys().isdisjoint(("quant_method", "producer")):
+        raise CheckpointError(f"{where}: there is neither a quantization_config nor a quant_method: it is not in FP8.")
+    producer = config.get("producer")
     of_producer = producer.get("name") if isinstance(producer, Mapping) else None
-    method = said.get("quant_method", of_producer)
+    method = config.get("quant_method", of_producer)
     if not isinstance(method, str) or method not in FORMATS:
         raise CheckpointError(f"{where}: quant_method is {method!r:.200}. Known: {', '.join(FORMATS)}.")
-    return FORMATS[method].parse(said, where)
+    return FORMATS[method].parse(config, where)
+
+
+def _of_config(config: Mapping[str, Any], where: str) -> Quantization | None:
+    """The quantization config in a config.json, parsed; None: there is none."""
+    said = config.get("quantization_config") or config.get("compression_config")
+    where = f"{where}: quantization_config"
+    if said is None:
+        return None
+    if not isinstance(said, Mapping):
+        raise CheckpointError(f"{where}: {said!r:.200} is not a table of fields.")
+    return parsed(said, where)
 
 
 def write_checkpoint(

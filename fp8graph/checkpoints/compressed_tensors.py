@@ -11,14 +11,24 @@ multiplies: [1], [n, 1], tiles [n / rows, k / columns], or bytes of E8M0 [n, k /
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
 import torch
 
 from fp8graph.checkpoints.config import Expressions, Fields, is_count, is_names, is_pair, is_version_0
-from fp8graph.checkpoints.layer_format import FLOATS, WHOLE, Activation, Kind, LayerFormat, Quantization, Suffixes
+from fp8graph.checkpoints.layer_format import (
+    EVERY,
+    FLOATS,
+    WHOLE,
+    Activation,
+    Kind,
+    LayerFormat,
+    Quantization,
+    Suffixes,
+)
 from fp8graph.errors import CheckpointError
 
 _FP8: Final = Suffixes()
@@ -61,6 +71,7 @@ _FORMS: Final[dict[Kind, str]] = {
     ("mxfp8", (1, 32)): "MXFP8",
     ("nvfp4", (1, 16)): "NVFP4",
 }
+_CLASSES: Final = ("Linear", "LinearBase")  # as targets: every linear
 _FORMATS: Final = ("float-quantized", "naive-quantized", "mxfp8-quantized", "nvfp4-pack-quantized")
 
 
@@ -139,6 +150,13 @@ class CompressedTensors(Quantization):
         ignored, targets = self.matched
         found = targets.first(layer) if ignored.first(layer) is None else None
         return () if found is None else (self.groups[found].stored,)
+
+    def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
+        ignored, targets = self.matched
+        for expression, _ in ignored.expressions():
+            yield expression, None
+        for expression, group in targets.expressions():
+            yield expression, self.groups[group].stored
 
     @functools.cached_property
     def matched(self) -> tuple[Targets, Targets]:
@@ -278,9 +296,18 @@ class Targets:
     def __init__(self, targets: Sequence[tuple[str, int]], where: str) -> None:
         self._names = dict(reversed(targets))
         written = [(target.removeprefix("re:"), owner) for target, owner in targets if target.startswith("re:")]
-        self._expressions = Expressions([text for text, _ in written], where)
+        self._written = [text for text, _ in written]
+        self._expressions = Expressions(self._written, where)
         self._owners = [owner for _, owner in written]
-        self._of_all = next((owner for target, owner in targets if target in ("Linear", "LinearBase")), None)
+        self._of_all = next((owner for target, owner in targets if target in _CLASSES), None)
+
+    def expressions(self) -> Iterator[tuple[str, int]]:
+        """Expressions on whole names, and their owners; the first that matches decides, as :meth:`first` does."""
+        names = {name: owner for name, owner in self._names.items() if name not in _CLASSES and name[:3] != "re:"}
+        yield from ((re.escape(name), owner) for name, owner in names.items())
+        yield from ((f"(?:{text}).*", owner) for text, owner in zip(self._written, self._owners, strict=True))
+        if self._of_all is not None:
+            yield EVERY, self._of_all
 
     def first(self, layer: str) -> int | None:
         """The owner; None: the layer has none."""

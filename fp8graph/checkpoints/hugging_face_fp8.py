@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -27,6 +27,7 @@ from fp8graph.checkpoints.config import Expressions, Fields, is_pair
 from fp8graph.checkpoints.layer_format import (
     E8M0,
     EMBEDDING,
+    EVERY,
     FLOATS,
     STATIC,
     WHOLE,
@@ -50,6 +51,7 @@ _TABLE: Final = LayerFormat(
     scheme=EMBEDDING[0], suffixes=Suffixes(scale=".weight_scale"), block=(WHOLE, WHOLE), scale_dims=1
 )
 _EXPERTS: Final = Suffixes(weight="", scale="_scale_inv", input_scale="_activation_scale")
+_BOUNDARY: Final = r"(?:(?<=\.)|(?=\.|$))"  # behind a name in the list of layers that are skipped
 FUSED: Final = ("gate_up_proj", "down_proj", "up_proj")  # the parameters of fused experts
 
 
@@ -177,6 +179,15 @@ class HuggingFaceFP8(Quantization):
             return tuple(replace(linear, **packed) for linear in linears)
         return linears
 
+    def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
+        for name in self.modules_to_not_convert:
+            yield rf"(?:{name}){_BOUNDARY}.*|.*{re.escape(name)}", None
+        for table in self.modules_to_convert:
+            yield rf".*{re.escape(table)}", _TABLE
+        if self.packed_experts:
+            yield r".*\.experts\..*", self.layer_formats(".experts.")[0]
+        yield EVERY, self.linear()
+
     def config(self) -> dict[str, Any]:
         tables = {"modules_to_convert": list(self.modules_to_convert)} if self.modules_to_convert else {}
         return tables | {
@@ -208,7 +219,7 @@ class Skipped:
 
     def __init__(self, names: Sequence[str], where: str) -> None:
         self._endings = frozenset(names)
-        self._expressions = Expressions(dict.fromkeys(names), where, then=r"(?:(?<=\.)|(?=\.|$))")
+        self._expressions = Expressions(dict.fromkeys(names), where, then=_BOUNDARY)
 
     def __contains__(self, layer: str) -> bool:
         ends = any(layer[start:] in self._endings for start in range(len(layer) + 1))

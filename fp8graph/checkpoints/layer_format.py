@@ -20,6 +20,7 @@ from fp8graph.numerics.formats import exp2_biased
 from fp8graph.numerics.quantization import dequantize_data
 
 WHOLE: Final = 0  # in a block: the whole dim
+EVERY: Final = ".*"  # of expressions: the one that matches all names
 Kind = tuple[str, tuple[int, int]]  # of scaling, and (rows, columns) of a tile; (0, 0): scales are not of tiles
 EMBEDDING: Final[Kind] = ("embedding", (0, 0))  # a table with one scale, whose rows are looked up
 STATIC: Final[Kind] = ("static", (0, 0))  # one scale, and one of the input, both from a checkpoint
@@ -368,6 +369,13 @@ class Quantization(ABC):
     @abstractmethod
     def layer_formats(self, layer: str) -> tuple[LayerFormat, ...]:
         """The possible formats of a linear layer of this name; empty if it is left in high precision."""
+
+    @abstractmethod
+    def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
+        """:meth:`layer_formats` as data: expressions on whole names, of which the first that matches decides.
+
+        None: the layer is left in high precision, as are layers that match none.
+        """
 
     @abstractmethod
     def config(self) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final, Self
 
 import torch
 
 from fp8graph.checkpoints.config import Expressions, Fields, is_version_0
-from fp8graph.checkpoints.layer_format import WHOLE, Activation, Kind, LayerFormat, Quantization, Suffixes
+from fp8graph.checkpoints.layer_format import EVERY, WHOLE, Activation, Kind, LayerFormat, Quantization, Suffixes
 from fp8graph.errors import CheckpointError
 
 FILE: Final = "hf_quant_config.json"
@@ -169,10 +169,19 @@ class ModelOpt(Quantization):
         owner = next((name for name in _owners(layer) if name in self.layers), None)
         return () if owner is None else (ALGORITHMS[self.layers[owner]],)
 
+    def selections(self) -> Iterator[tuple[str, LayerFormat | None]]:
+        if self.algorithm is None:
+            for name in sorted(self.layers, key=lambda one: -one.count(".")):  # the innermost owner decides
+                yield _inside(name), ALGORITHMS[self.layers[name]]
+            return
+        for name in self.excluded:
+            yield of_glob(name) if _is_glob(name) else _inside(name), None
+        yield EVERY, ALGORITHMS[self.algorithm]
+
     @functools.cached_property
     def expressions(self) -> tuple[frozenset[str], Expressions]:
         """The modules that are left in high precision: their names, and patterns."""
-        patterns = [of_glob(one) for one in self.excluded if any(c in one for c in "*?[")]
+        patterns = [of_glob(one) for one in self.excluded if _is_glob(one)]
         return frozenset(self.excluded), Expressions(patterns, f"{self.where}: exclude_modules", then="$")
 
     def config(self) -> dict[str, Any]:
@@ -232,6 +241,15 @@ def _owners(layer: str) -> list[str]:
     """A layer and the modules that it is in: fused experts are listed by the module that holds them."""
     parts = layer.split(".")
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _inside(module: str) -> str:
+    """The expression that matches a module and those in it."""
+    return rf"{re.escape(module)}(?:\..*)?"
+
+
+def _is_glob(name: str) -> bool:
+    return any(character in name for character in "*?[")
 
 
 def of_glob(pattern: str) -> str:

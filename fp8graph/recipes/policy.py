@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -16,11 +17,11 @@ import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, expect, expect_path
 from fp8graph.recipes.base import GEMMS, Recipe
-from fp8graph.recipes.recipe import known_recipe, resolve_recipe
+from fp8graph.recipes.recipe import RecipeLike, known_recipe, resolve_recipe
 from fp8graph.recipes.rules import (
     DEFAULT_OPS,
     INHERIT,
@@ -38,9 +39,18 @@ from fp8graph.recipes.rules import (
 )
 
 WATCH: Final = ("observe", "guard")  # tables of a policy file that are not part of the policy
+# The files in which a checkpoint says how it is quantized, and the keys by which their contents are known.
+CONFIG_FILES: Final = ("config.json", "hf_quant_config.json")
+CONFIG_KEYS: Final = frozenset({"quantization_config", "compression_config", "quant_method", "producer"})
 _log = logging.getLogger("fp8graph")
 # Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (hardware/speed.py).
 MIN_SPEEDUP: Final = 1.05
+
+
+class HasConfig(Protocol):
+    """A config of transformers, or a quantization config."""
+
+    def to_dict(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -170,7 +180,10 @@ class Policy:
         """A text that is equal for policies with equal decisions: names are resolved to their current recipes."""
         recipes = [[rule.recipe_for(gemm) for gemm in GEMMS] for rule in self.rules]
         # repr() of a compiled expression cuts it after 200 characters: use the whole text, and the flags
-        patterns = [(rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps) for rule in self.rules]
+        patterns = [
+            (rule.text, pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps, rule.reason)
+            for rule in self.rules
+        ]
         default = self._default_recipe()
         return repr((patterns, recipes, default, self.min_speedup, self.extends, self.keep_heads))
 
@@ -218,16 +231,55 @@ class Policy:
             return Policy.from_dict(values_of_file(path))
 
     @staticmethod
+    def from_checkpoint(
+        folder_or_config: str | os.PathLike[str] | Mapping[str, Any] | HasConfig,
+        *,
+        recipes: Mapping[str, RecipeLike] | None = None,
+    ) -> Policy:
+        """A policy with exactly the layers that an FP8 checkpoint quantizes, in its recipe.
+
+        All other layers stay in high precision, and the report names the checkpoint. The recipe is the one with which
+        engines multiply such weights (scales ``amax / 448``), so that a model that is trained under it and exported is
+        served as it was trained. Gradients are quantized as that recipe quantizes them.
+
+        Args:
+            folder_or_config: a checkpoint of Hugging Face's FP8 (DeepSeek's), compressed-tensors or ModelOpt: its
+                folder, whose files then say which layers are quantized, and in which form; its config.json or
+                ``hf_quant_config.json``; either as a dict; its ``quantization_config``, which is also an engine's; or
+                an object with ``to_dict()``, as transformers' configs are.
+            recipes: by the name of a form of the checkpoint, as ``fp8graph inspect`` shows it: the recipe to train such
+                layers with, None for high precision. For forms that no recipe computes: static scales of inputs,
+                weights that are quantized alone.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is of a format that is not known, or no recipe computes
+                what one of its layers computes: the message names it.
+        """
+        # The room of what is made of checkpoints stands above this one, and is loaded when it is needed.
+        made: Any = importlib.import_module("fp8graph.tools.checkpoint_policy")
+        return made.policy_of(folder_or_config, recipes or {})
+
+    @staticmethod
     def coerce(value: Policy | Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
-        """A policy from a Policy, its dict form, or a path."""
+        """A policy from a Policy, its dict form, a path, or a checkpoint as :meth:`from_checkpoint` takes it."""
         if isinstance(value, Policy):
             return value
+        if is_checkpoint(value):
+            return Policy.from_checkpoint(value)
         if isinstance(value, Mapping):
             return Policy.from_dict(value)
         if isinstance(value, (str, os.PathLike)):
             return Policy.load(value)
         hint = " Write Policy([...])." if isinstance(value, (list, Rule)) else ""
         raise PolicyError(f"policy must be a Policy, a dict or a path, not {value!r}.{hint}")
+
+
+def is_checkpoint(value: object) -> bool:
+    """Whether a policy is given as an FP8 checkpoint: its folder or config file, or its config."""
+    if isinstance(value, (str, os.PathLike)):
+        name = os.path.basename(os.fspath(cast(str, value)))
+        return os.path.isdir(value) or (name in CONFIG_FILES and "rules" not in values_of_file(value))
+    return isinstance(value, Mapping) and not CONFIG_KEYS.isdisjoint(cast(Mapping[str, Any], value))
 
 
 def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:

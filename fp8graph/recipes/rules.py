@@ -49,6 +49,7 @@ class Rule:
         optional: the rule may match nothing (as in the general policy's list of usual head names).
         steps: ``(first, end)``: the rule applies from step ``first`` until before step ``end`` (None: forever); see
             :meth:`Policy.at_step`.
+        reason: why the rule is there. The report shows it where the rule decided.
 
     Raises:
         PolicyError: (a ``ValueError``) for a value of the wrong type; ``UnsupportedRecipeError`` for a recipe that
@@ -64,6 +65,7 @@ class Rule:
     wgrad: GemmRecipe = INHERIT
     optional: bool = False
     steps: tuple[int, int | None] | None = None
+    reason: str = ""
 
     def __post_init__(self) -> None:
         pattern: object = self.pattern
@@ -77,6 +79,8 @@ class Rule:
             raise PolicyError(f"{self._described}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
             raise PolicyError(f"{self._described}: optional must be True or False.")
+        if not isinstance(self.reason, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PolicyError(f"{self._described}: reason must be a text, not {self.reason!r}.")
         if self.op == "attention" and (given := [gemm for gemm in GEMMS if getattr(self, gemm) is not INHERIT]):
             raise PolicyError(
                 f'{self._described}: op="attention" takes no {", ".join(given)}: attention has no such GEMMs. '
@@ -111,11 +115,13 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """The sites that the rule is for: its pattern, with the op and the steps where they are given."""
+        """The sites that the rule is for: its pattern, with the op, the steps and the reason where they are given."""
         more = [] if self.op == "linear" else [f"op {self.op}"]
         if self.steps is not None:
             first, end = self.steps
             more.append(f"from step {first}" if end is None else f"steps {first} to {end - 1}")
+        if self.reason:
+            more.append(self.reason)
         pattern = f"/{self.text}/" if isinstance(self.pattern, re.Pattern) else f'"{self.text}"'
         return f"{pattern} ({', '.join(more)})" if more else pattern
 
@@ -160,6 +166,8 @@ class Rule:
             values["optional"] = True
         if self.steps is not None:
             values["steps"] = [step for step in self.steps if step is not None]
+        if self.reason:
+            values["reason"] = self.reason
         return values
 
 
@@ -228,7 +236,7 @@ def check_keys(where: str, values: object, known: set[str]) -> None:
 
 def rule_from_dict(index: int, values: Any) -> Rule:
     where = f"rule {index}"
-    check_keys(where, values, {"pattern", "regex", "recipe", "op", "optional", "steps", *GEMMS})
+    check_keys(where, values, {"pattern", "regex", "recipe", "op", "optional", "steps", "reason", *GEMMS})
     settings = dict(cast(Mapping[str, Any], values))
     if ("pattern" in settings) == ("regex" in settings):
         raise PolicyError(f"{where}: exactly one of 'pattern' (a glob) and 'regex' is needed.")

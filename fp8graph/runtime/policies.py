@@ -28,7 +28,7 @@ from fp8graph.ir.settings import choices
 from fp8graph.models import extended
 from fp8graph.recipes import RecipeLike, resolve_recipe
 from fp8graph.recipes.autocast import DISABLED, POLICY
-from fp8graph.recipes.policy import WATCH, Policy, in_file, values_of_file
+from fp8graph.recipes.policy import WATCH, Policy, in_file, is_checkpoint, values_of_file
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
@@ -52,6 +52,8 @@ class PolicyFile:
             PolicyError: the file cannot be read.
             ConfigError: a table holds an unknown key.
         """
+        if is_checkpoint(policy):
+            policy = Policy.coerce(cast(Any, policy))
         path = policy if isinstance(policy, str | os.PathLike) else None
         values: Any = values_of_file(path) if path is not None else policy
         watch: dict[str, Any] = {}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fp8graph.backend.multiplied import Multiplied
 from fp8graph.checkpoints import FORMATS, LayerFormat, QuantizedWeight
 from fp8graph.checkpoints.layer_format import EMBEDDING, STATIC, WHOLE, Kind, Quantization
+from fp8graph.compat.wrappers import name_in_original
 from fp8graph.errors import CheckpointError, ConfigError
 from fp8graph.libraries.readers import as_saved
 from fp8graph.numerics.scalings import SCALINGS
@@ -58,6 +59,14 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
         part = Part(layer=name.removesuffix(".weight"), rows=rows % shapes[source][-2], expert=expert)
         found[source].append(part)
     return {name: parts for name, parts in found.items() if name not in unknown and parts}
+
+
+def saved_layers(model: nn.Module) -> dict[str, list[str]]:
+    """The names of the linears as which each matrix of ``model`` is stored, by the name of its parameter."""
+    named = ((name_in_original(name), parameter.shape) for name, parameter in model.named_parameters())
+    # of experts [experts, n, k] two rows each tell where they are
+    shapes = {name: (shape[0], 2, 1) if len(shape) == 3 else shape for name, shape in named if len(shape) in (2, 3)}
+    return {name: [part.layer for part in parts] for name, parts in saved_parts(model, shapes).items()}
 
 
 def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:

@@ -304,7 +304,7 @@ def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
         A sentence, and problems in sentences without their full stop.
     """
     try:
-        model = _model(checkpoint)
+        model = model_of_checkpoint(checkpoint)
     except ConfigError as error:
         return f"The names were not compared with those of a model: {error}", []
     title = type(model).__name__
@@ -320,8 +320,9 @@ def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     return f"The names were compared with those of {title} in transformers.", problems
 
 
-def _model(checkpoint: Checkpoint) -> Any:
-    """
+def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
+    """The model that config.json describes, without weights.
+
     Raises:
         ConfigError: transformers has no such model, or cannot build it.
     """

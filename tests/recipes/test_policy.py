@@ -304,6 +304,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
             for op in ("linear", "matmul", "grouped_mm", "*")
         ),
         (lambda: Rule("a", None, optional=1), "optional must be True or False"),  # pyright: ignore
+        (lambda: Rule("a", None, reason=3), "reason must be a text, not 3"),  # pyright: ignore
         (lambda: Policy(Rule("a", None)), "rules must be a list of Rule objects"),  # pyright: ignore
         (lambda: Policy(["lm_head"]), "'lm_head' is not a Rule"),  # pyright: ignore
         (lambda: Policy(default="nosuch"), "unknown recipe 'nosuch'"),

@@ -16,6 +16,7 @@ RULES = [
     Rule(re.compile(r"layers\.(0|1)\.up"), None, steps=(0, 5)),
     Rule("*", Float8BlockScaling(power_2_scale=False), op="matmul", optional=True),
     Rule("späte*", "tensorwise", steps=(100, None)),
+    Rule("*.gate", None, reason='a router, of "my" model'),
 ]
 
 

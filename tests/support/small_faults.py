@@ -268,8 +268,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "policies that differ in an optional rule have one identity",
         f"{_RECIPES}/policy.py",
-        "pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps)",
-        "pattern_flags(rule.pattern), rule.op, rule.steps)",
+        "pattern_flags(rule.pattern), rule.op, rule.optional, rule.steps, rule.reason)",
+        "pattern_flags(rule.pattern), rule.op, rule.steps, rule.reason)",
         ("tests/recipes/test_policy.py",),
     ),
     Fault(
@@ -318,7 +318,7 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "a layer is skipped whose name begins like another's",
         f"{_CHECKPOINTS}/hugging_face_fp8.py",
-        r'then=r"(?:(?<=\.)|(?=\.|$))"',
+        "then=_BOUNDARY",
         'then=""',
         ("tests/checkpoints/test_hugging_face_fp8.py",),
     ),
