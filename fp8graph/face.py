@@ -37,6 +37,7 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import INHERIT, Rule
 from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, RefusalRecord
 from fp8graph.report import GraphView, Report
+from fp8graph.tools.compare_layers import compare_layers
 from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
 from fp8graph.tools.load import load_checkpoint, update_weights
@@ -76,6 +77,7 @@ __all__ = [
     "adopt",
     "autocast",
     "backend_of",
+    "compare_layers",
     "compile",
     "explain",
     "export",

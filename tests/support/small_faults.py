@@ -737,6 +737,27 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/tools/test_forms.py", "tests/tools/test_export.py"),
     ),
     Fault(
+        "the config of a checkpoint wins over its files",
+        f"{_TOOLS}/checkpoint_policy.py",
+        "checkpoint.layers | dict(self._unlisted())",
+        "checkpoint.layers",
+        ("tests/tools/test_checkpoint_policy.py",),
+    ),
+    Fault(
+        "the layers of a checkpoint run in FP8 only where it is faster",
+        f"{_TOOLS}/checkpoint_policy.py",
+        "default=_named(default), min_speedup=0",
+        "default=_named(default), min_speedup=1.05",
+        ("tests/tools/test_checkpoint_policy.py",),
+    ),
+    Fault(
+        "a layer that an engine leaves in high precision is called the same",
+        f"{_TOOLS}/compare_layers.py",
+        "return not (self.only_here or self.only_there",
+        "return not (self.only_there",
+        ("tests/tools/test_compare_layers.py::test_one_difference_is_enough",),
+    ),
+    Fault(
         "the seed of batches is ignored",
         f"{_TOOLS}/hugging_face.py",
         ".manual_seed(seed)",
