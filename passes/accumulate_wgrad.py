@@ -30,6 +30,7 @@ from torch import Tensor, fx
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local, number_of_ranks
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
@@ -117,7 +118,7 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
         set_direction(copy, "must_be_in_backward")
         results[place] = None
     output.args = (type(output.args[0])(results),)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _moves(wgrad: fx.Node, parameter: fx.Node, compilation: Compilation) -> str:

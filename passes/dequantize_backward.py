@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -87,7 +88,7 @@ def dequantize_backward(graph: fx.Graph, compilation: Compilation) -> None:
         if reason is not None:
             compilation.refuse(_WHAT, site, reason)
             compilation.amend({(site.fqn, site.index, gemm.gemm): reason})
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _read_by_fprops(graph: fx.Graph, sites: list[Site]) -> dict[int, dict[OperandName, Read]]:

@@ -25,6 +25,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.stored import stored_weight, transposes
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -75,7 +76,7 @@ def fold(graph: fx.Graph, compilation: Compilation) -> None:
             for gemm in site.gemms:
                 if compilation.decisions[gemm.node].recipe is None and gemm.gemm != "fprop":
                     _dequantize_again(gemm.node, weight)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:

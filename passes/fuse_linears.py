@@ -30,7 +30,7 @@ from torch import fx
 
 from fp8graph.analysis.siblings import are_summed, can_be_slices, kin, size_in_group, take_out_of_sum
 from fp8graph.compat import aot
-from fp8graph.compat.inductor import stable_topological_sort
+from fp8graph.compat.inductor import erase_unused, stable_topological_sort
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -76,7 +76,7 @@ def fuse_linears(graph: fx.Graph, compilation: Compilation) -> None:
     if joined:
         compilation.amend({key: f"one GEMM with {', '.join(others)}" for key, others in compilation.fused.items()})
         stable_topological_sort(graph)  # the joined tensors are needed where the first linear runs
-        graph.eliminate_dead_code()
+        erase_unused(graph)
 
 
 def _dgrads(linears: Sequence[Linear]) -> list[fx.Node]:

@@ -30,6 +30,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.gather_path import Path, path_of, replay, row_sizes, scale_may_differ
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
@@ -76,7 +77,7 @@ def gather_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
             sent = _rewrite(graph, node, path, tag, as_bytes=not compilation.known.settings.pipelines_gathers)
         for gathered in sent:
             gathered.meta[GATHERED_KEY] = Gathered(tensor=tensor, reason=reason)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     collectives.erase_unread(graph)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from fp8graph import hardware
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.edit import inline, trace
 from fp8graph.ir.nodes import NAMES_KEY, nodes, value
@@ -47,7 +48,7 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
         if key not in traces:
             traces[key] = _trace(node, references[node.target])
         _inline(graph, node, traces[key])
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _signature(node: fx.Node) -> Any:

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
@@ -61,7 +62,7 @@ def quantize(graph: fx.Graph, compilation: Compilation) -> None:
             gemm, site, position = gemms[node]
             node.meta[GEMM_KEY] = position, gemm.gemm
             results[node] = _rewrite(graph, gemm, site, decision, results, compilation.hardware_of(node))
-    graph.eliminate_dead_code()  # the transposes that only the replaced matmuls used
+    erase_unused(graph)  # the transposes that only the replaced matmuls used
 
 
 def _rewrite(

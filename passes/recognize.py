@@ -27,6 +27,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
@@ -71,7 +72,7 @@ def recognize(graph: fx.Graph, compilation: Compilation) -> None:
                 _refuse(compilation, matmul, argument, product)
                 continue
             matmul.replace_input_with(argument, _weight(product, argument, found))
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     _report_others(graph, compilation)
 
 

@@ -32,6 +32,7 @@ import torch
 from torch import fx
 
 from fp8graph.analysis.gather_path import keeps_rows, replay, row_sizes, scale_may_differ
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.collectives import Gathered
 from fp8graph.ir.compilation import Compilation
@@ -76,7 +77,7 @@ def route_in_fp8(graph: fx.Graph, compilation: Compilation) -> None:
             exchange.meta[GATHERED_KEY] = Gathered(
                 tensor=f"{fqn} {node.meta[OPERAND_KEY]}", reason=reason or "quantized before it is sent"
             )
-    graph.eliminate_dead_code()
+    erase_unused(graph)
     collectives.erase_unread(graph)
 
 

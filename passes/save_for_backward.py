@@ -29,17 +29,29 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import getitem
 from typing import Final
 
 import torch
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert
-from fp8graph.ir.nodes import CACHED_KEY, GEMM_KEY, OPERAND_KEY, USES_KEY, aten, is_backward, nodes, readers, value
+from fp8graph.ir.nodes import (
+    CACHED_KEY,
+    GEMM_KEY,
+    OPERAND_KEY,
+    USES_KEY,
+    aten,
+    in_order,
+    is_backward,
+    nodes,
+    readers,
+    value,
+)
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
@@ -53,7 +65,7 @@ def has_backward(graph: fx.Graph, compilation: Compilation) -> bool:
 
 
 def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
-    gemms = [node for node in nodes(graph, _GEMMS) if not is_backward(node)]
+    gemms = dict.fromkeys(node for node in nodes(graph, _GEMMS) if not is_backward(node))
     found = activation_functions(gemms)
     functions = [function for function, refusal in found if not refusal]
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
@@ -74,7 +86,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
             for node in function if refusal else ():
                 if GEMM_KEY in node.meta and node in gemms and any(map(is_backward, readers(node))):
                     compilation.refuse("FP8 activation", compilation.sites[node.meta[GEMM_KEY][0]], refusal)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
@@ -113,7 +125,7 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> No
         made = {name: _output(graph, forward, name) for name in outputs if name in forward.names}
         if quantized.kind.own_scale:
             asked = dataclasses.replace(asked, scales=_output(graph, forward, "scales"), row=0)
-    first = next(user for user in graph.nodes if user in read)
+    first = in_order(read)[0]
     with graph.inserting_before(first):
         # The partitioner saves the inputs of an op that it cannot fuse. It can fuse a clamp (here one that changes
         # nothing), and so finds out which tensor is cheapest to keep. A clone would be removed before it looks.
@@ -132,14 +144,14 @@ def _quantize_again(graph: fx.Graph, node: fx.Node, *, decoded_anew: bool) -> No
     graph.erase_node(node)
 
 
-def _is_read_by_backward(function: Sequence[fx.Node], gemms: Sequence[fx.Node]) -> bool:
+def _is_read_by_backward(function: Sequence[fx.Node], gemms: Collection[fx.Node]) -> bool:
     """Whether backward reads all inputs of an activation function, and can compute it again without more traffic."""
     inputs = [node for node in function if node in gemms]
     return all(any(map(is_backward, readers(x))) for x in inputs)
 
 
 def _keep_in_fp8(
-    graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms: Sequence[fx.Node], compilation: Compilation
+    graph: fx.Graph, functions: Sequence[Sequence[fx.Node]], gemms: Collection[fx.Node], compilation: Compilation
 ) -> None:
     """Let backward compute activation functions from FP8 copies of their inputs."""
     for function in functions:
@@ -147,7 +159,7 @@ def _keep_in_fp8(
         users = {user for node in function for user in node.users if is_backward(user)}
         if not users:
             continue
-        first = next(node for node in graph.nodes if node in users)
+        first = in_order(users)[0]
         again: dict[fx.Node, fx.Node] = {}
         for node in inputs:
             with graph.inserting_after(node):
@@ -189,7 +201,7 @@ def _output(graph: fx.Graph, quantized: QuantizeNode, name: str) -> fx.Node:
     return insert(graph, getitem, (node, quantized.names.index(name)), like=node, name=label)
 
 
-def activation_functions(gemms: Sequence[fx.Node]) -> list[tuple[list[fx.Node], str]]:
+def activation_functions(gemms: Collection[fx.Node]) -> list[tuple[list[fx.Node], str]]:
     """The elementwise functions of GEMM results, as ``(nodes, refusal)``: their nodes, inputs first.
 
     The refusal is "" if all values of a function go into quantize nodes and all its inputs are GEMM results.
@@ -215,7 +227,7 @@ def activation_functions(gemms: Sequence[fx.Node]) -> list[tuple[list[fx.Node], 
         if any("recompute" in node.meta for node in function):
             refusal = refusal or "torch.utils.checkpoint runs its forward again anyway"
         if len(function) > 1:
-            found.append(([node for node in gemm.graph.nodes if node in function], refusal))
+            found.append((in_order(function), refusal))
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation
 from fp8graph.ir.edit import insert, update_value
@@ -57,7 +58,7 @@ def share(graph: fx.Graph, compilation: Compilation) -> None:
         for group in candidates:
             if len(group.members) > 1:
                 _merge(graph, group)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _key(node: fx.Node) -> Any:

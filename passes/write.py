@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
 
@@ -29,7 +30,7 @@ def write(graph: fx.Graph) -> None:
         if only_written and not node.users and known_contiguous(value(buffer)) and _same_kind(buffer, source):
             if _write(graph, buffer, source, node):
                 graph.erase_node(node)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _same_kind(a: fx.Node, b: fx.Node) -> bool:

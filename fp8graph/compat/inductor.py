@@ -18,6 +18,8 @@ from unittest import mock
 import sympy
 import torch
 import torch._inductor
+from torch import fx
+from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir
 from torch._inductor.codegen.cpp import CppScheduling
@@ -41,6 +43,12 @@ from torch.utils._sympy.functions import FloorDiv
 def default_option(name: str) -> Any:
     """Inductor's value for the option ``name`` (like "triton.cudagraphs") if nobody sets it."""
     return functools.reduce(getattr, name.split("."), inductor_config)
+
+
+def erase_unused(graph: fx.Graph) -> None:
+    """``graph.eliminate_dead_code()``, which asks every node for its effects: here only those that nothing reads."""
+    random: Any = TracingContext.try_get() is None or default_option("fallback_random")
+    graph.eliminate_dead_code(is_impure_node=lambda node: bool(node.users) or node.is_impure(random))
 
 
 def with_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:

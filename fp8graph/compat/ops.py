@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
@@ -88,12 +89,19 @@ def schema(op: Any) -> Any:
     return cast(OpOverload, op)._schema
 
 
+@functools.cache
+def _arguments_of(op: Any) -> list[tuple[str, Any]]:
+    """The names and defaults of an op's arguments. A schema makes them anew each time it is read."""
+    return [(argument.name, argument.default_value) for argument in schema(op).arguments]
+
+
 def named_arguments(node: fx.Node) -> dict[str, Any]:
     """The arguments of an op's node by name, its defaults included."""
     given = dict(node.kwargs)
-    for position, argument in enumerate(schema(node.target).arguments):
-        if position < len(node.args):
-            given[argument.name] = node.args[position]
-        elif argument.name not in given:
-            given[argument.name] = argument.default_value
+    args = node.args
+    for position, (name, default) in enumerate(_arguments_of(node.target)):
+        if position < len(args):
+            given[name] = args[position]
+        elif name not in given:
+            given[name] = list(cast("list[Any]", default)) if isinstance(default, list) else default
     return given

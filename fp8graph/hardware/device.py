@@ -78,7 +78,8 @@ class Hardware:
         """
         quantizer = recipe.quantizer(operand)
         own = self.own_type(quantizer.dtype)
-        return replace(quantizer, dtype=own) if self.multiplies(quantizer.scaling) else quantizer
+        changes = own != quantizer.dtype and self.multiplies(quantizer.scaling)
+        return replace(quantizer, dtype=own) if changes else quantizer
 
     def alignment(self, a: Quantizer, b: Quantizer) -> tuple[int, int, int]:
         """The multiples to which m, n and k of a native GEMM [m, k] @ [k, n] are padded, with zeros."""

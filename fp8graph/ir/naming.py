@@ -7,6 +7,7 @@ parameters of a call are bound to.
 
 from __future__ import annotations
 
+import functools
 import keyword
 import re
 from collections import Counter
@@ -49,6 +50,7 @@ class Place:
     parameter: int | None  # graph input
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a graph asks for the same few thousand names after each pass
 def split_source(text: str) -> tuple[str, str]:
     """Dynamo's name of a value -> (root variable, dotted FQN under it).
 

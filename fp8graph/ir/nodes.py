@@ -84,7 +84,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if is_backward(node) or any(source in found for source in node.all_input_nodes):
+        if is_backward(node) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
@@ -111,6 +111,8 @@ def known_equal(a: Any, b: Any) -> bool:
 
 def known_contiguous(x: torch.Tensor) -> bool:
     """Whether ``x`` is contiguous in every run. Never adds a guard, where ``x.is_contiguous()`` does or raises."""
+    if all(isinstance(size, int) for size in (*x.shape, *x.stride())):
+        return x.is_contiguous()
     dense: list[Any] = [1, 1]  # with sizes as they are, and at least 1: strides of torch have one or the other
     for size, stride in zip(reversed(x.shape), reversed(x.stride()), strict=True):
         if not known_equal(size, 1) and not any(known_equal(stride, right) for right in dense):
@@ -189,6 +191,11 @@ def nodes(graph: fx.Graph, targets: Iterable[Any]) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target in wanted:
             yield node
+
+
+def in_order(found: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes of one graph in its order, without reading the whole graph."""
+    return sorted(cast("Iterable[Any]", found))
 
 
 def swaps_last_dims(node: fx.Node) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor, fx
 
 from fp8graph import hardware
 from fp8graph.compat import fakes
-from fp8graph.compat.ops import named_arguments, pytree
+from fp8graph.compat.ops import named_arguments
 from fp8graph.numerics import (
     experts,
     quantization,
@@ -55,7 +55,7 @@ MEASURES: Final[set[Any]] = set()  # ops whose results no GEMM reads
 
 
 def _shape_of_quantize(*args: Any, **kwargs: Any) -> list[Tensor]:
-    asked = QuantizeArguments[Any](*args, **kwargs)
+    asked: QuantizeArguments[Any] = QuantizeArguments(*args, **kwargs)
     return [asked.x.new_empty(shape, dtype=dtype) for shape, dtype in quantization.output_shapes(asked)]
 
 
@@ -273,10 +273,18 @@ def fake_results(target: Any, args: Any, kwargs: Any) -> Any:
     of ops.
     """
     first = args[0]
-    described = pytree.tree_map_only(torch.Tensor, lambda x: _Described(x.shape, x.dtype), (args, kwargs))
-    if any(not isinstance(size, int) for x in pytree.tree_leaves(described) for size in getattr(x, "shape", ())):
+    described: list[_Described] = []
+
+    def describe(argument: Any) -> Any:
+        if isinstance(argument, Tensor):
+            described.append(_Described(argument.shape, argument.dtype))
+            return described[-1]
+        return list(map(describe, argument)) if isinstance(argument, (list, tuple)) else argument
+
+    args, kwargs = describe(args), {name: describe(argument) for name, argument in kwargs.items()}
+    if any(not isinstance(size, int) for x in described for size in x.shape):
         return None
-    results = SHAPES[target](*described[0], **described[1])
+    results = SHAPES[target](*args, **kwargs)
     make = functools.partial(fakes.contiguous_fake, first.fake_mode, first.device)
     return (
         [make(x.shape, x.dtype) for x in results] if isinstance(results, list) else make(results.shape, results.dtype)

@@ -23,7 +23,7 @@ class QuantizeNode:
 
     @property
     def asked(self) -> Asked:
-        return Asked(*cast(Any, self.node.args), **cast(Any, self.node.kwargs))
+        return QuantizeArguments(*cast(Any, self.node.args), **cast(Any, self.node.kwargs))
 
     @property
     def kind(self) -> Scaling:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -44,16 +45,19 @@ def _argument_text(argument: Any) -> str:
     return _short(argument) if isinstance(argument, torch.dtype) else str(argument)
 
 
-def _argument_names(node: fx.Node) -> list[str]:
+@functools.cache
+def _argument_names(op: Any) -> list[str]:
     """``name=`` for the settings of a dialect op; its tensors need no name."""
-    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema(node.target).arguments]
+    return ["" if str(a.type) == "Tensor" else f"{a.name}=" for a in schema(op).arguments]
 
 
 class GraphText:
     """Writes the text of one graph again and again while passes change it; only changed lines are made anew."""
 
     def __init__(self) -> None:
-        self._lines: dict[fx.Node, tuple[Any, ...]] = {}  # node -> the values that its line was made from, the line
+        self._lines: dict[
+            fx.Node, tuple[Any, Any, Any, str]
+        ] = {}  # node -> the values that its line was made from, the line
 
     def __call__(self, graph: fx.Graph) -> str:
         """One line per node: ``name: dtype[shape] = op(args)``. Joint graphs mark where backward begins."""
@@ -65,19 +69,18 @@ class GraphText:
                 listed = cast(Sequence[Any], results if isinstance(results, (list, tuple)) else [results])
                 lines.append(f"return {', '.join(map(_argument_text, listed))}")
                 continue
-            if is_backward(node) and not in_backward and node.op != "placeholder":
+            if not in_backward and node.op != "placeholder" and is_backward(node):
                 in_backward = True
                 lines.append("# backward")
             lines.append(self._line(node))
         return "\n".join(lines)
 
     def _line(self, node: fx.Node) -> str:
-        made_of = node.args, node.kwargs, node.meta.get("val")
-        *known, line = self._lines.get(node, (None, None, None, ""))
-        if not line or any(old is not new for old, new in zip(known, made_of, strict=True)):
-            line = _line(node)
-            self._lines[node] = (*made_of, line)
-        return line
+        args, kwargs, val = node.args, node.kwargs, node.meta.get("val")
+        known = self._lines.get(node)
+        if known is None or known[0] is not args or known[1] is not kwargs or known[2] is not val:
+            self._lines[node] = known = args, kwargs, val, _line(node)
+        return known[3]
 
 
 def _line(node: fx.Node) -> str:
@@ -88,7 +91,7 @@ def _line(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return f"{left} = {node.args[0]}[{node.args[1]}]"
     target = target.removeprefix("torch.ops.").removesuffix(".default")
-    names = _argument_names(node) if target.startswith("fp8graph.") else [""] * len(node.args)
+    names = _argument_names(node.target) if target.startswith("fp8graph.") else [""] * len(node.args)
     arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
     arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
     path = split_source(module_path(node))[1] if target.endswith("mm") else ""

@@ -40,20 +40,21 @@ def verify(
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if PASS_KEY in node.meta and "val" not in node.meta:
-            fail(node, "an inserted node without a fake value")
-        if not lowered and PASS_KEY in node.meta and not is_backward(node):
-            if "partitioner_tag" in node.meta and any(is_backward(s) for s in node.all_input_nodes):
-                fail(node, "a forward node that reads from backward")
         if lowered and node.target in ops.REFERENCE and not ops.stays(node):
             fail(node, "a dialect node that was not lowered")
+        if PASS_KEY not in node.meta:
+            continue
+        if "val" not in node.meta:
+            fail(node, "an inserted node without a fake value")
+        if not lowered and "partitioner_tag" in node.meta and not is_backward(node):
+            if any(is_backward(s) for s in node.all_input_nodes):
+                fail(node, "a forward node that reads from backward")
         if (check := _CHECKS.get(node.target) or ops.CHECKS.get(node.target)) is not None:
-            if PASS_KEY in node.meta:
-                problem = check(node)
-                if problem is None and hardware_of is not None and node.target in _CHECKS_OF_DEVICES:
-                    problem = _CHECKS_OF_DEVICES[node.target](node, hardware_of(node))
-                if problem is not None:
-                    fail(node, problem)
+            problem = check(node)
+            if problem is None and hardware_of is not None and node.target in _CHECKS_OF_DEVICES:
+                problem = _CHECKS_OF_DEVICES[node.target](node, hardware_of(node))
+            if problem is not None:
+                fail(node, problem)
 
 
 def check_connected(graph: fx.Graph) -> None:

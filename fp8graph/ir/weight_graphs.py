@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from fp8graph.compat import aot
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert
@@ -26,6 +27,7 @@ from fp8graph.ir.extra_inputs import ExtraInput, Rename, SpareInputs
 from fp8graph.ir.nodes import (
     CACHED_KEY,
     fake_mode_of,
+    in_order,
     module_path,
     nodes,
     runs_without_gradients,
@@ -182,7 +184,7 @@ def hoist(
         if node.target is ops.quantize:
             graph.erase_node(node)
     if found:
-        graph.eliminate_dead_code()
+        erase_unused(graph)
 
 
 def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.Node] | None:
@@ -204,7 +206,7 @@ def computed_from(node: fx.Node, parameters: Mapping[fx.Node, int]) -> list[fx.N
     source = QuantizeNode(node).asked.x if node.target is ops.quantize else node
     if not reads_parameter or any(static_size(size) is None for size in value(source).shape):
         return None
-    return [n for n in node.graph.nodes if n in found]
+    return in_order(found)
 
 
 def _sources_of(body: Sequence[fx.Node], parameters: Mapping[fx.Node, int]) -> list[fx.Node]:

@@ -39,6 +39,7 @@ from typing import Any, Final, cast
 import torch
 from torch import fx
 
+from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import OpOverload, named_arguments
 from fp8graph.ir import ops, transforms
 from fp8graph.ir.compilation import Compilation
@@ -87,7 +88,7 @@ def quantize_attention(graph: fx.Graph, compilation: Compilation) -> None:
                 _rotate_gradients(attention)
             if recipe.quantizes_attention_backward and not attention.written_out:
                 _round_all(attention, quantizer, of_gradients)
-    graph.eliminate_dead_code()
+    erase_unused(graph)
 
 
 def _emit(

@@ -40,7 +40,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
-from fp8graph.ir.nodes import CACHED_KEY, USES_KEY, aten, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.nodes import CACHED_KEY, USES_KEY, aten, in_order, is_backward, nodes, runs_without_gradients, value
 from fp8graph.ir.ops import define
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen, Use
@@ -215,7 +215,7 @@ def _connect(
     graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], *, record: bool
 ) -> _Update | None:
     users = {user for entry in entries for user in entry.users}
-    first = next(node for node in graph.nodes if node in users)
+    first = in_order(users)[0]
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
     with graph.inserting_before(first if layout.backward else _first_operation(graph)):
         # forward's scales are needed in backward, after the update; backward's until its end

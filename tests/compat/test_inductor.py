@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
@@ -207,3 +207,29 @@ def test_inductor_warns_about_tf32_as_the_filter_expects() -> None:
     source = inspect.getsource(compile_fx._warn_tf32_disabled)
     assert ("warnings.warn" in source) == (torch.__version__ < "2.14")
     assert '"TensorFloat32 tensor cores' in source
+
+
+def test_unused_nodes_are_erased_and_only_they_are_asked_for_effects(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = [fx.Graph(), fx.Graph()]
+    for graph in graphs:
+        x = graph.placeholder("x")
+        for _ in range(3):
+            x = graph.call_function(torch.ops.aten.sin.default, (x,))
+        unused = graph.call_function(torch.ops.aten.cos.default, (x,))
+        graph.call_function(torch.ops.aten.cos.default, (unused,))
+        graph.call_function(torch.ops.aten.copy_.default, (x, x))
+        graph.call_function(torch.ops.aten.rand.default, ([2],))
+        graph.output(x)
+    asked: list[fx.Node] = []
+    is_impure = fx.Node.is_impure
+
+    def noted(node: fx.Node, *arguments: Any) -> bool:
+        asked.append(node)
+        return is_impure(node, *arguments)
+
+    monkeypatch.setattr(fx.Node, "is_impure", noted)
+    inductor.erase_unused(graphs[0])
+    assert len(asked) == 5  # the output, both cosines, the write and the draw
+    graphs[1].eliminate_dead_code()
+    assert str(graphs[0]) == str(graphs[1])
+    assert [name in str(graphs[0]) for name in ("cos", "copy_", "rand")] == [False, True, True]

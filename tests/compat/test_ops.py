@@ -36,6 +36,14 @@ def test_missing_arguments_have_their_defaults() -> None:
     }
 
 
+def test_a_default_that_is_a_list_is_a_new_one_for_each_node() -> None:
+    def default() -> list[int]:
+        return named_arguments(node(aten.max_pool2d.default))["padding"]
+
+    default().append(3)
+    assert default() == [0, 0]
+
+
 def test_an_argument_that_is_missing_is_none() -> None:
     assert named_arguments(node(aten.sin.default)) == {"self": None}
 

@@ -11,7 +11,9 @@ from torch import fx, nn
 from fp8graph.ir.nodes import (
     aten,
     backward_nodes,
+    in_order,
     is_view,
+    known_contiguous,
     known_equal,
     matmul_arguments,
     module_path,
@@ -93,3 +95,17 @@ def test_the_innermost_module_is_where_a_node_is() -> None:
     backward: Any = type("Node", (), {"meta": {"fwd_nn_module_stack": stack["nn_module_stack"]}})
     assert module_path(backward) == "L['self'].a.b"
     assert module_path(type("Node", (), {"meta": {}})) == ""  # pyright: ignore[reportArgumentType]
+
+
+def test_contiguous_tensors_of_known_sizes() -> None:
+    cases = [((4, 8), (8, 1)), ((4, 8), (1, 4)), ((1, 8), (3, 1)), ((4, 1), (1, 7)), ((0, 8), (5, 3)), ((), ())]
+    found = [known_contiguous(torch.empty_strided(size, stride)) for size, stride in cases]
+    assert found == [True, False, True, True, True, True]
+
+
+def test_nodes_are_put_in_the_order_of_their_graph() -> None:
+    graph = fx.Graph()
+    first, last = graph.placeholder("first"), graph.placeholder("last")
+    with graph.inserting_before(last):
+        between = graph.placeholder("between")
+    assert in_order({last, between, first}) == [first, between, last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 
@@ -40,3 +41,11 @@ def test_signatures_say_what_is_computed() -> None:
     texts = [weight.signature for weight in found if weight is not None]
     assert texts[0] != texts[1]  # data and scales
     assert all("columnwise" in text and "%" in text for text in texts)
+
+
+def test_a_weight_is_found_without_reading_the_whole_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of a hundred layers has hundreds of weights and tens of thousands of nodes."""
+    graph, parameters, _ = passed_to_fold("block")
+    copies = list(nodes(graph, (ops.columnwise,)))
+    monkeypatch.setattr(fx.Graph, "nodes", property(lambda _: pytest.fail("the whole graph is read")))
+    assert [computed_from(node, parameters) for node in copies] == [[node] for node in copies]
