@@ -1,4 +1,4 @@
-"""What fp8graph adds to compile time: ``make bench``. Runs on any machine.
+"""The compile time that fp8graph adds: ``make bench``. Runs on any machine.
 
 compile    cold and warm compile of a training step in fresh processes (the first step less the second), plain Inductor
            beside fp8graph: the whole model, its layers one by one (the way of FSDP2, with names bound), and repeated
@@ -76,7 +76,7 @@ def compile_once(name: str, layers: int) -> dict[str, Any]:
 
 
 def counts() -> dict[str, int]:
-    """How often Dynamo made a graph, AOTAutograd traced one and Inductor generated code since ``counters.clear()``."""
+    """Counts of graphs by Dynamo, traces by AOTAutograd and code generations by Inductor since ``counters.clear()``."""
     aot, inductor = counters["aot_autograd"], counters["inductor"]
     return {
         "graphs": counters["stats"]["unique_graphs"],

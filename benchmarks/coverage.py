@@ -23,7 +23,7 @@ PAGE: Final = Path(__file__).parent.parent / "docs" / "coverage.md"
 
 
 def result_and_loss(out: Any) -> tuple[Tensor, Tensor]:
-    """What a model returned, and the loss; where it computes none, the distance from zero."""
+    """The result of a model, and the loss; where it computes none, the distance from zero."""
     if (loss := getattr(out, "loss", None)) is not None:
         return next(value for name, value in out.items() if name.startswith("logits")), loss
     result = out if isinstance(out, Tensor) else out[0]

@@ -1,4 +1,4 @@
-"""What runs on a GPU should bring home: ``python -m benchmarks.first_hour [SECTION ...] [--budget SECONDS]``.
+"""The measurements of a first hour on a GPU: ``python -m benchmarks.first_hour [SECTION ...] [--budget SECONDS]``.
 
     facts    copy bandwidth, clocks                          linears  the four linears of a layer, beside torchao
     gemm     rates of the GEMMs that the passes emit         layers   two Llama-3-8B layers, causal attention

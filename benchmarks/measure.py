@@ -1,4 +1,4 @@
-"""How everything is measured: wall, host and GPU time apart, memory, and the kernels of a call."""
+"""The measurements: wall, host and GPU time apart, memory, and the kernels of a call."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def kind_of(kernel: str) -> str:
 
 
 def kernels_of(events: Iterable[Any], calls: int, longest: int = LONGEST) -> dict[str, Any]:
-    """What the profiler saw on the GPU in ``calls`` calls, per call.
+    """The kernels that the profiler saw on the GPU in ``calls`` calls, per call.
 
     Args:
         events: ``profiler.key_averages()``. Ranges that torch or the user named span kernels on the GPU's own row:

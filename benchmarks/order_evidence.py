@@ -63,7 +63,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def samples(row: Row) -> list[float]:
-    """What was measured for one site, batch by batch: its mean is ``row["measured"]``."""
+    """The measurements of one site, batch by batch: their mean is ``row["measured"]``."""
     if "batch_errors" in row:
         return row["batch_errors"]
     changes = row["window_changes"]
@@ -71,7 +71,7 @@ def samples(row: Row) -> list[float]:
 
 
 def half_by_half(rows: Sequence[Row]) -> float:
-    """How well one half of the measured batches orders the sites as the other half does."""
+    """The agreement of one half of the measured batches with the other half on the order of the sites."""
     values = [samples(row) for row in rows]
     count, draw = len(values[0]), random.Random(0)
     found: list[float] = []
@@ -166,7 +166,7 @@ _BEFORE = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 3, "gate_proj": 4, "
 
 
 def reached(row: Row) -> int:
-    """How many gradients an error of this linear's dgrad goes into: those of the linears before it, and one more."""
+    """The number of gradients that an error of this linear's dgrad goes into: the linears before it, and one more."""
     return len(_BEFORE) * (layer(row) - 1) + _BEFORE[linear(row)] + 1
 
 
@@ -177,7 +177,7 @@ def within(rows: Sequence[Row], part: Callable[[Row], Any]) -> float:
 
 
 def columns(own: Sequence[Sequence[Row]], gemm: str) -> dict[str, str]:
-    """What is said of the runs of one table line, seed by seed."""
+    """The text on the runs of one table line, seed by seed."""
     half = statistics.fmean(map(half_by_half, own))
     again = statistics.fmean(scored_again(rows, gemm) for rows in own)
     sizes = [[row["measured"] for row in rows] for rows in own]

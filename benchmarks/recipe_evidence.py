@@ -64,7 +64,7 @@ def differences(runs: Runs, name: str, number: Number, beside: str = BF16) -> li
 
 
 def rows(runs: Runs) -> dict[str, dict[str, Any]]:
-    """What is in the table: by recipe, means and half widths."""
+    """The numbers of the table: by recipe, means and half widths."""
     last = max(int(step) for step in next(iter(runs[BF16].values()))["evaluations"])
     columns = {
         "held out, weights in FP32": at(last),

@@ -109,7 +109,7 @@ class Run:
 
     @contextlib.contextmanager
     def attempt(self, section: str, **what: Any) -> Generator[None]:
-        """What fails in here becomes a line, with the last lines of its traceback, and the run goes on."""
+        """An error in here becomes a line, with the last lines of its traceback, and the run goes on."""
         try:
             yield
         except Exception as error:

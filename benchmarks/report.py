@@ -66,7 +66,7 @@ def newest(lines: Iterable[Line]) -> list[Line]:
 
 
 def on_gpu(lines: Iterable[Line]) -> list[Line]:
-    """What was measured on a GPU, each section by its last run."""
+    """The results of a GPU, each section by its last run."""
     return newest(line for line in lines if "gpu" in line["machine"] and line["section"] != "host")
 
 

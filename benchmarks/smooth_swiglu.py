@@ -53,7 +53,7 @@ def products(model: nn.Module, tokens: Tensor) -> list[tuple[float, float]]:
 
 
 def measure(model: nn.Module, tokens: Tensor) -> dict[str, Any]:
-    """What is kept of a run beside its losses."""
+    """The record of a run beside its losses."""
     return {"products": products(model, tokens)}
 
 

@@ -155,7 +155,7 @@ def compile_time(results: dict[str, Any]) -> str:
 
 
 def left_out(lines: Iterable[Line]) -> Iterator[str]:
-    """What failed, was stopped or was skipped."""
+    """Rows of the parts that failed, were stopped or were skipped."""
     told = ("contender", "variant", "scaling", "producer", "recipe", "options", "m", "n", "k", "tokens", "inputs")
     for line in lines:
         for word in ("failed", "stopped", "skipped"):

@@ -98,7 +98,7 @@ def gradients(model: Any, tokens: Tensor) -> Gradients:
 
 
 def relative_errors(found: Sequence[Gradients], exact: Sequence[Gradients]) -> list[float]:
-    """What each batch adds to the relative square error of a matrix' gradient, mean over all matrices.
+    """The relative square error that each batch adds to a matrix' gradient, mean over all matrices.
 
     Of each matrix alone, because Adam scales the gradient of each. The mean over the batches is the sum of all square
     errors over the sum of all squares.
@@ -118,7 +118,7 @@ def only(linear: str, gemm: str, recipe: str) -> Policy:
 
 
 def scores_of(model: Any, text: Tensor, seed: int, recipe: str) -> tuple[list[Score], dict[tuple[str, str], Any]]:
-    """What tune() finds; and, by site and GEMM, the sums that its scores come from, batch by batch."""
+    """The result of tune(); and, by site and GEMM, the sums that its scores come from, batch by batch."""
     data = [{"input_ids": tokens, "labels": tokens} for tokens in batches(text, SCORED, 1000 + seed)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "measured.json"

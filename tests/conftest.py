@@ -21,7 +21,7 @@ trace_log.addHandler = lambda _: None
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: looking through it for garbage was 7 % of the time that compiling takes."""
+    """Imported modules stay: the search for garbage among their objects was 7 % of the time that compiling takes."""
     gc.collect()
     gc.freeze()
 

@@ -96,7 +96,7 @@ def test_the_tree_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_report_of_its_page() -> None:
-    """What the sample shows of the report is in it, letter by letter."""
+    """The lines of the report that the sample shows are in it, letter by letter."""
     with torch.device("meta"):
         model = TINY["llama"].build(2).bfloat16()
     ids = torch.zeros(2, 16, dtype=torch.long)

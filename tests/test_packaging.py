@@ -176,7 +176,7 @@ def test_the_core_needs_torch_only(tmp_path: Path) -> None:
 
 
 def test_the_site_is_built_by_an_extra() -> None:
-    """What builds the site comes with ``docs`` and ``dev``, and with nothing that users install to use fp8graph."""
+    """Tools for building the site come with ``docs`` and ``dev``, and with nothing that users of fp8graph install."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [re.split(r"[<>=]", need)[0] for need in project["dependencies"]] == ["torch", "sympy"]
     wants = {extra: " ".join(needs) for extra, needs in project["optional-dependencies"].items()}

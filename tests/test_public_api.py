@@ -1,4 +1,4 @@
-"""What users import, and that explain and compile take what a Backend takes."""
+"""The names that users import; explain and compile take the arguments of a Backend."""
 
 from __future__ import annotations
 

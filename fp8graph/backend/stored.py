@@ -38,7 +38,7 @@ class Stored:
     findings: Findings
 
     def dumped(self) -> bytes | None:
-        """It as bytes, for other processes; None if it cannot be pickled, and they trace the graph again."""
+        """The entry as bytes, for other processes; None if it cannot be pickled, and they trace the graph again."""
         stream = io.BytesIO()
         try:
             _Pickler(stream).dump((self.view.to_dict(), self.findings))

@@ -160,7 +160,7 @@ class WeightRow:
 
 
 def _state(owners: Sequence[Tensor]) -> Any:
-    """It changes with what is written; without a version or an address only where the numbers can be looked at."""
+    """A key that changes with each write; without a version or an address only where the numbers can be read."""
     signals = [(version(x), x.data_ptr()) for x in owners]
     return signals, contents_of(owners) if all(x.is_cpu for x in owners) else None
 

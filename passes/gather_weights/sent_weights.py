@@ -390,7 +390,7 @@ class SentWeight:
         self._scales_of = self._state()
 
     def _state(self) -> tuple[Any, ...]:
-        """It changes with the parameters."""
+        """A key that changes with the parameters."""
         found: list[Any] = [self._steps.refreshes, all_sent.forwards if (all_sent := self._all()) is not None else 0]
         for sharded in self.sharded:
             whole, rows = sharded.sharded_param, fsdp.shard_of(sharded)

@@ -54,7 +54,7 @@ def test_a_vector_is_gathered_as_it_is() -> None:
 
 
 def result_of(body: Any, *shape: int) -> fx.Node:
-    """What ``body`` makes of a gathered tensor, whose shard has ``shape``."""
+    """The graph of ``body`` for a gathered tensor, whose shard has ``shape``."""
     graph = traced(lambda x: body(gathered(x, 0)), shape)
     (output,) = graph.find_nodes(op="output")
     return output.args[0]
@@ -73,7 +73,7 @@ MOVES = [
 
 @pytest.mark.parametrize(("body", "shape", "steps"), MOVES)
 def test_rows_that_move_as_wholes(body: Any, shape: tuple[int, ...], steps: list[str]) -> None:
-    """What a row has one of, a scale, moves as the rows do."""
+    """A scale of each row moves as the rows do."""
     result = result_of(body, *shape)
     path = path_of(result)
     assert path is not None
@@ -89,7 +89,7 @@ def test_rows_that_move_as_wholes(body: Any, shape: tuple[int, ...], steps: list
 
 
 def moved_as(path: Path, x: Tensor) -> Tensor:
-    """What the path does, done with a tensor."""
+    """The steps of the path, done with a tensor."""
     run: Any = replay
     *_, result = run(path.steps, path.waited, x, x.shape[-1], lambda target, *args: target(*args)).values()
     return result

@@ -117,7 +117,7 @@ def run(cache: Path, steps: dict[str, dict[str, Any]], artifacts: str = os.devnu
 
 
 def lines_of(cache: Path, script: str, steps: list[Any], *arguments: str) -> list[Any]:
-    """What a new process with the folder ``cache`` printed, a line for each of ``steps``."""
+    """The lines that a new process with the folder ``cache`` printed, one for each of ``steps``."""
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",

@@ -43,7 +43,7 @@ def test_inputs_stay_where_they_are_for_cuda_graphs(recipe: str, training: bool)
 
 
 def test_weight_quantization_disables_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It writes into tensors that stay: torch would skip the graph, and warn."""
+    """The graph writes into tensors that stay: torch would skip CUDA graphs for it, and warn."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(inductor_passes, "compile_fx", lambda *_, config_patches, **__: asked.append(config_patches))
     settings = Settings(inductor_options={"triton.cudagraphs": True})

@@ -1,4 +1,4 @@
-"""What is said of code that compiled nothing; of models that ``fp8graph.compile`` compiled, see test_backend."""
+"""The report on code that compiled nothing. On models that ``fp8graph.compile`` compiled: test_backend."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_nothing_compiled_is_said_in_the_second_call_of_what_nobody_watches(
 
 
 def test_attention_that_nobody_asked_for_hides_nothing() -> None:
-    """It is in the report; in strict mode a model without a compiled GEMM is an error all the same."""
+    """The attention is in the report; in strict mode a model without a compiled GEMM is an error all the same."""
 
     up = nn.Linear(32, 32)
     outside: Any = torch.compiler.disable(lambda y: up(y))

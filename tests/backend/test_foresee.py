@@ -1,4 +1,4 @@
-"""What a graph takes beside Dynamo's inputs is foreseen, and it is traced once."""
+"""The inputs that a graph takes beside Dynamo's are foreseen, and it is traced once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from helpers import MLP, Counting, counted_passes, eager_backend, first_fast, sa
 @first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "nvfp4"])
 @first_fast("training", [True, False])
 def test_a_graph_is_traced_once(recipe: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes beside Dynamo's inputs is foreseen, to the tensor."""
+    """The inputs beside Dynamo's are foreseen, to the tensor."""
     runs = counted_passes(monkeypatch)
     model, x = MLP(128, 256), torch.randn(16, 128, requires_grad=training)
     backend = Counting(Policy(default=recipe, min_speedup=0))

@@ -27,14 +27,14 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @pytest.fixture(autouse=True)
 def _fresh() -> None:  # pyright: ignore[reportUnusedFunction]
-    """What other tests of this process left is not counted."""
+    """Objects that other tests of this process left are not counted."""
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 
 
 def alive() -> dict[str, int]:
-    """What there is in this process of what a backend makes; the bytes of FP8 tensors."""
+    """The living objects that backends made in this process, by kind; and the bytes of FP8 tensors."""
     gc.collect()
     objects = [x for x in gc.get_objects() if issubclass(type(x), (Backend, Program, Page, fx.GraphModule, Tensor))]
     counts = {kind.__name__: sum(isinstance(x, kind) for x in objects) for kind in (Backend, Program, Page)}

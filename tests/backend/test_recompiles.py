@@ -1,4 +1,4 @@
-"""How often Dynamo compiles again: as often as without us. (The recompile limit: tests/report/test_report.py.)"""
+"""Dynamo compiles again as often as without us. (The recompile limit: tests/report/test_report.py.)"""
 
 from __future__ import annotations
 

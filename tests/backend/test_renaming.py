@@ -32,7 +32,7 @@ def decided(policy: Policy, layer: torch.nn.Module | None = None) -> Decided:
 
 
 def known(found: Decided, policy: Policy, layer: str) -> Known:
-    """What is known of the same graph for another layer."""
+    """The known facts of the same graph for another layer."""
     parameters: dict[int, Parameter] = {}
     for site in found.findings.sites:
         assert site.parameter is not None

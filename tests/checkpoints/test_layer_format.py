@@ -142,7 +142,7 @@ def test_shapes_as_each_library_writes_them() -> None:
 
 
 def test_factors_become_divisors() -> None:
-    """What one library stores as a factor and another as a divisor is turned round, with one division."""
+    """A scale that one library stores as a factor and another as a divisor is inverted, with one division."""
     stored = layer_format("NVFP4")
     factors = {"global_scale_inv": torch.tensor(0.125), "input_scale_inv": torch.tensor(3.0)}
     written = dict(stored.write("a", given(stored, **factors)))

@@ -1,4 +1,4 @@
-"""How many kernels Inductor generates for a quantization, the bytes they move, what the largest compile to: no GPU.
+"""The kernels of Inductor for a quantization, the bytes they move, the code of the largest ones: without a GPU.
 
 tests/data holds what each torch generates (support/recorded.py records it). A count that grows is a lost fusion.
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not i
 
 @pytest.fixture(scope="module")
 def data() -> dict[str, Any]:
-    """What is recorded for the torch that runs the tests."""
+    """The record for the torch that runs the tests."""
     if not recorded.FILE.exists():
         pytest.skip(f"nothing is recorded for torch {recorded.TORCH}: make record-kernels TORCH={recorded.TORCH}")
     return json.loads(recorded.FILE.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ def test_scales_of_both_shapes_are_multiplied(a: tuple[int, ...], b: tuple[int, 
 
 @pytest.mark.slow
 def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
-    """It and the GEMM's result are read, and it is written. Otherwise a cast moves 6, and autograd's addition 12."""
+    """Gradient and GEMM's result are read, one is written. Otherwise a cast moves 6, and autograd's addition 12."""
     found: list[list[int]] = []
     for accumulate in (True, False):
         view = explain(

@@ -1,4 +1,4 @@
-"""What NVFP4's ingredients cost on a GPU: kernels and bytes of sm_100 code, counted without a GPU."""
+"""The cost of NVFP4's ingredients on a GPU: kernels and bytes of sm_100 code, counted without a GPU."""
 
 from __future__ import annotations
 

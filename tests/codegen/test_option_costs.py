@@ -1,4 +1,4 @@
-"""What recipes' options cost on a GPU: kernels and bytes of the code for sm_90 and sm_100, counted without a GPU.
+"""The cost of recipes' options on a GPU: kernels and bytes of the code for sm_90 and sm_100, counted without a GPU.
 
 Bytes are those of Triton's kernels; GEMMs and attention are not counted. One linear behind SwiGLU, 2048 tokens and
 4096 x 4096: gate, up and the product are 16 MiB each, the weight 32. An attention with 32 heads of 128 and 8 heads of

@@ -1,4 +1,4 @@
-"""What an observed step costs on a GPU: kernels and bytes in sm_90 code, counted without a GPU."""
+"""The cost of an observed step on a GPU: kernels and bytes in sm_90 code, counted without a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ X = torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16)
 
 @first_fast(("block_size", "kernels", "reads"), [(0, 7, 1.1), (32, 12, 3.6)])
 def test_a_tensor(block_size: int, kernels: int, reads: float) -> None:
-    """It is read once, and twice more for the dynamic range of blocks along rows and along columns."""
+    """The tensor is read once, and twice more for the dynamic range of blocks along rows and along columns."""
     made = generate(lambda x: tensor_statistics(x, block_size), [X]).kernels
     assert len(made) <= kernels
     assert sum(kernel.bytes for kernel in made) <= reads * X.nbytes

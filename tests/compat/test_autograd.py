@@ -9,7 +9,7 @@ from fp8graph.compat import autograd
 
 
 def test_recomputation_is_noticed() -> None:
-    """What tells a checkpointed forward from its recomputation."""
+    """The difference between a checkpointed forward and its recomputation."""
     seen: list[tuple[bool, bool]] = []
 
     def forward(x: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def test_a_repetition_is_that_of_its_forward(how: str) -> None:
 @pytest.mark.parametrize("outer", WAYS)
 @pytest.mark.parametrize("inner", WAYS)
 def test_nested(outer: str, inner: str) -> None:
-    """What runs again in backward was seen before, and a part that is checkpointed again is one more forward."""
+    """A part that runs again in backward was seen before; a part that is checkpointed again is one more forward."""
     seen, x = Seen(), torch.ones(3, requires_grad=True)
     checkpointed(lambda x: checkpointed(seen, inner)(x).sin(), outer)(x).sum().backward()
     assert len(seen) == 3

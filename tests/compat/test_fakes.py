@@ -28,7 +28,7 @@ def test_a_fake_without_dispatch_is_that_of_the_op(inside: bool) -> None:
 
 
 def test_fake_input_prefers_the_example_of_dynamo() -> None:
-    """What Dynamo has for it, if it has something."""
+    """Dynamo's stand-in for the input, if there is one."""
     node, example = fx.Graph().placeholder("x"), torch.ones(2)
     assert fakes.fake_input(node, example, None) is example
     fake = node.meta["example_value"] = FakeTensorMode().from_tensor(example)

@@ -37,7 +37,7 @@ def test_gathered_lists_the_parameters_of_fsdp2() -> None:
 
 
 class _State(types.SimpleNamespace):
-    """What FSDP2 keeps of a module, of a group of parameters, of a parameter."""
+    """The objects that FSDP2 keeps for a module, for a group of parameters, for a parameter."""
 
 
 def _sharded(state: _State, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
@@ -86,7 +86,7 @@ def test_modules_of_fsdp2_without_parameters_of_their_own(monkeypatch: pytest.Mo
 
 
 def _sharded_parameter(**changed: Any) -> _State:
-    """What FSDP2 keeps of one [48, 32] on the first of two ranks."""
+    """The object that FSDP2 keeps for one parameter [48, 32] on the first of two ranks."""
     mesh = _State(size=lambda: 2, get_group=lambda: _State(group_name="7"))
     values: dict[str, Any] = {
         "sharded_param": _State(_local_tensor=torch.ones(24, 32), requires_grad=True),

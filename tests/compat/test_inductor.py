@@ -1,4 +1,4 @@
-"""What compat works around. When one of these tests fails, an entry there can go (or needs another look)."""
+"""Defects that compat works around. When one of these tests fails, an entry there can go (or needs another look)."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_flex_attention_of_narrow_vectors_on_a_cpu_whose_kernels_want_packed_ope
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_graph_for_a_gpu_that_runs_on_a_cpu_is_generated_right(target: str) -> None:
-    """It gets the options of both: those of the GPU it is decided for, and those that keep C++ right."""
+    """The graph gets the options of both: those of the GPU it is decided for, and those that keep C++ right."""
     x, device = torch.ones(1), hardware.from_target(target)
     patches = inductor.codegen_patches(device, [x])
     assert patches.items() >= inductor.cpu_codegen_patches([x]).items()
@@ -145,7 +145,7 @@ def test_eager_casts_that_numerics_does_not_rely_on() -> None:
 
 
 def test_a_python_numerator_divides_in_two_roundings() -> None:
-    """Why scales are tensor / tensor."""
+    """Scales are tensor / tensor, since a number as dividend is multiplied by a reciprocal."""
     amax = torch.rand(100_000) + 0.5
     one_rounding = torch.div(torch.full_like(amax, 448.0), amax)
     assert not torch.equal(448.0 / amax, one_rounding)

@@ -27,7 +27,7 @@ MODULES = [
 
 
 def found(path: str) -> Any:
-    """What ``path`` names: a module, or something in one."""
+    """The object that ``path`` names: a module, or something in one."""
     module, _, name = path.rpartition(".")
     try:
         return importlib.import_module(path)

@@ -44,7 +44,7 @@ def anchors(page: Path) -> Iterator[str]:
 
 
 def broken(page: Path) -> Iterator[str]:
-    """What is wrong with the links of ``page``."""
+    """The faults in the links of ``page``."""
     for link in LINK.findall(prose(page)):
         parts = urlsplit(link)
         if parts.scheme:

@@ -55,7 +55,7 @@ def test_an_addend_is_added_to_the_result() -> None:
 
 
 def test_its_own_type_is_used_where_it_multiplies() -> None:
-    """What it does not multiply is decoded, and is what the recipe says."""
+    """An operand that the device does not multiply is decoded, and has the recipe's type."""
     device = Odd(name="odd", scalings=frozenset({"tensor"}))
     assert [q.dtype for q in quantizers(device, Float8CurrentScaling())] == [OTHER, OTHER]
     assert [q.dtype for q in quantizers(device, Float8RowwiseScaling())] == [E4M3, E4M3]

@@ -1,4 +1,4 @@
-"""What a GPU is given: torch's own rules for ``_scaled_mm`` on CUDA, checked on meta tensors. No GPU is needed.
+"""Operands for a GPU: torch's rules for ``_scaled_mm`` on CUDA, checked on meta tensors. No GPU is needed.
 
 torch's meta kernel takes meta tensors for CUDA ones and knows the layouts, alignments, scale shapes and types that the
 CUDA kernel takes; it refuses the others, as the last test shows. (Whether cuBLAS multiplies them right is for a GPU
@@ -73,7 +73,7 @@ def test_the_cuda_rules_are_kept(recipe: str, gemm: str) -> None:
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What reaches torch._scaled_mm."""
+    """The arguments that reach torch._scaled_mm."""
     seen: list[Any] = []
     original = torch._scaled_mm
 
@@ -266,7 +266,7 @@ def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
 
 @pytest.mark.parametrize(("rows", "tiles"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
 def test_swizzled_scales(rows: int, tiles: int) -> None:
-    """What Blackwell's tensor cores read, byte by byte, padding included."""
+    """The scales as Blackwell's tensor cores read them, byte by byte, padding included."""
     scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
     expected = swizzled_by_hand(scales.numpy())
     for dtype in (torch.uint8, torch.float8_e4m3fn):

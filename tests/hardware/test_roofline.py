@@ -53,7 +53,7 @@ def seconds(speed: Speed, m: int, scaling: Any, **operand: Any) -> float:
 
 
 def cost(scaling: Any, **operand: Any) -> float:
-    """What quantizes x moves, in bytes per element; launches aside."""
+    """The bytes per element that the quantization of x moves; launches aside."""
     at_once = dataclasses.replace(REPLAYED, launch=1e-30)
     spent = seconds(at_once, 8192, scaling, **operand) - seconds(at_once, 8192, scaling, kept=True)
     return spent * at_once.bandwidth / (8192 * 4096)

@@ -147,7 +147,7 @@ def test_invalid_speeds_are_refused(wrong: dict[str, Any], message: str) -> None
 
 
 def test_rates_of_an_h200() -> None:
-    """What was measured of one: 769 to 798 TFLOP/s in bf16, copies at 4.3 TB/s; in FP8 1.70 times as many."""
+    """Measured of one: 769 to 798 TFLOP/s in bf16, copies at 4.3 TB/s; in FP8 1.70 times as many."""
     assert 769e12 < H200.bf16_flops < 798e12
     assert H200.bandwidth == pytest.approx(4.3e12, rel=0.01)
     assert H200.fp8_flops / H200.bf16_flops == pytest.approx(1.70, abs=0.005)

@@ -41,7 +41,7 @@ def _as_before() -> Iterator[None]:
 
 
 def compiled(*args: Any, **kwargs: Any) -> Tensor:
-    """What the function returns when it is traced; in eager it is SDPA."""
+    """The result of the function when it is traced; in eager that is SDPA's."""
     return torch.compile(lambda: decode_attention(*args, **kwargs)[0], backend="eager", fullgraph=True)()
 
 

@@ -1,4 +1,4 @@
-"""What fp8graph exports, as the libraries that own the formats load it: the same bytes, logits within rounding."""
+"""Exports of fp8graph, loaded by the libraries that own the formats: the same bytes, logits within rounding."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_compressed_tensors_loads_the_bytes(recipe: str, calibrated: bool, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["rowwise", "mxfp8", "delayed"])
 def test_modelopt_reads_the_config(recipe: str, tmp_path: Path) -> None:
-    """It has no loader on a CPU: engines load its folders. Its own converter reads what is said of the layers."""
+    """ModelOpt has no loader on a CPU: engines load its folders. Its converter reads the layers in the config."""
     converter = pytest.importorskip("modelopt.torch.export.convert_hf_config", reason="ModelOpt is not installed")
     exported(recipe, tmp_path / "out", "modelopt")
     said = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())

@@ -88,7 +88,7 @@ CALLS = ((5, 1, 1, 1, 1), (3, 2, 4, 1), (1,) * 9, (9,), (7, 1, 3))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("calls", CALLS, ids=str)
 def test_tokens_move_as_in_transformers(kind: str, calls: tuple[int, ...]) -> None:
-    """What attention reads and the sizes that masks are made of, call by call."""
+    """The keys and values that attention reads, and the sizes that masks are made of, call by call."""
     layer, reference = layers(kind)
     for i, tokens in enumerate(calls):
         assert layer.get_mask_sizes(tokens) == reference.get_mask_sizes(tokens)
@@ -119,7 +119,7 @@ def test_the_bytes_do_not_depend_on_the_calls(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [4, 9])
 def test_the_first_call_may_be_exact(kind: str, tokens: int) -> None:
-    """What it returns, not what is stored; a static layer returns as many tokens as its mask has. Again after reset."""
+    """Returned tensors, not stored ones; a static layer returns as many tokens as its mask has. Again after reset."""
     layer, reference = layers(kind, exact_prefill=True)
     for _ in range(2):
         keys, values = states(tokens), states(tokens, 1)

@@ -30,7 +30,7 @@ SCALES = torch.tensor([0.02, 0.01]), torch.tensor([0.005, 0.5])
 
 
 def rounded(x: Tensor, scale_inv: Tensor) -> Tensor:
-    """What E4M3 leaves of x / scale, by table search in float64."""
+    """``x / scale`` rounded to E4M3, by table search in float64."""
     inverse: Any = scale_inv.reshape(1, -1, 1, 1).numpy()
     scaled = (x.float().numpy() / inverse).astype(np.float64)
     codes = oracle.cast(scaled, E4M3)

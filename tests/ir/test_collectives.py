@@ -1,4 +1,4 @@
-"""What collectives send: the bytes of a ring."""
+"""The bytes that collectives send in a ring."""
 
 from __future__ import annotations
 

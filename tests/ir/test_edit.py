@@ -63,7 +63,7 @@ def test_a_dynamic_size_takes_the_long_way() -> None:
 
 @pytest.mark.parametrize("tag", ["must_be_in_backward", None])
 def test_the_direction_of_a_node(tag: str | None) -> None:
-    """It leaves the checkpointing region that it was made in."""
+    """The node leaves the checkpointing region that it was made in."""
     node = fx.Graph().placeholder("x")
     node.meta |= {"recompute": 1, "ac_graph_id": 2, "partitioner_tag": "is_backward", "val": 3}
     set_direction(node, tag)

@@ -1,4 +1,4 @@
-"""What a node is: a view, a reader, a part of backward."""
+"""Kinds of nodes: a view, a reader, a part of backward."""
 
 from __future__ import annotations
 

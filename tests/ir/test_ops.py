@@ -177,7 +177,7 @@ def test_torchs_own_checks(op: Any, args: tuple[Any, ...], checks: tuple[str, ..
     ],
 )
 def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any, ...]) -> None:
-    """What torch's schema check would say, were it able to: no mutation, no aliasing."""
+    """The findings of torch's schema check, were it able to run: no mutation, no aliasing."""
     tensors = [a for a in args if isinstance(a, Tensor)]
     copies = [t.clone() for t in tensors]
     out = op(*args)

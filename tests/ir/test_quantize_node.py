@@ -64,7 +64,7 @@ def test_readers_of_outputs_by_name() -> None:
 
 
 def test_ask_changes_arguments() -> None:
-    """What is read afterwards is what the node says then; its value waits for ``update_value``."""
+    """A later read returns the node's new arguments; its value waits for ``update_value``."""
     quantized = node_of([1, 16], [])
     quantized.ask(rowwise=[], columnwise=[16, 16], keep_scales=True)
     assert quantized.asked.columnwise == [16, 16]

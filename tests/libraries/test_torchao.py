@@ -55,7 +55,7 @@ def test_the_tensors_that_a_weight_wraps_are_parameters(tmp_path: Path) -> None:
 
 @first_fast("how", ["compile", "torch.compile"])
 def test_a_model_that_torchao_converted_for_training(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """It quantizes its operands itself: said once, however many layers and graphs there are."""
+    """The model quantizes its operands itself: one warning, however many layers and graphs there are."""
     from torchao.float8 import convert_to_float8_training  # pyright: ignore
 
     torch._dynamo.reset()

@@ -45,7 +45,7 @@ DEEPCOPY = {"t5", "whisper"}
 
 
 def plain_graphs(model: Any, inputs: dict[str, Any]) -> int:
-    """How many graphs Dynamo makes of the model by itself."""
+    """The number of graphs that Dynamo makes of the model by itself."""
     torch._dynamo.reset()
     graphs: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What makes NVFP4 train: the Hadamard transform, stochastic rounding, four over six. Bytes of Transformer Engine's."""
+"""NVFP4 for training: Hadamard transform, stochastic rounding, four over six. The bytes are Transformer Engine's."""
 
 from __future__ import annotations
 

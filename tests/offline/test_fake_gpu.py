@@ -1,4 +1,4 @@
-"""What pretends to be a GPU while code is generated, and is taken back after."""
+"""The patches that pretend a GPU while code is generated, and are undone after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of one kernel: its launches, the bytes of each, what it compiles to."""
+"""The record of one kernel: its launches, the bytes of each, its compiled code."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_each_launch_has_its_own_bytes() -> None:
 
 
 def test_bytes_of_what_is_written_in_place() -> None:
-    """What is overwritten is not read, though the scheduler says that it depends on it."""
+    """A buffer that is overwritten is not read, though the scheduler says that the kernel depends on it."""
 
     def function(x: Tensor, cache: Tensor) -> list[Tensor]:
         cache.copy_(x.to(cache.dtype))

@@ -159,7 +159,7 @@ def test_explain_shows_the_state() -> None:
 
 
 def test_a_matmul_of_the_root_has_rows_of_its_own() -> None:
-    """It has no weight and no name; the first weight of the model, which stands for the model, has rows too."""
+    """The matmul has no weight and no name; the first weight of the model, which stands for the model, has rows too."""
     backend = eager_backend(Policy([Rule("*", "delayed", op="matmul")], default="delayed"))
     module = Weight(lambda w, a: (a @ a.t()) @ w, 16, 8)
     torch.compile(module, backend=backend)(torch.ones(16, 4)).sum().backward()

@@ -122,7 +122,7 @@ def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
 
 @first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
 def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
-    """What one scale spans is quantized before the gather all the same."""
+    """A tensor with one scale is quantized before the gather all the same."""
     backend = fp8graph.Backend(Policy(default=recipe), compiler="eager")
     x = torch.randn(48, 128, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0)  # raises if a pass makes it a number

@@ -42,7 +42,7 @@ def weight_of(module: nn.Module, recipe: Any, *, training: bool = True) -> KeptW
 
 
 def gathered(rows: int) -> list[Tensor]:
-    """What comes of a weight [rows, 256]: bytes, and the scales of tiles of 128."""
+    """The parts of a quantized weight [rows, 256]: bytes, and the scales of tiles of 128."""
     generator = torch.Generator().manual_seed(rows)
     return [
         torch.randint(0, 100, (rows, 256), dtype=torch.uint8, generator=generator),

@@ -45,7 +45,7 @@ def around(module: nn.Module, *args: Tensor, policy: Policy = ALL) -> tuple[list
 
 
 def quantized(lines: list[str]) -> list[str]:
-    """What the quantize nodes take."""
+    """The operands of the quantize nodes."""
     return [match[1] for line in lines if (match := re.search(r"fp8graph\.quantize\((\w+)", line))]
 
 
@@ -105,7 +105,7 @@ WEIGHTS = [
 
 @pytest.mark.parametrize("body", WEIGHTS)
 def test_tensors_computed_from_parameters_are_hoisted(body: Any) -> None:
-    """What it was computed with leaves the graph too, where gradients do not need it."""
+    """The nodes that computed the weight leave the graph too, where gradients do not need them."""
     before, after = around(Weight(body, 48, 32), x(16, 32), policy=EVERY_OP)
     assert len(quantized(before)) == 3
     assert quantized(after) == ["primals_2", "tangents_1"]
@@ -254,7 +254,7 @@ def test_a_reader_in_high_precision_is_found() -> None:
 
 
 def weights_of(body: Any, shape: tuple[int, ...], policy: Policy = ALL) -> list[KeptWeight]:
-    """What a graph of ``body`` takes, as the backend finds it."""
+    """The inputs that a graph of ``body`` takes, as the backend finds them."""
     backend = Backend(policy, compiler="eager", cache_weights="update")
     model = torch.compile(Weight(body, *shape), backend=backend)  # copies go with it
     model(x(16, 32))

@@ -17,7 +17,7 @@ from helpers import MLP, NONE, Weight, view_of
 
 
 def sites_of(module: Any, *args: Tensor) -> list[Site]:
-    """What match finds in the joint graph of ``module(*args)``."""
+    """The sites that match finds in the joint graph of ``module(*args)``."""
     graph = view_of(module, *args, policy=NONE).module.graph
     compilation = Compilation(known=Known(policy=Policy(default=None)))
     match(graph, compilation)

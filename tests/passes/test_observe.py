@@ -94,7 +94,7 @@ def test_tensors_alone() -> None:
 
 @pytest.mark.slow
 def test_the_gemms_and_their_operands_stay() -> None:
-    """What no node measures is what the other variant computes."""
+    """The part of the graph that measures nothing computes the same as the other variant."""
     module = MLP().bfloat16()
     backend = Backend(ALL, compiler="eager")
     torch.compile(module, backend=backend)(X)

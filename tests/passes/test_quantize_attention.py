@@ -66,7 +66,7 @@ PER_HEAD = ("mask", "grouped queries", "written out", "tokens before heads", "bf
     [*((name, "tensorwise") for name in MODULES), *((name, "rowwise") for name in PER_HEAD), (NEARLY[1], EXACT)],
 )
 def test_the_program_runs_on_what_e4m3_leaves_of_q_k_and_v(name: str, recipe: Any) -> None:
-    """What the program makes of the rounded tensors, bit for bit: the output, and gradients straight through."""
+    """The program's results for the rounded tensors, bit for bit: the output, and gradients straight through."""
     module, sizes = MODULES[name]
     torch.manual_seed(1)
     q, k, v = qkv(**sizes)

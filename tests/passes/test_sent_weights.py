@@ -110,7 +110,7 @@ def case(ranks: int, name: str) -> Any:
 
 
 def parameters(ranks: int, name: str) -> tuple[int, int]:
-    """How many numbers a rank sends for one gather of all layers: of matrices, of the rest."""
+    """The counts of numbers that a rank sends for one gather of all layers: of matrices, of the rest."""
     _, settings = CASES[ranks][name]
     hidden, inner = settings.get("sizes", (256, 512))
     ranks = settings.get("mesh", (ranks,))[-1]

@@ -87,7 +87,7 @@ def test_one_tensor_is_quantized_once(first: Any, second: Any) -> None:
 
 
 def test_operands_of_einsum_are_quantized_once() -> None:
-    """It arrives as a bmm of one matrix, squeezed for each of its GEMMs."""
+    """An einsum arrives as a bmm of one matrix, squeezed for each of its GEMMs."""
     assert counts(Weight(lambda w, a: torch.einsum("bsk,nk->bsn", a, w), 48, 32), x(2, 8, 32)) == (3, 6)
 
 

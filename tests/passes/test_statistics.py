@@ -80,7 +80,7 @@ def linear_and_tensors(rows: int = 48) -> tuple[Layer, Tensor]:
 
 
 def tensors_of(linear: Layer, x: Tensor, out: Tensor) -> dict[str, Tensor]:
-    """What one step multiplies and gives. ``helpers.step`` sends back a ramp."""
+    """The operands and results of one step. ``helpers.step`` sends back a ramp."""
     assert x.grad is not None
     assert linear.weight.grad is not None
     dy = torch.linspace(-1.0, 1.0, out.numel()).reshape(out.shape).to(out.dtype)

@@ -105,7 +105,7 @@ IN_STEP: dict[str, Any] = {"accumulates": accumulates, "evaluates": evaluates, "
 
 
 def train(rank: int, how: str) -> dict[str, Any]:
-    """How many steps were made, and what was said."""
+    """The number of steps that were made, and the warnings."""
     done, said, run = 0, "", Training(rank)
     try:
         for _ in {**OUT_OF_STEP, **IN_STEP}[how](run):

@@ -197,7 +197,7 @@ def test_frozen_weights_are_quantized_once() -> None:
 
 
 def test_the_step_of_another_models_optimizer() -> None:
-    """What is between a forward and its backward: not this model's weights, which backward still needs."""
+    """Another model's step comes between forward and backward, which still needs this model's weights."""
     model, x = model_and_input()
     run, _ = compiled(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

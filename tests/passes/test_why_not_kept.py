@@ -48,7 +48,7 @@ def test_only_weights_have_a_reason(operand: str) -> None:
 
 
 def test_weights_gathered_by_fsdp2_are_not_cached() -> None:
-    """It is a parameter that is whole only while the graph runs; which one, the backend knows."""
+    """The weight is a parameter that is whole only while the graph runs; the backend knows which."""
     memory = "a copy of all of it would take the memory that sharding saves"
     linear = nn.Linear(32, 48, bias=False)
     node, compilation = quantized(linear, "weight", gathered=frozenset({0}))

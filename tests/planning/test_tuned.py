@@ -1,4 +1,4 @@
-"""What tune returns: its text, its file, its picture."""
+"""The result of tune: its text, its file, its picture."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from workloads import llama, tiny_model
 
 @pytest.mark.slow
 def test_a_model_becomes_a_workload() -> None:
-    """What is read from Hugging Face's model and its report is what the tests make by hand."""
+    """The sizes read from Hugging Face's model and its report are those that the tests make by hand."""
     config = llama_config(2)
     with torch.device("meta"):
         model = tiny_model(config)

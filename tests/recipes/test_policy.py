@@ -117,7 +117,7 @@ def test_a_rules_dict_holds_what_differs_from_the_defaults() -> None:
 
 @pytest.mark.parametrize("flags", [re.IGNORECASE, re.VERBOSE, re.IGNORECASE | re.DOTALL])
 def test_a_round_trip_keeps_the_flags_of_a_regular_expression(flags: re.RegexFlag) -> None:
-    """What a policy file or a report says must decide as the policy did."""
+    """The text in a policy file or a report must decide as the policy did."""
     policy = Policy([Rule(re.compile(r"Layers\.\d+ \. q  # the query", flags), None), Rule("*q*", "tensorwise")])
     again = Policy.from_dict(json.loads(json.dumps(policy.to_dict())))
     for name in ("layers.3.q", "Layers.3.q", "Layers.3 . q  # the query", "layers.3 . q  # the query"):

@@ -1,4 +1,4 @@
-"""What a recipe says of one tensor: dtype, tile, power of two."""
+"""The quantizer that a recipe has for one tensor: dtype, tile, power of two."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ json.dump(view.to_dict(), open(sys.argv[1], "w"))
 
 
 def run_script(folder: Path, **environment: str) -> tuple[str, dict[str, Any]]:
-    """What the script above prints to stderr, and its graph."""
+    """The text that the script above prints to stderr, and its graph."""
     root = Path(__file__).parents[2]
     env = {**os.environ, "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore", **environment}
     command = [sys.executable, "-c", SCRIPT, str(folder / "view.json")]

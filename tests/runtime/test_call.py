@@ -1,4 +1,4 @@
-"""What a call costs beside the compiled code, and what a prepared call depends on."""
+"""The cost of a call beside the compiled code, and the things that a prepared call depends on."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def instructions(call: Callable[[], Any]) -> tuple[int, int]:
 def test_a_call_costs_little_more_than_dynamos_guards(
     policy: Policy, cache_weights: bool, instructions_per_weight: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Python executes in a call, names bound, less the same model compiled without us. The time: first_hour.py.
+    """Python functions in a call, names bound, less those of the model compiled without us. The time: first_hour.py.
 
     The weights' numbers are not looked at: on a CPU that takes longer, and elsewhere a watch does it (test_contents).
     """

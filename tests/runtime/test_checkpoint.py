@@ -190,7 +190,7 @@ def test_scales_that_differ_from_rank_to_rank_are_not_saved_as_one(two: Any) -> 
 
 
 def test_a_state_reads_as_a_dict_does() -> None:
-    """It is no Mapping, whose entries DCP would store one by one."""
+    """The state is no Mapping, whose entries DCP would store one by one."""
     state = BackendState({"a": torch.ones(1)})
     assert (state.get("a"), state.get("b"), state.get("b", 3)) == (state["a"], None, 3)
     assert {**state} == dict(state)

@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def compile_with(rank: int, recipes: list[str], group: Any = None) -> str:
-    """What the rank is told when it compiles with its recipe."""
+    """The error, or "", of the rank when it compiles with its recipe."""
     model, data = parallelism.model_and_data(1)
     rules = [fp8graph.Rule("*.down", recipes[rank])]
     backend = fp8graph.Backend(fp8graph.Policy(rules=rules, default="tensorwise"), compiler="eager")
@@ -44,7 +44,7 @@ def largest(history: torch.Tensor) -> torch.Tensor:
 
 
 def compile_again(rank: int) -> list[str]:
-    """What ranks are told that have one schedule, of which only the first one infers, and that compile at other steps.
+    """The errors of ranks with one schedule, of which only the first one infers, and that compile at other steps.
 
     A function of the recipe has another address on each.
     """
@@ -91,7 +91,7 @@ def run(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of two ranks was told."""
+    """The message that each of two ranks got."""
     return run_ranks(run, 2, tmp_path_factory.mktemp("ranks"), seconds=240)
 
 

@@ -35,7 +35,7 @@ SLOW = {"tensorwise", "delayed", "ddp"}  # the others wait for a release
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
-    """What each rank found, by the name of the run. Ranks are launched once for the slow ones of their number."""
+    """The findings of each rank, by the name of the run. The slow runs with one number of ranks share one launch."""
 
     @cache
     def launched(ranks: int, slow: bool) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ def layout(*, backward: bool = False) -> PageLayout:
 
 
 class Calls:
-    """What ``torch.utils.checkpoint`` calls twice: reads a page's scales, and with gradients writes new ones."""
+    """The function that a checkpoint calls twice: reads a page's scales, and with gradients writes new ones."""
 
     def __init__(self, *, backward: bool = False, amax: float = 1.0) -> None:
         self.amax = amax

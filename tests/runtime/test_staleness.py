@@ -38,7 +38,7 @@ def test_a_step_counts_for_what_its_optimizer_holds() -> None:
 
 
 def test_a_step_counts_for_what_no_optimizer_was_seen_to_hold() -> None:
-    """It may hold slices of it; what does not train is not changed by any."""
+    """An optimizer may hold slices of a parameter; none changes a parameter that does not train."""
     steps, (a, b) = WeightUpdates(), parameters()
     b.requires_grad_(False)
     before = steps.of(a)

@@ -1,4 +1,4 @@
-"""What models meet on a bad day: inf, nothing, one row, weights that move or change: right results or a clear error."""
+"""Inputs of a bad day: inf, nothing, one row, weights that move or change: right results or a clear error."""
 
 from __future__ import annotations
 

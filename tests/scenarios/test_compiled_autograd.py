@@ -118,7 +118,7 @@ def process_group() -> Iterator[None]:
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.usefixtures("process_group")
 def test_ddp_whose_reducer_is_python() -> None:
-    """It is for compiled autograd alone. Names then begin with "module.". Amaxes are reduced, too."""
+    """The Python reducer is for compiled autograd alone. Names then begin with "module.". Amaxes are reduced, too."""
 
     def wrap(model: Net, backend: Any) -> Any:
         return torch.compile(DistributedDataParallel(model), backend=backend)

@@ -1,4 +1,4 @@
-"""What users run on a GPU: CUDA graphs, optimizers, scalers, experts, a model. ``python -m pytest -m gpu``.
+"""Programs of users on a GPU: CUDA graphs, optimizers, scalers, experts, a model. ``python -m pytest -m gpu``.
 
 Each test runs one of its cases on a CPU as well, with compiler="eager" and what exists there, so that its own code is
 known to work.
@@ -91,7 +91,7 @@ def test_cuda_graphs(recipe: str, training: bool, device: torch.device) -> None:
 @pytest.mark.slow
 @on_devices("recipe", "tensorwise", "delayed", "rowwise", "blockwise")
 def test_fused_adamw_with_kept_weights(recipe: str, device: torch.device) -> None:
-    """It changes weights without a new version: four steps are bit for bit those of weights quantized in the graph."""
+    """Weights change without a new version: four steps are bit for bit those of weights quantized in the graph."""
     first = MLP(128, 256).to(device, torch.bfloat16)
     results: list[list[Tensor]] = []
     for cache_weights in ("update", False):
@@ -115,7 +115,7 @@ def test_fused_adamw_with_kept_weights(recipe: str, device: torch.device) -> Non
 
 @on_devices("recipe", "tensorwise", "delayed", "rowwise", "blockwise")
 def test_saving_memory(recipe: str, device: torch.device) -> None:
-    """What backward quantizes again are the numbers that forward had; exactly, where no producer is fused."""
+    """Backward quantizes the numbers again that forward had; exactly those, where no producer is fused."""
     module, x = MLP(128, 256).to(device, torch.bfloat16), batch(0, device, 64, 128).requires_grad_()
     results: list[list[Tensor]] = []
     for save in ("speed", "memory"):

@@ -1,4 +1,4 @@
-"""What runs outside graphs, in eager and in high precision: the report says so."""
+"""Code that runs outside graphs, in eager and in high precision: the report says so."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def cases(*, generated: bool) -> list[Any]:
 
 
 def runs(ranks: int, *, slow: bool) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """What so many ranks run in one start, by name: of the slow tests, or of a release."""
+    """The runs that so many ranks do in one start, by name: of the slow tests, or of a release."""
     found: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
     for how, names in ((how, names) for (how, count), names in RECIPES_OF.items() if count == ranks):
         recipes = [RECIPES[name] for name in names if ((how, ranks, name) in SLOW) == slow]
@@ -153,7 +153,7 @@ def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any
 
 
 def split(how: str, ranks: int) -> dict[str, int]:
-    """How the ranks split model and batch: the arguments of ``emulation.train``."""
+    """The arguments of ``emulation.train`` that say by which ranks model and batch are split."""
     if how == "fsdp and tp":
         return {"shards": ranks // 2, "shares": 2}
     if how == "tp and sp":  # what it gathers has one scale: quantized as tensor parallel alone quantizes it

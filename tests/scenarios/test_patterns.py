@@ -108,7 +108,7 @@ def test_batched_matmuls_are_for_who_names_them(name: str, recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_scales_of_rows_and_tiles_are_those_of_each_matrix_of_a_batch(recipe: str) -> None:
-    """What one matrix holds changes nothing of the others, forward and backward."""
+    """The numbers of one matrix change nothing of the others, forward and backward."""
     policy = Policy([Rule("*", recipe, op="matmul")], default=None)
     results: list[list[Tensor]] = []
     for factor in (1.0, 1e4):

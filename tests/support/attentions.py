@@ -117,7 +117,7 @@ def rounded(
     epsilon: float = 0.0,
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Tensor:
-    """What is left of ``x`` [batch, heads, tokens, size] in FP8, with one scale, or one per (batch, ``heads``)."""
+    """``x`` [batch, heads, tokens, size] rounded to FP8, with one scale, or one per (batch, ``heads``)."""
     parts = [x.detach()] if heads is None else list(x.detach().reshape(x.shape[0] * heads, -1))
     made: list[Tensor] = []
     for part in parts:

@@ -17,7 +17,7 @@ FLAGS = (
 
 
 class Page(HTMLParser):
-    """What the browser made of a page: elements as (tag, attributes, text), in order."""
+    """A page as the browser has it: elements as (tag, attributes, text), in order."""
 
     def __init__(self, dom: str) -> None:
         super().__init__()

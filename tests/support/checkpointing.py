@@ -64,7 +64,7 @@ class Run:
             self.compiled(self.batch(0))
 
     def parts(self) -> dict[str, Any]:
-        """What is saved, or loaded into."""
+        """The state that is saved, or loaded into."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optim": optimizer, "fp8graph": self.backend}
 
@@ -106,7 +106,7 @@ def resumed(run: Run, path: str) -> dict[str, Any]:
 
 
 def refused(rank: int, folder: str) -> list[str]:
-    """What saving says when each rank has scales of its own, by the recipe or by the group."""
+    """The error of a save when each rank has scales of its own, by the recipe or by the group."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     said: list[str] = []
     for recipe, group in ((fp8graph.DelayedScaling(reduce_amax=False), None), (RECIPE, alone[rank])):

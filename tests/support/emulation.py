@@ -1,4 +1,4 @@
-"""What the ranks of ``parallelism.run`` compute, in one process: each shard and each share of the batch by itself."""
+"""The results of the ranks of ``parallelism.run``, in one process: each shard and each share of the batch by itself."""
 
 from __future__ import annotations
 

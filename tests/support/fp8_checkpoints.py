@@ -92,7 +92,7 @@ Shape = Callable[[int, int], tuple[int, ...]]  # of a linear's N and K
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """What `write` writes: of every linear these tensors, and this in config.json's quantization_config, at least"""
+    """The tensors that `write` stores for every linear, and the least that it puts into quantization_config."""
 
     write: Callable[[Path], None]
     tensors: Mapping[str, tuple[torch.dtype, Shape]]

@@ -230,7 +230,7 @@ class Reference:
 
 
 def expected_recipe(program: Program, fqn: str, op: str, gemm: str, batched: bool) -> Recipe | None:
-    """What the policy says about a GEMM, and FP8 can do: the rules read once more."""
+    """The recipe that the policy has for a GEMM, if FP8 can run it: the rules read once more."""
     recipe, by_rule = RECIPES[program.recipe] if op == "linear" else None, False
     for rule in program.rules:
         if rule.op in ("*", op) and fnmatch.fnmatchcase(fqn, rule.pattern):
@@ -384,7 +384,7 @@ class Scaled(torch.optim.Optimizer):
 
 
 def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
-    """What runs in FP8 is what the policy asks for, no more and no less; all GEMMs are there, each once."""
+    """Exactly the GEMMs that the policy names run in FP8; all GEMMs are there, each once."""
     expected = {(site.fqn, site.index, gemm): site for site in reference.sites.values() for gemm in site.ran}
     orphans = [r for r in records if r.reason == "a backward matmul; no forward one of its operands was found"]
     assert len(orphans) <= 2 * len(reference.small), [r.name for r in orphans]
@@ -409,7 +409,7 @@ def check_decisions(reference: Reference, records: list[GemmRecord]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """How far one result is from the reference's, and how far it may be, in dB."""
+    """The distance of one result from the reference's, and the allowed one, in dB."""
 
     name: str
     got: float

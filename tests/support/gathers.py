@@ -100,7 +100,7 @@ class Rows(nn.Module):
 
 
 class Turned(nn.Module):
-    """What stands between the gather and the linear is no movement of rows."""
+    """The op between the gather and the linear is no movement of rows."""
 
     def __init__(self, turn: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def report_of(module: nn.Module, x: Tensor, policy: Any = "tensorwise", **kwargs
 
 
 def reasons_of(report: fp8graph.Report) -> list[str]:
-    """Why each all-gather travels as it does."""
+    """The reason of each all-gather for the dtype that it sends."""
     return [c.reason for c in report.collectives if c.kind == "all_gather"]
 
 

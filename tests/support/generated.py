@@ -197,7 +197,7 @@ class DecoderLayer(nn.Module):
 
 
 def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> list[KernelRecord]:
-    """What is launched for one Llama-3-8B layer: forward, backward and its weights."""
+    """The kernels launched for one Llama-3-8B layer: forward, backward and its weights."""
     torch._dynamo.reset()
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ def gradients(rank: int, how: str, dtype: torch.dtype | None, scale: float = 1.0
 
 
 def divided(rank: int) -> str:
-    """What is said if FSDP2 divides by another factor."""
+    """The error if FSDP2 divides by another factor."""
     model: Any = nn.Linear(8, 8)
     fully_shard(model)
     model.set_gradient_divide_factor(3.0)

@@ -1,4 +1,4 @@
-"""What several test files need: small modules, one training step, graphs after a pass."""
+"""Helpers of several test files: small modules, one training step, graphs after a pass."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def passed(module: Any, *args: Any, last: str, policy: Any = ALL, **known: Any) 
 
 
 def inputs_of(view: GraphView, module: nn.Module, x: Tensor) -> list[Tensor]:
-    """What the inference graph ``view`` of ``module(x)`` takes from Dynamo, in its order."""
+    """The tensors that the inference graph ``view`` of ``module(x)`` takes from Dynamo, in its order."""
     parameters = {f"_parameters['{name}']": parameter for name, parameter in module.named_parameters()}
     sources = [name for name in view.inputs if name.startswith("L[")]
     return [next((p for end, p in parameters.items() if name.endswith(end)), x) for name in sources]
@@ -280,7 +280,7 @@ class Counting(Backend):
 
 
 def through_torch_save(model: Any) -> Any:
-    """What ``torch.load`` makes of what ``torch.save`` wrote."""
+    """``value`` after ``torch.save`` and ``torch.load``."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

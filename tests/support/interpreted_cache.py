@@ -30,7 +30,7 @@ def stored(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def step(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *cache: Tensor) -> list[Tensor]:
-    """What a layer with a static cache does with one new token: ``cache`` is keys, their scales, values, theirs."""
+    """The step of a layer with a static cache for one new token: ``cache`` is keys, their scales, values, theirs."""
     index = [None, None, torch.full([1], POSITION)]
     written = [
         torch.ops.aten.index_put(old, index, new)

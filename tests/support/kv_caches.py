@@ -1,4 +1,4 @@
-"""What tests of FP8 caches share: models, generate(), and transformers' own caches given what the oracle rounded."""
+"""Helpers of the tests of FP8 caches: models, generate(), and transformers' caches with tensors the oracle rounded."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def quantized(x: Tensor, power_2_scale: bool = False) -> tuple[Any, Any]:
 
 
 def rounded(x: Tensor, power_2_scale: bool = False) -> Tensor:
-    """What attention reads of ``x`` after it was stored."""
+    """The values of ``x`` that attention reads after they were stored."""
     codes, inverse = quantized(x, power_2_scale)
     return torch.from_numpy(oracle.dequantize(codes, inverse, E4M3, x.dtype)).to(x.dtype)
 

@@ -121,7 +121,7 @@ def round_to(x: Array, dtype: torch.dtype) -> Array:
 
 
 def dequantize(codes: Array, scale_inv: float, dtype: torch.dtype, source: torch.dtype) -> Array:
-    """What codes of the FP8 type ``dtype`` stand for, rounded to ``source``, as float32."""
+    """The numbers that codes of the FP8 type ``dtype`` stand for, rounded to ``source``, as float32."""
     magnitude = table(dtype)[codes & 127]
     values = np.where(codes >> 7, -magnitude, magnitude).astype(np.float32)
     return round_to(values * np.float32(scale_inv), source)

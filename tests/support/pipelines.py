@@ -135,7 +135,7 @@ class _Warnings(logging.Handler):
 
 
 def _saved(backend: fp8graph.Backend, stage: int, recipe: str) -> tuple[str, dict[str, Tensor]]:
-    """What DCP says when all stages save under one name, and what it loads of those saved under several."""
+    """DCP's error when all stages save under one name, and the values that it loads of those saved under several."""
     folder: list[Any] = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     refused = ""

@@ -1,4 +1,4 @@
-"""What the speed model predicts of one linear."""
+"""The speed model's predictions for one linear."""
 
 from __future__ import annotations
 

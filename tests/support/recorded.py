@@ -70,7 +70,7 @@ CASES = [
 
 
 def of_case(case: Case) -> list[float]:
-    """How many kernels, and how many MiB they move."""
+    """The number of kernels, and the MiB that they move."""
     if case.operand == "grad_output":
         function = quantize_after_backward(case.producer, case.recipe)
     else:

@@ -100,7 +100,7 @@ def expected_in_the_wheel() -> set[str]:
 
 
 def wrong_with_the_wheel(wheel: Path) -> list[str]:
-    """What is in the wheel and should not be, or the other way round; and licences that its metadata does not name."""
+    """Files that the wheel has and should not, or the other way round; and licences that its metadata does not name."""
     with zipfile.ZipFile(wheel) as packed:
         names = {name for name in packed.namelist() if not name.endswith("/")}
         metadata = packed.read(next(name for name in names if name.endswith(".dist-info/METADATA"))).decode()
@@ -176,7 +176,7 @@ def check_doctor(python: Path, core: Path) -> None:
 
 
 def check_uses(extra: str, python: Path, folder: Path, sources: Path) -> None:
-    """What ``USES`` says of an extra."""
+    """The statement of ``USES`` on an extra."""
     folder.mkdir(exist_ok=True)
     for arguments, code, pattern in USES[extra]:
         printed = run([python, "-I", *(part.replace("{sources}", str(sources)) for part in arguments)], folder, code)

@@ -63,7 +63,7 @@ class Counting(DefaultAllGather):
 
 
 def run(*args: Any, **settings: Any) -> dict[str, Any]:
-    """What :func:`train` finds, and whether the model is freed after it, while its backend is not."""
+    """The findings of :func:`train`, and whether the model is freed after it, while its backend is not."""
     found, backend, layer = train(*args, **settings)
     torch._dynamo.reset()
     gc.collect()
@@ -183,7 +183,7 @@ def both(rank: int, recipe: Any, settings: dict[str, Any]) -> tuple[dict[str, An
 
 
 def generations(rank: int, recipe: str, layers: int) -> tuple[list[int], list[str]]:
-    """How many graphs code was generated for by the end of each step, and the names that the report has."""
+    """The number of graphs with generated code by the end of each step, and the names in the report."""
     torch._dynamo.reset()
     model = nn.ModuleList(Block(256, 512) for _ in range(layers))
     backend = Generations(recipe=recipe)

@@ -1,4 +1,4 @@
-"""What Transformer Engine's reference code makes of tensors under NVFP4, as digests. Needs its source, not its package.
+"""Digests of Transformer Engine's reference results for tensors under NVFP4. Needs its source, not its package.
 
     python tests/support/te_nvfp4.py <a checkout of Transformer Engine>  # writes tests/data/te_nvfp4.json
 

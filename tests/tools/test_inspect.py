@@ -1,4 +1,4 @@
-"""What is said of a checkpoint, with known numbers in it; one layer is read at a time."""
+"""The report on a checkpoint with known numbers; one layer is read at a time."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ assert not {"fp8graph", "transformers"} & {name.partition(".")[0] for name in sy
 
 
 def by_torch_alone(folder: Path, *args: Any, **kwargs: Any) -> Any:
-    """What ``model.pt2`` of the folder gives, in a process that imports torch and nothing else."""
+    """The result of the folder's ``model.pt2`` in a process that imports torch and nothing else."""
     torch.save(args, folder / "args.pt")
     torch.save(kwargs, folder / "kwargs.pt")
     subprocess.run([sys.executable, "-I", "-c", ALONE], cwd=folder, check=True, capture_output=True, text=True)
