@@ -498,14 +498,14 @@ FAULTS: Final[tuple[Fault, ...]] = (
         f"{_ANALYSIS}/gather_path.py",
         "not wanted <= reduced",
         "not wanted & reduced",
-        ("tests/passes/test_gather_legality.py",),
+        ("tests/passes/test_gather_refusals.py",),
     ),
     Fault(
         "tensors are sent in FP8 that need more bytes in it",
         "passes/gather_in_fp8.py",
         "return None if after < before else",
         "return None if after != before else",
-        ("tests/passes/test_gather_legality.py", "tests/passes/test_gather_in_fp8.py"),
+        ("tests/passes/test_gather_refusals.py", "tests/passes/test_gather_in_fp8.py"),
     ),
     Fault(
         "two matmuls of a module have one index",

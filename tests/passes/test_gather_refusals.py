@@ -1,4 +1,4 @@
-"""why_not_sent_in_fp8: what is gathered in high precision, and the text of every reason."""
+"""The refusals of gather_in_fp8: which tensors it gathers in high precision, and the text of every reason."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_rows_of_a_dynamic_size() -> None:
 
 
 class Experts(nn.Module):
-    """What is gathered: the rows of all groups, or the experts."""
+    """A gather of the rows of all groups, or of the experts."""
 
     def __init__(self, rows: bool) -> None:
         super().__init__()
