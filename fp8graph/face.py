@@ -5,8 +5,9 @@ import fp8graph.numerics as numerics
 import fp8graph.planning as planning
 from fp8graph.backend import NAMED
 from fp8graph.backend.backend import Backend
+from fp8graph.backend.coverage import adopt_before_tracing
 from fp8graph.backend.entry import backend_of, compile, refresh_weights
-from fp8graph.compat.dynamo import register_backend
+from fp8graph.compat.dynamo import before_tracing, register_backend
 from fp8graph.errors import (
     CheckpointError,
     ConfigError,
@@ -96,3 +97,4 @@ __all__ = [
 
 for name, named in NAMED.items():
     register_backend(named, name)
+before_tracing(adopt_before_tracing)

@@ -81,6 +81,18 @@ def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) ->
         )
 
 
+def adopt_before_tracing(backend: object, model: nn.Module) -> None:
+    """Before Dynamo traces a frame that has ``model``: adopt its FP8 layers, of which some cannot be traced.
+
+    transformers' kernels cannot where they are not installed, on a CPU for one. compressed-tensors is too late here.
+    """
+    if not wrappers.is_fp8graph(backend):
+        return
+    layers = not_adopted(model)
+    if layers and not any(of_compressed_tensors(layer) for layer in layers):
+        adopt(model)
+
+
 def adopt_in_time(backend: Reports, model: nn.Module) -> None:
     """While Dynamo compiles a frame that has ``model``: adopt its FP8 layers, and let Dynamo trace them once more.
 

@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar, cast
 
@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from torch import fx
 from torch._dynamo import compiled_autograd, device_interface
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchRuntimeError
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -209,10 +210,50 @@ def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
         variables = dict(InstructionTranslator.current_tx().output.local_scope)
     except AttributeError:  # outside a compile
         return
+    yield from _modules_among(variables)
+
+
+def _modules_among(variables: Mapping[str, Any]) -> Iterator[tuple[torch.nn.Module, bool]]:
     for name, value in variables.items():
         owner = getattr(value, "__self__", None) if name == "fn" else value
         if isinstance(owner, torch.nn.Module):
             yield owner, name in ("self", "fn")
+
+
+def before_tracing(callback: Callable[[Any, torch.nn.Module], None]) -> None:
+    """Call ``callback(backend, module)`` before Dynamo traces a frame, for each module among its variables.
+
+    A backend is called once a frame is traced: too late for what cannot be traced. Dynamo's start callbacks get neither
+    backend nor frame, which are variables of the function that compiles it. ``torch._dynamo.reset()`` clears them all,
+    but not these.
+    """
+
+    def started(_: Any) -> None:
+        frame: Any = sys._getframe()
+        while frame is not None and not {"compiler_fn", "code", "locals", "globals"} <= {*frame.f_code.co_varnames}:
+            frame = frame.f_back
+        if frame is None:
+            return
+        found = frame.f_locals
+        of_module = {name: found["globals"].get(name) for name in found["code"].co_names}
+        for variables in (found["locals"], of_module):
+            for module, _called in _modules_among(variables):
+                callback(innermost_backend(found["compiler_fn"]), module)
+
+    others = callback_handler.start_callbacks
+    kept = [*(others.kept if isinstance(others, _StartCallbacks) else ()), started]
+    callback_handler.start_callbacks = _StartCallbacks([*others, started], kept)
+
+
+class _StartCallbacks(list[Callable[[Any], None]]):
+    """Dynamo's list of start callbacks, of which those in ``kept`` outlive ``torch._dynamo.reset()``."""
+
+    def __init__(self, callbacks: Sequence[Callable[[Any], None]], kept: Sequence[Callable[[Any], None]]) -> None:
+        super().__init__(callbacks)
+        self.kept = kept
+
+    def clear(self) -> None:
+        self[:] = self.kept
 
 
 def modules_on_stack() -> list[torch.nn.Module]:

@@ -119,6 +119,11 @@ def innermost_backend(wrapper: Any) -> Any:
     return wrapper
 
 
+def is_fp8graph(found: Any) -> bool:
+    """Whether a backend, by name or not, as Dynamo's wrappers hold it is one of fp8graph's."""
+    return hasattr(getattr(found, "compiler_fn", found), "backends_for")
+
+
 def fp8graph_backends(found: Any) -> Any:
     """The Backend (or ModelBackends) behind a callable of torch, which wraps names and callables; or None."""
     choose = getattr(getattr(found, "compiler_fn", found), "backends_for", None)

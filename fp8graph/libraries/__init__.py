@@ -40,10 +40,10 @@ _READERS: Final[tuple[tuple[Callable[[Any], Callable[[Any], StoredWeight] | None
 def adopt(model: _Model) -> _Model:
     """Let the FP8 layers of ``model``, which a library loaded, compile to FP8 GEMMs. Returns the model.
 
-    ``fp8graph.compile`` does this itself. ``torch.compile(model, backend="fp8graph")`` does it in the first call, if
-    Dynamo can trace the library's layers, and but for compressed-tensors, which has decompressed them by then: call it
-    before, and once more for a model that was unpickled or got new layers. The FP8 weights are frozen: they get no
-    gradient, whatever ``requires_grad`` says.
+    ``fp8graph.compile`` does this itself. ``torch.compile(model, backend="fp8graph")`` does it before the first call is
+    traced, but for compressed-tensors, which has decompressed its layers by then: call it before, and once more for a
+    model that was unpickled or got new layers. The FP8 weights are frozen: they get no gradient, whatever
+    ``requires_grad`` says.
     """
     expect("adopt", "model", model, nn.Module, "a model, an nn.Module")
     for module in model.modules():

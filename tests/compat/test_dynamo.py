@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.callback import callback_handler
 
 import fp8graph
 from fp8graph.backend import named_backend
@@ -225,3 +226,18 @@ def test_a_static_tensor_is_marked_as_transformers_marks_its_caches() -> None:
     tensor = torch.zeros(())
     assert dynamo.mark_static(tensor) is tensor
     assert getattr(tensor, "_dynamo_static_input_type", None) is not None
+
+
+def test_callback_before_a_frame_is_traced_outlives_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[tuple[Any, nn.Module]]()
+    monkeypatch.setattr(callback_handler, "start_callbacks", callback_handler.start_callbacks)
+    dynamo.before_tracing(lambda backend, module: found.append((backend, module)))
+    model = nn.Linear(2, 2)
+
+    def backend(graph: fx.GraphModule, _inputs: Any) -> Any:
+        assert found  # it was not traced yet
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda model, x: model(x), backend=backend)(model, torch.ones(1, 2))
+    assert [(one.compiler_fn, module) for one, module in found] == [(backend, model)]

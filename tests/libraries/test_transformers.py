@@ -438,6 +438,44 @@ def test_torch_compile_adopts_in_the_first_call(how: str, breaks: bool, monkeypa
     assert [gemm.reason.startswith("weight stored in") for gemm in backend.report.gemms] == [False, True]
 
 
+@first_fast("how", ["name", "backend", "function", "global"])
+def test_torch_compile_adopts_layers_that_cannot_be_traced(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, without the kernels of transformers: TorchRuntimeError of _load_finegrained_fp8_kernel."""
+    model, x = Two(), torch.randn(64, K, dtype=BF16, generator=torch.Generator().manual_seed(1))
+    by_name: Any = {"backend": "fp8graph", "options": {"compiler": "eager"}, "fullgraph": True}
+    with_backend: Any = {"backend": fp8graph.Backend(compiler="eager"), "fullgraph": True}
+    torch._dynamo.reset()  # it clears the callbacks of compiles
+    with torch.no_grad():
+        expected = fp8graph.compile(copy.deepcopy(model), compiler="eager")(x)
+        if how == "function":
+            compiled: Any = torch.compile(lambda model, x: model(x), **by_name)
+            y = compiled(model, x)
+        elif how == "global":
+            monkeypatch.setitem(globals(), "MODEL", model)
+            compiled = torch.compile(through_global, **by_name)
+            y = compiled(x)
+        else:
+            compiled = torch.compile(model, **(with_backend if how == "backend" else by_name))
+            y = compiled(x)
+    assert torch.equal(y, expected)
+    recipes = [gemm.recipe for gemm in fp8graph.backend_of(compiled).report.gemms]
+    assert recipes[-1] == "blockwise"
+
+
+MODEL: Any = None
+
+
+def through_global(x: Tensor) -> Tensor:
+    return MODEL(x)
+
+
+def test_other_backends_adopt_nothing() -> None:
+    model = Two()
+    with torch.no_grad(), pytest.raises(Exception, match="finegrained-fp8 kernel unavailable"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(torch.randn(64, K, dtype=BF16))
+    assert "forward" not in model.second.__dict__
+
+
 class Two(nn.Module):
     """A linear in high precision, then one of the library."""
 
