@@ -110,8 +110,8 @@ class CompressedTensors(Quantization):
     def parse(cls, config: Mapping[str, Any], where: str) -> Self:
         fields = Fields(config, where)
         fields.one_of("quant_method", [cls.method])
-        # a status before "compressed" means that weights are in high precision still
-        fields.one_of("quantization_status", ["compressed"], "compressed")
+        # files of 2024 are "frozen" and hold FP8; weights in high precision are refused by their dtype
+        fields.one_of("quantization_status", ["compressed", "frozen"], "compressed")
         fields.checked("version", is_version_0, 'a version of 0.x, like "0.20.0"', "0.20.0")
         fields.one_of("format", [*_FORMATS, "mixed-precision"])
         fields.empty("transform_config", "sparsity_config", "moe_sparsity_config")

@@ -49,7 +49,8 @@ def test_the_library_reads_what_is_written(preset: str) -> None:
             without = {"observer", "zp_dtype"}
             assert ours.model_dump(exclude=without) == wanted.model_dump(exclude=without)
     assert scheme.format == config["format"]
-    assert parsed({**theirs.model_dump(mode="json"), "quantization_status": "compressed"}) == parsed(config)
+    for status in ("compressed", "frozen"):  # "frozen": files of 2024, in transformers' docs, too
+        assert parsed({**theirs.model_dump(mode="json"), "quantization_status": status}) == parsed(config)
 
 
 def test_layer_formats_of_the_presets() -> None:
@@ -82,7 +83,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         (config_of(format="pack-quantized"), "here: format is 'pack-quantized'. Known: 'float-quantized'"),
-        (config_of(quantization_status="frozen"), "here: quantization_status is 'frozen'. Known: 'compressed'"),
+        (config_of(quantization_status="calibration"), "here: quantization_status is 'calibration'. Known: 'compressed'"),
         (config_of(version="1.0"), "here: version is '1.0'. It must be a version of 0.x"),
         (config_of(transform_config={"R1": {}}), "here: transform_config is {'R1': {}}. It must be empty"),
         (config_of(sparsity_config={"format": "bitmask"}), "here: sparsity_config is"),
