@@ -83,7 +83,7 @@ def changed(part: str, **values: Any) -> dict[str, Any]:
     ("config", "message"),
     [
         (config_of(format="pack-quantized"), "here: format is 'pack-quantized'. Known: 'float-quantized'"),
-        (config_of(quantization_status="calibration"), "here: quantization_status is 'calibration'. Known: 'compressed'"),
+        (config_of(quantization_status="calibration"), "quantization_status is 'calibration'. Known: 'compressed'"),
         (config_of(version="1.0"), "here: version is '1.0'. It must be a version of 0.x"),
         (config_of(transform_config={"R1": {}}), "here: transform_config is {'R1': {}}. It must be empty"),
         (config_of(sparsity_config={"format": "bitmask"}), "here: sparsity_config is"),
