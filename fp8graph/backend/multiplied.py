@@ -6,21 +6,27 @@ multiplied as one GEMM share their scales, and a delayed scale is the one that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx, nn
 
 from fp8graph.backend.backend import Backend
+from fp8graph.backend.sharded import Piece, Quantized, cut_out, quantize_pieces, whole
+from fp8graph.compat import fsdp
+from fp8graph.compat.distributed import local, mesh_of
 from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
+from fp8graph.errors import ConfigError
 from fp8graph.ir import ops
+from fp8graph.ir.compilation import Findings
 from fp8graph.ir.nodes import look_through_transposes, nodes, value
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
-from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 from fp8graph.recipes import Quantizer
 from fp8graph.runtime.stores import KeptScales
 
@@ -50,96 +56,171 @@ class Multiplied:
         return self.parameter.rpartition(".")[0]
 
 
-def multiplied_by(backend: Backend, model: nn.Module, *, data: bool = True) -> Iterator[Multiplied]:
+def multiplied_by(
+    backend: Backend, model: nn.Module, *, data: bool = True, wanted: Collection[str] | None = None
+) -> Iterator[Multiplied]:
     """The weights that fprop multiplies in FP8, each once, in the order in which they were compiled.
 
-    ``data``: False: the tensors of the weights are fake ones, and nothing is computed.
+    Those of a model that is spread over ranks are as those of the whole model, in DTensors: all ranks iterate.
+
+    Args:
+        data: False: the tensors of the weights are fake ones, and nothing is computed.
+        wanted: the parameters whose weights are made; None: all.
     """
-    names, seen = _names(model), set[str]()
-    calls = [call for program in backend.programs for call in program.calls()]
-    for called, findings in calls:
+    owners, seen = _owners(model), set[str]()
+    for called, findings in _calls(backend):
         for weight in findings.of(WeightGraph):
             parameters = [called[index] for index in weight.parameters]
-            if "rowwise" in weight.outputs and all(id(x) in names for x in parameters):
-                for made in _made(weight, parameters, names, backend.services.kept_scales(weight.asked), data):
-                    if made.parameter not in seen:
-                        seen.add(made.parameter)
-                        yield made
+            if "rowwise" in weight.outputs and all(id(x) in owners for x in parameters):
+                owned = [owners[id(x)] for x in parameters]
+                new = {owner.name for owner in owned if wanted is None or owner.name in wanted} - seen
+                kept = backend.services.kept_scales(weight.asked)
+                for made in _made(weight, parameters, owned, kept, new, data) if new else ():
+                    seen.add(made.parameter)
+                    yield made
+
+
+def on_all_ranks(weight: Multiplied) -> Multiplied:
+    """``weight`` in tensors that each rank has whole. All ranks call it."""
+    return dataclasses.replace(weight, data=whole(weight.data), scale_inv=whole(weight.scale_inv))
 
 
 def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
     """The names of the parameters that are the weights of sites, in FP8 or not."""
-    names = _names(model)
-    calls = [call for program in backend.programs for call in program.calls()]
-    indices = [(called, {site.parameter for site in findings.sites}) for called, findings in calls]
-    found = (names.get(id(x), "") for called, of_sites in indices for index, x in called.items() if index in of_sites)
-    return list(dict.fromkeys(filter(None, found)))
+    owners = _owners(model)
+    indices = [(called, {site.parameter for site in findings.sites}) for called, findings in _calls(backend)]
+    found = (owners.get(id(x)) for called, of_sites in indices for index, x in called.items() if index in of_sites)
+    return list(dict.fromkeys(owner.name for owner in found if owner is not None))
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    """The names of a model's parameters, and of the tensors that they wrap, by identity."""
-    named = ((name_in_original(name), p) for name, p in model.named_parameters())
-    return {id(x): name for name, p in named for x in (p, *wrapped_tensors(p))}
+def _calls(backend: Backend) -> list[tuple[dict[int, Tensor], Findings]]:
+    return [call for program in backend.programs for call in program.calls()]
+
+
+class _Owner(NamedTuple):
+    """A parameter as the model has it. ``dtype``: that in which FSDP2 gathers it, if it does."""
+
+    name: str
+    parameter: Tensor
+    dtype: torch.dtype
+
+
+def _owners(model: nn.Module) -> dict[int, _Owner]:
+    """A model's parameters, by the ids of the tensors with which graphs are called, and of those that these wrap."""
+    gathered, found = fsdp.whole_parameters(model), dict[int, _Owner]()
+    for name, p in model.named_parameters():
+        taken, dtype = gathered.get(id(p), (p, p.dtype))
+        for x in (p, *wrapped_tensors(p), taken, *wrapped_tensors(taken)):
+            found[id(x)] = _Owner(name_in_original(name), p, dtype)
+    return found
 
 
 def _made(
     weight: WeightGraph,
     parameters: Sequence[Tensor],
-    names: Mapping[int, str],
+    owners: Sequence[_Owner],
     kept: KeptScales | None,
+    wanted: Collection[str],
     data: bool,
 ) -> Iterator[Multiplied]:
-    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
+    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours.
+
+    ``parameters``: those of ``owners``, as the graph was called with them.
+    """
     (node,) = nodes(weight.quantizing, (ops.quantize,))
-    asked = QuantizeNode(node).asked
-    called = dict(zip(weight.quantizing.find_nodes(op="placeholder"), parameters, strict=False))  # then ``asked``
-    sources = [_source(part, called) for part in asked.parts]
-    owners = [source for source, _ in sources if source is not None]
-    if not owners:
+    asked, placeholders = QuantizeNode(node).asked, weight.quantizing.find_nodes(op="placeholder")
+    places = {placeholder: place for place, placeholder in enumerate(placeholders[: len(owners)])}
+    sources = [_source(part, places) for part in asked.parts]
+    called = [parameters[place] for place, _ in sources if place is not None]
+    if not called:
         return
-    made = weight.made_outputs()
-    if data:
-        inputs = [parameter.detach() for parameter in parameters]
-        inputs += [kept.peek(each, owners) for each in weight.asked] if kept is not None else []
-        with torch.no_grad():
-            results = fx.GraphModule(nn.Module(), weight.quantizing)(*inputs)
-        made = dict(zip(weight.made, results, strict=True))
-    scales: Tensor = made["scale_inv"] if "scale_inv" in made else made["rowwise_scale_inv"]
-    kind, block, start = SCALINGS[asked.scaling], asked.block, 0
-    quantizer = Quantizer(
-        dtype=asked.dtype,
-        scaling=cast(Any, asked.scaling),
-        block=cast(Any, tuple(block) or Quantizer.block),
-        power_2_scale=asked.power_2_scale,
-        amax_epsilon=asked.amax_epsilon,
-    )
-    for (source, flipped), part in zip(sources, asked.parts, strict=True):
-        rows, columns = value(part).shape[-2:]
-        numbers, scale_inv = made["rowwise"][..., start : start + rows, : columns // kind.packed], scales
-        if (grid := kind.scale_shape(rows, columns, block)) is not None:
-            first = start * grid[0] // rows
-            scale_inv = scales[..., first : first + grid[0], : grid[1]]
-        start += rows
-        if source is not None:
-            yield Multiplied(
-                parameter=names[id(source)],
-                data=numbers.contiguous(),
-                scale_inv=scale_inv.contiguous(),
-                quantizer=quantizer,
-                global_scale_inv=made.get("rowwise_global_scale_inv"),
-                input_scale_inv=None if kept is None else kept.input_scale_inv(weight.asked[0], source),
-                flipped=flipped,
+    peeked = [kept.peek(each, called) for each in weight.asked] if kept is not None and data else []
+    wants = [place is not None and owners[place].name in wanted for place, _ in sources]
+    with torch.no_grad():
+        if any(mesh_of(owner.parameter) is not None for owner in owners):
+            shards = [local(owner.parameter.detach()).to(owner.dtype) for owner in owners] if data else []
+            given = dict(zip(placeholders, [*shards, *peeked], strict=False))
+            owned = [None if place is None else owners[place] for place, _ in sources]
+            pieces = _of_shards(asked, owned, given, wants) if data else _fakes(weight, asked, owned)
+        else:
+            made = weight.made_outputs()
+            if data:
+                inputs = [*(parameter.detach() for parameter in parameters), *peeked]
+                made = dict(zip(weight.made, fx.GraphModule(nn.Module(), weight.quantizing)(*inputs), strict=True))
+            pieces = cut_out(made, asked, [value(part).shape for part in asked.parts])
+        quantizer = Quantizer(
+            dtype=asked.dtype,
+            scaling=cast(Any, asked.scaling),
+            block=cast(Any, tuple(asked.block) or Quantizer.block),
+            power_2_scale=asked.power_2_scale,
+            amax_epsilon=asked.amax_epsilon,
+        )
+        for (place, flipped), want, piece in zip(sources, wants, pieces, strict=True):
+            if place is not None and want and piece is not None:
+                yield Multiplied(
+                    parameter=owners[place].name,
+                    data=piece.data,
+                    scale_inv=piece.scale_inv,
+                    quantizer=quantizer,
+                    global_scale_inv=piece.global_scale_inv,
+                    input_scale_inv=None if kept is None else kept.input_scale_inv(weight.asked[0], parameters[place]),
+                    flipped=flipped,
+                )
+
+
+def _of_shards(
+    asked: QuantizeArguments[fx.Node],
+    owners: Sequence[_Owner | None],
+    given: Mapping[fx.Node, Tensor],
+    wanted: Sequence[bool],
+) -> Iterator[Quantized | None]:
+    """The parts of a weight whose parameters are spread over ranks.
+
+    Args:
+        given: this rank's shards of parameters, and scales of earlier steps.
+    """
+    pieces: list[Piece] = []
+    for part, owner in zip(asked.parts, owners, strict=True):
+        if owner is None:
+            name = next(other.name for other in owners if other is not None)
+            raise ConfigError(
+                f"{name} is sharded, and multiplied together with a weight that is computed from parameters: gather "
+                "the model on one rank before it is exported."
             )
+        pieces.append(Piece(name=owner.name, parameter=owner.parameter, shard=_computed(part, given)))
+    scales = None if asked.scales is None else _computed(asked.scales, given)
+    yield from quantize_pieces(dataclasses.replace(cast(Any, asked), scales=scales), pieces, wanted)
 
 
-def _source(part: fx.Node, called: Mapping[fx.Node, Tensor]) -> tuple[Tensor | None, bool]:
-    """The parameter that ``part`` is, perhaps cast, and whether it is transposed; None for a computed one."""
+def _fakes(
+    weight: WeightGraph, asked: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None]
+) -> Iterator[Quantized | None]:
+    dtype, packed = weight.made_outputs()["rowwise"].dtype, SCALINGS[asked.scaling].packed
+    for owner in owners:
+        if owner is not None:
+            *leading, columns = owner.parameter.shape
+            data = torch.empty((*leading, columns // packed), dtype=dtype, device="meta")
+            yield Quantized(data=data, scale_inv=data.new_empty(()), global_scale_inv=None)
+        else:
+            yield None
+
+
+def _computed(node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Tensor:
+    """The tensor of ``node``, of a graph that reads ``given``."""
+    if node in given:
+        return given[node]
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _computed(n, given))
+    return cast(Any, node.target)(*args, **kwargs)
+
+
+def _source(part: fx.Node, places: Mapping[fx.Node, int]) -> tuple[int | None, bool]:
+    """The place of the parameter that ``part`` is, perhaps cast, and whether it is transposed; None: computed."""
     flipped = False
-    while part not in called:
+    while part not in places:
         part, transposed = look_through_transposes(part)
         flipped ^= transposed
         if part.target is _CONVERT:
             part = cast(fx.Node, part.args[0])
-        elif part not in called:
+        elif part not in places:
             return None, flipped
-    return called[part], flipped
+    return places[part], flipped

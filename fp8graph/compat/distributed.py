@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Final, cast
 
@@ -18,6 +18,40 @@ _RUN: Final = "forward_maybe_with_nosync"  # the method by which a stage runs it
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that a graph takes: the shard of a DTensor, any other as it is."""
     return getattr(tensor, SHARD, tensor)
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """The DeviceMesh over which a DTensor is spread; None for any other tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def sharded_over(tensor: torch.Tensor) -> list[tuple[int, Any]]:
+    """The dims along which a DTensor is sharded, one for each dim of its mesh that shards it, with its group."""
+    if (mesh := mesh_of(tensor)) is None:
+        return []
+    dims = [getattr(placement, "dim", None) for placement in cast(Any, tensor).placements]
+    sizes = enumerate(zip(dims, mesh.shape, strict=True))
+    return [(dim, mesh.get_group(i)) for i, (dim, ranks) in sizes if dim is not None and ranks > 1]
+
+
+def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The place of this rank's shard in a DTensor: for each dim, where it begins.
+
+    FSDP2 shards further what tensor parallelism has sharded; no public function knows the order.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    like: Any = tensor
+    _, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return offset
+
+
+def spread_as(shard: torch.Tensor, like: torch.Tensor, shape: Sequence[int]) -> Any:
+    """The DTensor of ``shape`` that is spread over ranks as ``like`` is, and of which this rank has ``shard``."""
+    from torch.distributed.tensor import DTensor
+
+    stride, other = torch.empty(shape, device="meta").stride(), cast(Any, like)
+    return DTensor.from_local(shard, other.device_mesh, other.placements, shape=torch.Size(shape), stride=stride)
 
 
 def process_group(group: Any) -> Any:
@@ -64,6 +98,21 @@ def gathered_objects(value: Any, group: Any, *, others: bool) -> list[Any]:
     dist.all_gather_object(found, value, group=group)
     this = dist.get_rank(group)
     return [x for rank, x in enumerate(found) if rank != this or not others]
+
+
+def gathered_over(value: Any, mesh: Any) -> list[Any]:
+    """The objects of all ranks of a DeviceMesh, small ones, in its order. All of them call it."""
+    found = [value]
+    for dim in reversed(range(mesh.ndim)):
+        found = [x for one in gathered_objects(found, mesh.get_group(dim), others=False) for x in one]
+    return found
+
+
+def largest_over(x: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The largest of all ranks of a DeviceMesh, elementwise, in ``x``."""
+    for dim in range(mesh.ndim):
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return x
 
 
 def running_stage() -> Any:

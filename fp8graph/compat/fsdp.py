@@ -52,6 +52,36 @@ def gathered() -> dict[int, Any]:
     return found
 
 
+def whole_parameters(module: torch.nn.Module) -> dict[int, tuple[Tensor, torch.dtype]]:
+    """The whole parameters that FSDP2 gathers for calls of ``module``, by the id of their shards, with their dtype."""
+    inside, found = set(module.modules()), dict[int, tuple[Tensor, torch.dtype]]()
+    for sharded in gathered().values():
+        if sharded._module_info.module in inside:
+            found[id(sharded.sharded_param)] = whole_of(sharded), sharded.param_dtype or sharded.orig_dtype
+    return found
+
+
+def gathers_in_fp8(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 gathers a parameter of ``module`` by functions that :func:`attach` gave it."""
+    inside = set(module.modules())
+    return any(x._module_info.module in inside and owner_of(x) is not None for x in gathered().values())
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Let the parameters of ``module`` be shards, also those that FSDP2 has kept whole after forward."""
+    for each in module.modules():
+        if (function := getattr(each, "reshard", None)) is not None and original_class(each) is not type(each):
+            function()
+
+
+def original_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class of ``module`` as its author wrote it: FSDP2 gives what it shards a subclass."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not dist.is_available() or not isinstance(module, fsdp.FSDPModule):
+        return type(module)
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, fsdp.FSDPModule))
+
+
 def meshes(module: torch.nn.Module) -> Iterator[Any]:
     """The DeviceMesh of each parameter of ``module`` that FSDP2 shards, also while the whole ones are there."""
     inside = set(module.modules())

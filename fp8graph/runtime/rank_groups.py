@@ -7,10 +7,12 @@ an amax of the others would never go on.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import difflib
 import logging
 import zlib
+from collections.abc import Generator
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph.compat import distributed, fsdp
-from fp8graph.errors import PolicyError
+from fp8graph.errors import ConfigError, PolicyError
 from fp8graph.ir import collectives
 from fp8graph.recipes import autocast
 
@@ -92,6 +94,37 @@ def _ranks_of(module: nn.Module) -> dist.ProcessGroup | None:
     if not meshes:
         return None
     return distributed.group_of_mesh(max(meshes, key=lambda mesh: mesh.size()))
+
+
+@contextlib.contextmanager
+def together(mesh: Any) -> Generator[list[str]]:
+    """A block that raises on all ranks of ``mesh`` if it raises on one, or if the lines that it is given differ.
+
+    Args:
+        mesh: a DeviceMesh; None: this rank is alone.
+
+    Raises:
+        ConfigError: with what another rank says.
+    """
+    lines: list[str] = []
+    try:
+        yield lines
+    except Exception as error:
+        if mesh is not None:
+            distributed.gathered_over((distributed.rank(), f"{type(error).__name__}: {error}", lines), mesh)
+        raise
+    if mesh is None:
+        return
+    found = distributed.gathered_over((distributed.rank(), "", lines), mesh)
+    for rank, error, _ in found:
+        if error:
+            raise ConfigError(f"rank {rank} failed, with {error}")
+    (first, _, expected), *others = found
+    for rank, _, these in others:
+        if these != expected:
+            names = f"rank {first}", f"rank {rank}"
+            difference = "\n".join(difflib.unified_diff(expected, these, *names, lineterm="", n=0))
+            raise ConfigError(f"the ranks that share a model do not have the same layers in FP8:\n{difference}")
 
 
 PATIENCE: Final = datetime.timedelta(seconds=30)  # the time within which the other ranks are expected to compile, too

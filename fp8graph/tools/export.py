@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of
-from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by
+from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by, on_all_ranks
+from fp8graph.backend.sharded import whole
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, Shards, write_checkpoint
 from fp8graph.checkpoints.layer_format import EMBEDDING
 from fp8graph.checkpoints.writing import SHARD_BYTES
-from fp8graph.compat.distributed import local
+from fp8graph.compat import fsdp
+from fp8graph.compat.distributed import largest_over, local, mesh_of, rank
 from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import CheckpointError, ConfigError, expect_batch, expect_batches, expect_path
 from fp8graph.libraries.readers import as_saved, forward_of_experts, is_table, reader_of
@@ -38,8 +40,19 @@ from fp8graph.recipes import Quantizer, Recipe, RecipeLike
 from fp8graph.recipes.policy import Policy
 from fp8graph.report.terminal import progress_bar
 from fp8graph.runtime.policies import PolicyLike
+from fp8graph.runtime.rank_groups import together
 from fp8graph.runtime.staleness import adapted_modules
-from fp8graph.tools.forms import AUTO, as_stored, chosen, cut, kind_of, saved_parts, why_not, with_one_scale
+from fp8graph.tools.forms import (
+    AUTO,
+    as_stored,
+    chosen,
+    cut,
+    kind_of,
+    saved_parts,
+    saved_together,
+    why_not,
+    with_one_scale,
+)
 
 _log = logging.getLogger("fp8graph")
 
@@ -60,6 +73,9 @@ def export(
     The bytes and scales are those that the next forward multiplies. Linears that run in high precision are written so,
     and listed in the config. The folder is there whole or not at all.
 
+    All ranks that share a sharded model call this, as they do :func:`quantized_state`. The first of them writes; all
+    return when the folder is there, and all raise if it cannot be written.
+
     Args:
         model: compiled with fp8graph in any way, and called at least once: what ``torch.compile`` returned, or the
             module itself, also if it was compiled in blocks or is called by a compiled function. Merge adapters before.
@@ -79,26 +95,34 @@ def export(
         The folder.
 
     Raises:
-        ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, is sharded, or has
-            adapters of PEFT, merged or not.
+        ConfigError: (a ``ValueError``) the model was not compiled with fp8graph, or not called, or has adapters of
+            PEFT, merged or not; or another rank of a sharded model had an error.
         CheckpointError: no format has a form for its recipes, or the folder cannot be written.
     """
     expect_path("export", "folder", folder)
     plan = _Plan(model, format, calibration)
     config = getattr(plan.model, "config", None)
     source = copy_from if copy_from is not None else _folder_of(config)
-    return write_checkpoint(
-        folder,
-        layers=plan.layers(),
-        others=plan.others(),
-        quantization=plan.quantization,
-        ignore=plan.ignore(),
-        config=_written(config, plan.model),
-        copy_from=source,
-        max_shard_bytes=max_shard_bytes,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    layers, others = plan.layers(), plan.others()
+    with together(plan.mesh):
+        try:
+            if plan.mesh is None or int(plan.mesh.mesh.min()) == rank():
+                write_checkpoint(
+                    folder,
+                    layers=layers,
+                    others=others,
+                    quantization=plan.quantization,
+                    ignore=plan.ignore(),
+                    config=_written(config, plan.model),
+                    copy_from=source,
+                    max_shard_bytes=max_shard_bytes,
+                    overwrite=overwrite,
+                    progress=progress,
+                )
+        finally:
+            for _ in itertools.chain(layers, others) if plan.mesh is not None else ():
+                pass  # all ranks gather to the end, also what an error left unwritten
+    return Path(folder)
 
 
 def quantized_state(
@@ -110,6 +134,10 @@ def quantized_state(
     """``(name, tensor)`` of all that :func:`export` writes, one layer after the other and without a disk.
 
     For weight updates of an inference engine during training. Same arguments and errors as :func:`export`.
+
+    A model that is sharded over ranks, by FSDP2, tensor parallelism or both, gives each rank whole tensors, with the
+    bytes of one process that has all weights. All its ranks call this and iterate to the end: each weight is quantized
+    in shards and gathered in FP8 when it is its turn. An error before the first tensor is raised on all ranks.
     """
     plan = _Plan(model, format, calibration)
     for layer, stored, weight in plan.layers():
@@ -125,15 +153,35 @@ class _Plan:
         if not isinstance(given, nn.Module):
             raise TypeError(f"export takes the model, an nn.Module, not {given!r}: of a compiled function, its model.")
         self.model = original_module(model)
+        self._class = fsdp.original_class(self.model).__name__
+        fsdp.reshard(self.model)
+        meshes = [mesh for p in self.model.parameters() if (mesh := mesh_of(p)) is not None]
+        self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        self._amaxes: dict[str, Tensor] = {}  # by layer of the model
+        with together(self.mesh) as lines:
+            written = self._find(model, lines)
+            if calibration is not None and fsdp.gathers_in_fp8(self.model):
+                raise ConfigError(
+                    "calibration= runs the model in eager, and FSDP2 gathers its weights in FP8: take a recipe and a "
+                    "format without static scales of inputs, or compile it with cache_weights=False."
+                )
+        if calibration is not None:
+            linears = (weight.layer for weight in written if weight.data.ndim == 2 and weight.layer not in self._tables)
+            layers = {layer: self._modules[layer] for layer in linears}
+            self._amaxes = input_amaxes(self.model, layers, calibration)
+            if self.mesh is not None:  # each rank has seen its part of the inputs
+                largest = largest_over(torch.stack([*self._amaxes.values()]), self.mesh)
+                self._amaxes = dict(zip(self._amaxes, largest.unbind(), strict=True))
+        self._choose(name, written)
+
+    def _find(self, model: nn.Module, lines: list[str]) -> list[Multiplied]:
+        """The weights that are written in FP8. ``lines``: says which."""
         if adapted := adapted_modules(self.model):
             raise ConfigError(
                 f"{type(self.model).__name__} has modules of PEFT ({adapted[-1]}), whose names no engine knows. Call "
                 "model.merge_and_unload() first, compile the model that it returns, and call that once."
             )
         self._backend: Backend = backend_of(model)
-        sharded = next((n for n, p in self.model.named_parameters() if local(p) is not p), None)
-        if sharded is not None:
-            raise ConfigError(f"{sharded} is sharded: gather the model on one rank before it is exported.")
         modules = self.model.named_modules(remove_duplicate=False)
         self._modules = {name_in_original(layer): original_module(module) for layer, module in modules}
         named = self.model.named_parameters(remove_duplicate=False)
@@ -147,7 +195,7 @@ class _Plan:
         found = [*multiplied_by(self._backend, self.model, data=False), *self._stored.values()]
         if not found:
             raise ConfigError(
-                f"no weight of {type(self.model).__name__} is multiplied in FP8 by what is compiled now. "
+                f"no weight of {self._class} is multiplied in FP8 by what is compiled now. "
                 + (
                     "print(fp8graph.backend_of(model).report) says why."
                     if matrices_of(self._backend, self.model)
@@ -163,20 +211,17 @@ class _Plan:
                 self._parts.pop(weight.parameter, None)
                 _log.warning("%s is exported in high precision: %s", weight.parameter.removesuffix(".weight"), reason)
         if not self._parts:
-            raise ConfigError(
-                f"no linear of {type(self.model).__name__} can be written in FP8: see the warnings above."
-            )
+            raise ConfigError(f"no linear of {self._class} can be written in FP8: see the warnings above.")
         written = [weight for weight in found if weight.parameter in self._parts]
         self._kinds = {
             part.layer: EMBEDDING if weight.layer in self._tables else kind_of(weight)
             for weight in written
             for part in self._parts[weight.parameter]
         }
-        self._amaxes: dict[str, Tensor] = {}  # by layer of the model
-        if calibration is not None:
-            linears = (weight.layer for weight in written if weight.data.ndim == 2 and weight.layer not in self._tables)
-            layers = {layer: self._modules[layer] for layer in linears}
-            self._amaxes = input_amaxes(self.model, layers, calibration)
+        lines += [f"{weight.parameter}: {weight.quantizer}" for weight in written]
+        return written
+
+    def _choose(self, name: str, written: Sequence[Multiplied]) -> None:
         inputs = {
             part.layer
             for weight in written
@@ -206,6 +251,12 @@ class _Plan:
                     f"{layer} is a {kind}: experts that a library loaded in FP8 are not exported. Copy the folder that "
                     "they came from."
                 )
+            read = reader_of(module)
+            sharded = any(mesh_of(tensor) is not None for tensor in module.parameters(recurse=False))
+            if sharded and (is_table(module) or read is not None):
+                raise ConfigError(
+                    f"{layer} arrived in FP8 and is sharded: gather the model on one rank before it is exported."
+                )
             if is_table(module):
                 table = one_scale(cast(Tensor, module.weight), cast(Tensor, module.weight_scale), per_token=False)
                 yield Multiplied(
@@ -216,7 +267,7 @@ class _Plan:
                 )
                 self._tables.add(layer)
                 continue
-            if (read := reader_of(module)) is None:
+            if read is None:
                 continue
             stored = read(module)
             if (reason := _why_not_again(stored)) is not None:
@@ -248,7 +299,8 @@ class _Plan:
         return why_not(weight, self._parts[weight.parameter])
 
     def layers(self) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
-        for weight in itertools.chain(multiplied_by(self._backend, self.model), self._stored.values()):
+        made = multiplied_by(self._backend, self.model, wanted=self._parts)
+        for weight in itertools.chain(map(on_all_ranks, made), self._stored.values()):
             for layer, part in cut(weight, self._parts.get(weight.parameter, ())):
                 stored = self._forms[self._kinds[layer]]
                 yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
@@ -262,11 +314,16 @@ class _Plan:
             layer, _, leaf = name.rpartition(".")
             if f"{layer}.weight" in self._stored and leaf != "bias":
                 continue
-            key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            if mesh_of(tensor) is None:
+                key = (tensor.data_ptr(), tuple(tensor.shape), tensor.dtype)
+            else:
+                key = (id(self._parameters[name]),)  # shards may be empty, with the address of others
             if name not in self._parts and isinstance(tensor, Tensor) and (key not in seen or not tensor.numel()):
                 seen.add(key)
                 found[name] = tensor
-        yield from as_saved(self.model, found).items()
+        sharded = any(mesh_of(x) is not None for x in found.values())  # then one after the other is gathered
+        for names in saved_together(self.model, found) if sharded else [list(found)]:
+            yield from as_saved(self.model, {name: whole(found[name].detach()) for name in names}).items()
 
     def ignore(self) -> list[str]:
         """The linears that are written in high precision, by the names of the model and of its checkpoints."""
@@ -299,7 +356,7 @@ def _written(config: Any, model: nn.Module) -> dict[str, Any] | None:
         return None
     values = json.loads(config.to_json_string(use_diff=True))
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"architectures": [type(model).__name__], "dtype": dtype, **values}
+    return {"architectures": [fsdp.original_class(model).__name__], "dtype": dtype, **values}
 
 
 def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Iterable[Any]) -> dict[str, Tensor]:
@@ -313,7 +370,7 @@ def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Ite
 
     def watch(layer: str) -> Any:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            amax = cast(Tensor, args[0]).detach().abs().amax().to(torch.float32)
+            amax = local(cast(Tensor, args[0]).detach()).abs().amax().to(torch.float32)
             found[layer] = torch.maximum(found[layer], amax) if layer in found else amax
 
         return layers[layer].register_forward_pre_hook(before)

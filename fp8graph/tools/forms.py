@@ -69,6 +69,18 @@ def saved_layers(model: nn.Module) -> dict[str, list[str]]:
     return {name: [part.layer for part in parts] for name, parts in saved_parts(model, shapes).items()}
 
 
+def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of ``tensors``, those together that ``model`` saves in common pieces."""
+    alone = {name: torch.tensor(source).expand(x.shape) for source, (name, x) in enumerate(tensors.items())}
+    names, found = list(tensors), {name: {name} for name in tensors}
+    places = {x.data_ptr(): name for name, x in alone.items()}
+    for made in as_saved(model, alone).values():
+        if made.data_ptr() not in places:  # copied from several
+            group = set[str]().union(*(found[names[source]] for source in made.unique().tolist()))
+            found.update(dict.fromkeys(group, group))
+    return [sorted(group, key=names.index) for name, group in found.items() if name == min(group, key=names.index)]
+
+
 def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
     """The reason why the tiles of ``weight`` cannot be cut into ``parts``; None if they can."""
     rows, height = weight.data.shape[-2], _tile_rows(weight)

@@ -16,8 +16,8 @@ a dynamic size; and weights that are gathered from several ranks, in the graph o
 whole weight would take the memory that sharding saves. A shard that is quantized before it is gathered is kept.
 
 For weights that stay in the graph, :func:`note_weights` notes their quantization, for an export of what fprop
-multiplies. It leaves out weights that read anything but parameters, those that are gathered, and the bodies of
-higher-order ops.
+multiplies. It leaves out weights that read anything but parameters, those that are gathered in the graph, and the
+bodies of higher-order ops.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def may_be_exported(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def note_weights(graph: fx.Graph, compilation: Compilation) -> None:
     known = compilation.known
-    whole = known.parameters.keys() - known.gathered
-    parameters = {node: index for node, index in graph_inputs(graph) if index is not None and index in whole}
+    parameters = {
+        node: index for node, index in graph_inputs(graph) if index in known.parameters.keys() | known.gathered
+    }
     found = (weight_graph(node, parameters, compilation, WeightGraph) for node in nodes(graph, (ops.quantize,)))
     compilation.extra_inputs += [weight for weight in found if weight is not None]

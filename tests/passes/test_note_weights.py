@@ -53,12 +53,20 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
     assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1026]\n")
 
 
+def test_a_weight_that_fsdp2_gathers_is_noted_as_any_other() -> None:
+    _, plain = passed(linear(), torch.randn(16, 32), last="note_weights", settings=IN_GRAPH)
+    gathered = frozenset(plain.known.parameters)
+    _, found = passed(linear(), torch.randn(16, 32), last="note_weights", settings=IN_GRAPH, gathered=gathered)
+    (expected,), (weight,) = noted(plain), noted(found)
+    assert weight.parameters == expected.parameters
+    assert graph_text(weight.quantizing) == graph_text(expected.quantizing)
+
+
 @pytest.mark.parametrize(
     "known",
     [
         pytest.param({}, id="taken out: traced again, with spare inputs"),
         pytest.param({"parameters": {}, "settings": IN_GRAPH}, id="no parameter"),
-        pytest.param({"gathered": frozenset(range(4)), "settings": IN_GRAPH}, id="gathered by FSDP2"),
         pytest.param({"subgraph": True, "settings": IN_GRAPH}, id="the body of a higher-order op"),
     ],
 )
