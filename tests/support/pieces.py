@@ -72,7 +72,7 @@ def _differences(recipe: Recipe, shapes: list[tuple[int, ...]], where: str, spec
 
 
 def disagree(rank: int) -> list[str]:
-    """What this rank says of a block that raises on the second rank, and of lines that differ there."""
+    """Errors of this rank for a block that raises on the second rank, and for lines that differ there."""
     mesh, said = init_device_mesh("cpu", (dist.get_world_size(),)), list[str]()
     for error in (True, False):
         try:
