@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -199,6 +199,41 @@ def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any], 
     for name, function in ((_BEFORE, before), (_AFTER, after)):
         setattr(tensor, name, function)
     _begin_anew(sharded)
+
+
+def gather_as_stored(modules: Collection[torch.nn.Module]) -> None:
+    """Let FSDP2 gather the frozen parameters of ``modules``, but biases, in the dtype in which they are stored.
+
+    ``MixedPrecisionPolicy(param_dtype=...)`` would cast FP8 codes as if they were numbers, and gloo sends no FP8, only
+    bytes. Parameters that FSDP2 has gathered before, keeps on the CPU or on fewer ranks after forward are left alone.
+    """
+    for sharded in _sharded_parameters() if modules else ():
+        module, name = sharded._module_info.module, sharded._module_info.param_name
+        after = sharded.post_forward_mesh_info
+        if (
+            module in modules
+            and name != "bias"
+            and not sharded.sharded_param.requires_grad
+            and not hasattr(sharded, "_unsharded_param")
+            and not hasattr(shard_of(sharded), _BEFORE)
+            and not sharded.offload_to_cpu
+            and (after is None or after is sharded.mesh_info)
+        ):
+            attach(sharded, *_as_stored(sharded), owner=None)
+
+
+def _as_stored(sharded: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The two functions of :func:`attach` that send the rows of this rank, padded to those of the first, as bytes."""
+    dtype = shard_of(sharded).dtype
+
+    def before(mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor], None]:
+        rows = sharded._sharded_param_data.view(sharded.padded_sharded_param_size)
+        return (rows.view(torch.uint8) if dtype.itemsize == 1 else rows,), None
+
+    def after(gathered: Sequence[Tensor], _: Any, param_dtype: Any, *, out: Tensor | None = None) -> Any:
+        return None if out is not None else (gathered[0].view(dtype), ())  # out has the memory of what is gathered
+
+    return before, after
 
 
 def attach_again(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
+from fp8graph.compat import fsdp
 from fp8graph.errors import expect
 from fp8graph.libraries.adapters import adopt_adapters
 from fp8graph.libraries.readers import (
@@ -24,6 +25,7 @@ from fp8graph.libraries.readers import (
     of_compressed_tensors,
     of_torchao,
     of_transformers,
+    reader_of,
 )
 from fp8graph.libraries.stored_linear import StoredWeight, forward_of
 
@@ -51,6 +53,7 @@ def adopt(model: _Model) -> _Model:
             module.__dict__["forward"] = MethodType(forward, module)
     keep_compressed(model)
     adopt_adapters(model)
+    fsdp.gather_as_stored({module for module in model.modules() if reader_of(module) is not None})
     return model
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8graph.compat import fsdp
 from fp8graph.compat.distributed import local
 from fp8graph.errors import ConfigError
 from fp8graph.libraries.readers import forward_of_experts, reader_of, swizzled
@@ -108,9 +109,11 @@ def _weight(layer: Any) -> _Weight:
     data = getattr(holder, "qdata", base.weight)
     names = ("weight_scale_inv", "weight_scale", "scale")
     scale = next(getattr(holder, name) for name in names if hasattr(holder, name))
-    if local(data) is not data:
+    if local(data) is not data or id(data) in fsdp.gathered():
         raise ConfigError(
-            f"{type(layer).__name__}: its weight is sharded. Gather the model before adapters are merged."
+            f"{type(layer).__name__} on {type(base).__name__}: its weight is sharded, and what is added to a gathered "
+            "copy would be lost. Save the adapters (peft.get_peft_model_state_dict, full_tensor() of each), and merge "
+            "them on the checkpoint in one process."
         )
     turned = bool(getattr(holder, "is_swizzled_scales", False))
     return _Weight(stored=stored, data=data.detach(), scale=scale.detach(), swizzled=turned)

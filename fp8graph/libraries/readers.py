@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fp8graph.compat.fsdp import original_class
 from fp8graph.libraries.stored_linear import StoredEmbedding, StoredLinear, StoredWeight, high_precision, one_scale
 
 _MODULE = "transformers.integrations.finegrained_fp8"
@@ -51,7 +52,7 @@ def _is_reversible(conversion: Any) -> bool:
 
 def of_transformers(module: Any) -> Callable[[Any], StoredWeight] | None:
     """The function that reads the weight of ``module``; None for another layer, or if it was dequantized."""
-    kind = type(module)
+    kind = original_class(module)
     mine = kind.__module__ == _MODULE and kind.__name__ in ("FP8Linear", "FP8GroupedLinear")
     return _read_fp8_linear if mine and module.weight.dtype == torch.float8_e4m3fn else None
 
@@ -83,7 +84,8 @@ def _read_fp8_linear(module: Any) -> StoredWeight:
 
 def forward_of_experts(module: nn.Module) -> Callable[..., Tensor] | None:
     """The ``forward`` of an ``FP8Experts``; None if ``module`` is none, or its weights are in FP4 or bf16."""
-    mine = type(module).__module__ == _MODULE and type(module).__name__ == "FP8Experts"
+    kind = original_class(module)
+    mine = kind.__module__ == _MODULE and kind.__name__ == "FP8Experts"
     if not mine or cast(Tensor, module.down_proj).dtype != torch.float8_e4m3fn:
         return None
     return _experts_forward(importlib.import_module("transformers.integrations.moe").grouped_mm_experts_forward)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fp8graph.errors import ConfigError
+
 
 @dataclass(kw_only=True)
 class StoredWeight:
@@ -83,7 +85,17 @@ def _groups(weight: StoredWeight, groups: int) -> list[StoredWeight] | None:
 
 
 def high_precision(weight: StoredWeight, dtype: torch.dtype) -> Tensor:
-    """The dialect's ``stored_weight``."""
+    """The dialect's ``stored_weight``.
+
+    Raises:
+        ConfigError: FSDP2 has cast the weight.
+    """
+    if weight.data.element_size() > 1:
+        raise ConfigError(
+            f"a weight in FP8 arrives in {weight.data.dtype}: FSDP2 has cast its codes, without their scales "
+            "(MixedPrecisionPolicy(param_dtype=...)). Call fp8graph.adopt(model), or fp8graph.compile, after "
+            "fully_shard and before the first call, without CPUOffloadPolicy and reshard_after_forward=<int>."
+        )
     return torch.ops.fp8graph.stored_weight(
         weight.data.detach(),
         weight.scale_inv.detach(),

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fp8graph
+from fp8graph.compat.fsdp import original_class
 from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
 from fp8graph.numerics import sqnr_db
 from helpers import same_bits
@@ -83,3 +86,29 @@ def test_a_static_scale_clips_inputs() -> None:
     expected = nn.functional.linear(x.double().clamp(-0.448, 0.448), data.double() * 0.001)
     with torch.no_grad():
         assert sqnr_db(expected, module(x)) > 25
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+@pytest.mark.parametrize("adopted", [True, False])
+def test_fsdp2_gathers_codes_as_they_are_once_adopted(adopted: bool) -> None:
+    """One of two ranks; the other is made up. libraries/test_adapters_on_ranks.py has both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        module, policy = layer(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        sharded: Any = fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        assert type(module) is not StoredLinear
+        assert original_class(module) is original_class(layer()) is StoredLinear
+        if adopted:
+            fp8graph.adopt(module)
+        sharded.unshard()
+        assert module.weight.shape == (N, K)
+        assert module.weight.dtype == (torch.float8_e4m3fn if adopted else torch.bfloat16)
+        if not adopted:
+            with pytest.raises(fp8graph.ConfigError, match=r"arrives in torch\.bfloat16: FSDP2 has cast its codes"):
+                StoredLinear.forward(module, torch.randn(16, K, dtype=torch.bfloat16))
+    finally:
+        dist.destroy_process_group()
