@@ -74,6 +74,7 @@ TAKES = {
     "README.md": "fp8graph",
     "docs/checkpoints.md": "fp8graph, llama, FP8 checkpoint",
     "docs/distributed.md": "fp8graph, llama, one rank",
+    "docs/fine_tuning.md": "fp8graph, llama, FP8 checkpoint",
     "docs/index.md": "fp8graph, llama",
     "docs/report.md": "fp8graph, llama, report",
     "docs/statistics.md": "fp8graph, writers",

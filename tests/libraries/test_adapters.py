@@ -392,7 +392,8 @@ def test_merged_exported_and_loaded(name: str, method: str, tmp_path: Path) -> N
     fp8graph.compile(again, compiler="eager")
     with torch.no_grad():
         loaded_again = again(input_ids=IDS).logits
-    if name == "torchao-tensorwise":  # with one scale, transformers' kernels quantize tokens, and torchao the input
+    if name == "torchao-tensorwise":  # with one scale, transformers' kernels quantize tokens, and torchao the input;
+        # dequantized, they are the same: test_export_of_a_trained_model_has_its_numbers
         assert sqnr_db(logits, loaded_again) > 20
     else:
         assert torch.equal(loaded_again, logits)
@@ -403,6 +404,71 @@ def test_merged_exported_and_loaded(name: str, method: str, tmp_path: Path) -> N
         assert bytes_of(theirs).keys() == after.keys()
         assert all(same_bits(held, after[layer]) for layer, held in bytes_of(theirs).items())
         assert transformers.AutoConfig.from_pretrained(tmp_path / "out").quantization_config["quant_method"] == "fp8"
+
+
+def trained(name: str, folder: Path) -> Any:
+    """A model with adapters after two steps."""
+    model = with_lora(loaded(name, folder)).train()
+    fp8graph.compile(model, compiler="eager")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def dequantized(model: Any) -> Any:
+    """``model`` in bf16, each weight decoded in float64, from its bytes and its scales as they are stored."""
+    wide = in_bf16()
+    state = wide.state_dict()
+    for layer, module in model.named_modules():
+        holder = module.weight if hasattr(getattr(module, "weight", None), "qdata") else module
+        names = ("weight_scale_inv", "weight_scale", "scale")
+        scale = next((getattr(holder, name) for name in names if hasattr(holder, name)), None)
+        if scale is not None:
+            data = holder.qdata if holder is not module else module.weight
+            state[f"{layer}.weight"].copy_(numbers(data.detach(), scale.detach()))
+        elif f"{layer}.weight" in state:
+            state[f"{layer}.weight"].copy_(module.weight)
+    return wide
+
+
+def loaded_by_its_library(folder: Path, method: str) -> Any:
+    """In bf16, without quantized inputs: as transformers loads it on a CPU, or as we do where it cannot."""
+    if method not in ("fp8", "compressed-tensors"):
+        return fp8graph.load_checkpoint(in_bf16(), folder)
+    model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if method == "compressed-tensors":
+        with torch.no_grad():
+            model(input_ids=IDS)  # its hook decompresses the weights
+        model.apply(pytest.importorskip("compressed_tensors.quantization").disable_quantization)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("hf-float", "fp8"),
+        ("compressed-tensors-fp8-dynamic", "compressed-tensors"),
+        ("torchao-tensorwise", "ours"),
+    ],
+)
+def test_export_of_a_trained_model_has_its_numbers(name: str, method: str, tmp_path: Path) -> None:
+    """Train, merge, export, and load with the library that owns the format: dequantized, the logits are the same."""
+    model = trained(name, tmp_path)
+    merged = fp8graph.compile(model.merge_and_unload().eval(), compiler="eager")
+    with torch.no_grad():
+        merged(input_ids=IDS, use_cache=False)
+        expected = dequantized(merged)(input_ids=IDS, use_cache=False).logits
+    fp8graph.export(merged, tmp_path / "out", "auto" if method == "ours" else method)
+    with torch.no_grad():
+        found = loaded_by_its_library(tmp_path / "out", method)(input_ids=IDS, use_cache=False).logits
+    if method == "compressed-tensors":  # it rounds scales to bf16
+        assert sqnr_db(expected, found) > 40
+    else:
+        assert torch.equal(expected, found)
 
 
 @first_slow("name", ["hf-float", "modelopt-fp8", "compressed-tensors-fp8-dynamic", "torchao-rowwise"])
