@@ -109,7 +109,9 @@ def test_two_layouts_of_shards_are_those_of_the_whole_weight(recipe: str) -> Non
     """Each rank quantizes its rows in both ways. One gather brings one layout, and the other's memory is free."""
     weight = weight_of(nn.Linear(256, 128, bias=False), recipe)
     (node,) = nodes(weight.quantizing, (ops.quantize,))
-    asked, quantizer = QuantizeNode(node).asked, resolve_recipe(recipe).quantizer("weight")
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    asked, quantizer = QuantizeNode(node).asked, resolved.quantizer("weight")
     whole = torch.randn(128, 256, dtype=torch.bfloat16) * torch.logspace(-2, 2, 256).bfloat16()
     scales: list[Tensor] = []
     if recipe == "rowwise":  # of columns: from all ranks

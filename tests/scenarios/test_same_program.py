@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8graph
@@ -48,17 +46,12 @@ def llama(dtype: torch.dtype) -> Any:
     return LlamaForCausalLM._from_config(copy.deepcopy(CONFIG), dtype=dtype)
 
 
-def whole(model: Any) -> dict[str, Tensor]:
-    state = model.state_dict()
-    return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
-
-
 def kls(trainer: str, recipe: Any, folder: Path, updates: int) -> list[tuple[bool, float]]:
     """Of each update: whether the server's logits are the trainer's, and the KL of the tokens."""
     torch._dynamo.reset()
     masters = torch.float32 if trainer in ("fsdp2", "autocast", "fp32") else torch.bfloat16
     model = llama(masters)
-    twin, server = llama(torch.bfloat16), llama(torch.bfloat16).eval()  # twin: a sharded model on one rank
+    server = llama(torch.bfloat16).eval()
     if trainer == "rounded server":
         server = llama(torch.float32).bfloat16().eval()
     backend = fp8graph.Backend(recipe=recipe, compiler="eager")
@@ -68,7 +61,6 @@ def kls(trainer: str, recipe: Any, folder: Path, updates: int) -> list[tuple[boo
             fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
             layer.compile(backend=backend)
         fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        fp8graph.compile(twin, recipe=recipe, compiler="eager")(IDS, use_cache=False)
     else:
         model.compile(backend=backend)
     cast = torch.autocast("cpu", torch.bfloat16) if trainer == "autocast" else contextlib.nullcontext()
@@ -78,15 +70,8 @@ def kls(trainer: str, recipe: Any, folder: Path, updates: int) -> list[tuple[boo
         with cast:
             return model(IDS, labels=IDS, use_cache=False)
 
-    def sent() -> Iterator[tuple[str, Tensor]]:
-        if trainer != "fsdp2":
-            return fp8graph.quantized_state(model)
-        twin.load_state_dict(whole(model))
-        return fp8graph.quantized_state(twin)
-
     out = forward()
-    next(sent())
-    fp8graph.export(twin if trainer == "fsdp2" else model, folder)
+    fp8graph.export(model, folder)
     fp8graph.compile(fp8graph.load_checkpoint(server, folder), compiler="eager")
     found: list[tuple[bool, float]] = []
     for _ in range(updates):
@@ -94,7 +79,7 @@ def kls(trainer: str, recipe: Any, folder: Path, updates: int) -> list[tuple[boo
         optimizer.step()
         optimizer.zero_grad()
         out = forward()
-        fp8graph.update_weights(server, sent())
+        fp8graph.update_weights(server, fp8graph.quantized_state(model))
         with torch.no_grad():
             served = server(IDS, use_cache=False).logits
         p, q = (x.detach().float().log_softmax(-1)[:, :-1].gather(-1, IDS[:, 1:, None]) for x in (out.logits, served))
