@@ -58,7 +58,7 @@ HEADS: Final = (
 )  # fmt: skip
 # Experts are chosen by comparing logits: a small error is another expert. A bare "gate" is not a router: many gated
 # MLPs call their gate projection so.
-ROUTERS: Final = ("router", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
+ROUTERS: Final = ("router", "router.gate", "mlp.gate", "moe.gate", "block_sparse_moe.gate", "shared_expert_gate")
 # Adapters (PEFT's names): trained, with ranks so low that a GEMM is mostly overhead; fine-tuning keeps only them.
 ADAPTERS: Final = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 _WRAPPED: Final = "base_model.model."  # PEFT puts this before every name

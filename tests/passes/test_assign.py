@@ -137,13 +137,15 @@ def test_the_general_policy_keeps_heads_and_routers() -> None:
             super().__init__()
             self.mlp = MLP()
             self.router = nn.Linear(32, 4)
+            self.moe = nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(32, 32)})})  # torchtitan's
             self.lm_head = nn.Linear(32, 64)
 
         def forward(self, a: Tensor) -> Tensor:
-            return self.lm_head(self.mlp(a) * self.router(a).sum(-1, keepdim=True))
+            gate: Any = self.get_submodule("moe.router.gate")
+            return self.lm_head(gate(self.mlp(a)) * self.router(a).sum(-1, keepdim=True))
 
     report = fp8graph.explain(Model(), x(16, 32))
-    assert {g.fqn for g in report.gemms if not g.recipe} == {"router", "lm_head", "mlp.gate"}
+    assert {g.fqn for g in report.gemms if not g.recipe} == {"router", "lm_head", "mlp.gate", "moe.router.gate"}
     report.check()
 
 

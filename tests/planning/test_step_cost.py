@@ -191,7 +191,7 @@ def test_fp8_sends_no_more(mesh: str, recipe: str) -> None:
     before, after = sent(llama_8b(), mesh), sent(llama_8b(), mesh, recipe)
     amaxes = sum(count for (purpose, *_), count in after.items() if purpose == "amaxes")
     assert sum(after.values()) - amaxes <= sum(before.values())
-    assert amaxes < 2e-4 * sum(before.values())  # rowwise: a number for each column of a weight
+    assert amaxes < 1.5e-4 * sum(before.values())  # rowwise: a number for each column of a weight
 
 
 def test_sequence_parallel_sends_what_tensor_parallel_sends() -> None:
