@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
-from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8
+from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8, HuggingFaceMXFP8
 from fp8graph.checkpoints.layer_format import LayerFormat, Quantization, QuantizedWeight, dequantize, is_packed
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
 from fp8graph.checkpoints.shards import Shards, read_json
@@ -20,7 +20,7 @@ from fp8graph.checkpoints.writing import SHARD_BYTES, new_folder, write_json, wr
 from fp8graph.errors import CheckpointError
 
 FORMATS: Final[Mapping[str, type[Quantization]]] = {
-    kind.method: kind for kind in (HuggingFaceFP8, CompressedTensors, ModelOpt)
+    kind.method: kind for kind in (HuggingFaceFP8, CompressedTensors, ModelOpt, HuggingFaceMXFP8)
 }
 # Files of its source that a new checkpoint does not take: weights, whatever their format, and those that are rewritten.
 _NOT_COPIED: Final = (

@@ -1,4 +1,4 @@
-"""Hugging Face's FineGrained FP8, which is DeepSeek-V3's: ``quant_method: "fp8"``. Read from transformers 5.23.
+"""Hugging Face's FineGrained FP8, which is DeepSeek-V3's: ``quant_method: "fp8"``. Read from transformers 5.24.
 
 A linear layer ``X`` has ``X.weight`` [n, k] in E4M3 and ``X.weight_scale_inv``, which multiplies: one number for each
 tile of ``weight_block_size``, or one for the tensor. ``scale_fmt: "ue8m0"``: powers of two, as E8M0 (or its bytes in
@@ -6,6 +6,8 @@ uint8), or in FP32 (DeepSeek-V3.1). Static activations have one scale, ``X.activ
 Fused experts [experts, n, k] have no ``.weight``: ``gate_up_proj``, ``gate_up_proj_scale_inv``. transformers saves
 their weights one by one, ``experts.0.gate_proj.weight``, and their scales as they are. Engines (vLLM, AutoFP8) call
 scales of a linear ``X.weight_scale`` and ``X.input_scale``.
+
+``quant_method: "mxfp8"`` (MiniMax-M3, Inkling 2) is the same with tiles of 1x32 and the bytes of E8M0.
 
 An embedding table has one scale, ``X.weight_scale`` [1], and ``modules_to_convert`` has the ends of such names
 (``FP8Embedding`` of transformers).
@@ -47,6 +49,7 @@ _OTHERS: Final = (
     Suffixes(scale=".qscale_weight", input_scale=".activation_scale"),
     Suffixes(scale=".weight_scale", input_scale=".input_scale"),  # vLLM and AutoFP8
 )
+_MX: Final = (1, 32)
 _TABLE: Final = LayerFormat(
     scheme=EMBEDDING[0], suffixes=Suffixes(scale=".weight_scale"), block=(WHOLE, WHOLE), scale_dims=1
 )
@@ -70,7 +73,12 @@ class HuggingFaceFP8(Quantization):
     packed_experts: bool = False
     modules_to_not_convert: tuple[str, ...] = ()
     modules_to_convert: tuple[str, ...] = ()  # embeddings
+    kv_cache_scheme: object | None = field(default=None, compare=False)
     where: str = field(default="modules_to_not_convert", compare=False)
+
+    @property
+    def kv_cache(self) -> object | None:
+        return self.kv_cache_scheme
 
     @property
     def ignore(self) -> tuple[str, ...]:
@@ -91,6 +99,7 @@ class HuggingFaceFP8(Quantization):
             packed_experts=fields.one_of("expert_dtype", ["fp8", "fp4"], "fp8") == "fp4",
             modules_to_not_convert=fields.names("modules_to_not_convert", ignored),
             modules_to_convert=fields.names("modules_to_convert"),
+            kv_cache_scheme=fields.take("kv_cache_scheme"),  # AutoFP8, Hunyuan: "static", and there are k_scale, ...
             where=f"{where}: modules_to_not_convert",
         )
         fields.end()
@@ -147,7 +156,7 @@ class HuggingFaceFP8(Quantization):
             scheme=scheme,
             suffixes=_LINEAR if self.static else replace(_LINEAR, input_scale=None),
             block=block,
-            scale_dtypes=FLOATS if self.scale_format == "float" else (torch.float8_e8m0fnu, torch.uint8, torch.float32),
+            scale_dtypes=FLOATS if self.scale_format == "float" else E8M0 if block == _MX else (*E8M0, torch.float32),
             scale_dims=0 if self.block is None else 2,
             # tokens are quantized alone even where the weight has one scale (transformers' kernels)
             activation=Activation(scale="static", block=(WHOLE, WHOLE))
@@ -189,14 +198,37 @@ class HuggingFaceFP8(Quantization):
         yield EVERY, self.linear()
 
     def config(self) -> dict[str, Any]:
-        tables = {"modules_to_convert": list(self.modules_to_convert)} if self.modules_to_convert else {}
-        return tables | {
+        given = {"modules_to_convert": list(self.modules_to_convert), "kv_cache_scheme": self.kv_cache_scheme}
+        return {name: value for name, value in given.items() if value} | {
             "activation_scheme": "static" if self.static else "dynamic",
             "modules_to_not_convert": list(self.modules_to_not_convert) or None,
             "quant_method": self.method,
             "scale_fmt": self.scale_format,
             "weight_block_size": None if self.block is None else list(self.block),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFaceMXFP8(HuggingFaceFP8):
+    """A parsed config of tiles of 1x32, whose scales are E8M0."""
+
+    title: ClassVar[str] = "Hugging Face MXFP8"
+    method: ClassVar[str] = "mxfp8"
+
+    block: tuple[int, int] | None = _MX
+    scale_format: str = "ue8m0"
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any], where: str) -> Self:
+        fields = Fields(config, where)
+        fields.checked("weight_block_size", lambda b: tuple(b) == _MX, "[1, 32]", [*_MX])
+        fields.one_of("scale_fmt", ["ue8m0"], "ue8m0")
+        fields.one_of("activation_scheme", ["dynamic"], "dynamic")
+        return super().parse({**config, "weight_block_size": _MX, "scale_fmt": "ue8m0"}, where)
+
+    @classmethod
+    def forms(cls) -> Mapping[Kind, LayerFormat]:
+        return {("mxfp8", _MX): cls().linear(), EMBEDDING: _TABLE}
 
 
 def _among_experts(layer: str) -> Part | None:

@@ -34,7 +34,14 @@ __all__ = ["FixedScales", "Fp8Layer", "HeadScales", "calibrate_head_scales"]
 _FP8: Final = torch.float8_e4m3fn
 _LARGEST: Final = 448.0
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-_NAME: Final = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?([kv])_scale")
+# The names that vLLM takes (get_cache_scale_mapper): of compressed-tensors, ModelOpt, AutoFP8, Quark and Hunyuan.
+_NAME: Final = re.compile(
+    r"(?:.*\.)?layers\.(\d+)\.(?:.*\.)?(?:_?(k|v|kv)_scale|([kv])_proj\.output_scale|([kv])_cache\.scale)"
+)
+_OTHERS: Final = re.compile(
+    r"(?:.*\.)?layers\.\d+\.(?:.*\.)?(?:k|v|kv)_"
+    r"(?:cache_(?:scales?|scaling_factor)|scales|scale_inv|scaling_factor|(?:de)?quant_scale|zero_points?)"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,24 +64,35 @@ class HeadScales:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> HeadScales:
-        """The ``k_scale`` and ``v_scale`` among the tensors of a checkpoint, as compressed-tensors and ModelOpt name
-        them (``model.layers.0.self_attn.k_scale``, ``model.layers.0.self_attn.k_proj.k_scale``): scalars or [heads].
+        """The scales of keys and values among the tensors of a checkpoint: scalars or [heads].
+
+        They are called ``model.layers.0.self_attn.k_scale`` or ``.k_proj.k_scale`` (compressed-tensors, ModelOpt),
+        ``.attn.k_scale`` (vLLM), ``.k_proj.output_scale`` (Quark, AutoFP8), ``.k_cache.scale`` (Hunyuan), and so for
+        values; ``.kv_scale`` is one for both. Scales of queries and probabilities are not of a cache.
 
         Raises:
-            ConfigError: there are none, a layer has one of the two alone, or two of one (of a decoder and an encoder).
+            ConfigError: there are none, a layer has one of the two alone, or two of one (of a decoder and an encoder);
+                or some have another name, by which nobody knows whether they multiply, or zero points.
         """
         found: dict[int, dict[str, Tensor]] = {}
         names: dict[tuple[int, str], str] = {}
         for name, tensor in tensors.items():
-            if (match := _NAME.fullmatch(name)) is not None:
-                layer, which = int(match[1]), match[2]
+            if _OTHERS.fullmatch(name) is not None:
+                raise ConfigError(
+                    f"HeadScales.from_tensors(tensors): nobody knows {name!r}, and whether it multiplies. If a stored "
+                    "number times it is the key or value, rename it to k_scale or v_scale; else leave it out."
+                )
+            if (match := _NAME.fullmatch(name)) is None:
+                continue
+            if not isinstance(tensor, Tensor):
+                raise ConfigError(f"HeadScales.from_tensors(tensors): {name!r} is {tensor!r:.100}, not a tensor.")
+            layer = int(match[1])
+            for which in match[2] or match[3] or match[4]:  # "kv": one for both
                 if (other := names.setdefault((layer, which), name)) != name:
                     raise ConfigError(
                         f"{other!r} and {name!r} are both {which}_scale of layer {layer}: give those of one stack "
                         "of layers and one kind of attention."
                     )
-                if not isinstance(tensor, Tensor):
-                    raise ConfigError(f"HeadScales.from_tensors(tensors): {name!r} is {tensor!r:.100}, not a tensor.")
                 found.setdefault(layer, {})[which] = tensor.to(torch.float32).reshape(-1)
         if not found:
             raise ConfigError("no tensor is named ...layers.<number>....k_scale: there are no scales of a cache")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,7 @@ def _read_fp8_linear(module: Any) -> StoredWeight:
         return one_scale(weight, scale, per_token=per_token, activations=activations, input_scale_inv=static)
     scaling = "block"
     if scale.dtype == torch.float8_e8m0fnu:
-        scaling, scale = "block_e8m0", scale.detach().view(torch.uint8)
+        scaling, scale = _of_e8m0(block), scale.detach().view(torch.uint8)
     return StoredWeight(
         data=module.weight,
         scale_inv=scale,
@@ -80,6 +80,10 @@ def _read_fp8_linear(module: Any) -> StoredWeight:
         activations="dynamic" if static is None else "static",
         input_scale_inv=static,
     )
+
+
+def _of_e8m0(block: Sequence[int]) -> str:
+    return "mxfp8" if tuple(block) == (1, 32) else "block_e8m0"
 
 
 def forward_of_experts(module: nn.Module) -> Callable[..., Tensor] | None:
@@ -124,7 +128,7 @@ def _of_experts(module: Any, name: str) -> StoredWeight:
     return StoredWeight(
         data=data,
         scale_inv=scale.detach().view(torch.uint8) if e8m0 else scale,
-        scaling="block_e8m0" if e8m0 else "block",
+        scaling=_of_e8m0((rows, columns)) if e8m0 else "block",
         block=[rows, columns],
         activations="static" if static else "dynamic",
         input_scale_inv=getattr(module, f"{name}_activation_scale") if static else None,  # [experts]

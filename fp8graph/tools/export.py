@@ -80,8 +80,9 @@ def export(
         model: compiled with fp8graph in any way, and called at least once: what ``torch.compile`` returned, or the
             module itself, also if it was compiled in blocks or is called by a compiled function. Merge adapters before.
         folder: must not exist.
-        format: "fp8" (Hugging Face and DeepSeek, 128x128 tiles or one scale), "compressed-tensors", "modelopt", or
-            "auto": the first of these that has a form for every layer's recipe.
+        format: "fp8" (Hugging Face and DeepSeek, 128x128 tiles or one scale), "compressed-tensors", "modelopt",
+            "mxfp8" (Hugging Face and MiniMax, 1x32 tiles), or "auto": the first of these that has a form for every
+            layer's recipe.
         calibration: batches (a tensor, a tuple of arguments, or a dict of keyword arguments) that the model is called
             with in eager, for the static scales of inputs that "nvfp4" and "tensorwise" need in some formats. Delayed
             scaling has them.

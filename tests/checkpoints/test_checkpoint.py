@@ -29,6 +29,7 @@ SCHEMES = {
     "hf-ue8m0": "dynamic 128x128 ue8m0",
     "hf-static": "static 128x128",
     "hf-tensor": "dynamic tensor",
+    "hf-mxfp8": "dynamic 1x32 ue8m0",
     "compressed-tensors-fp8": "FP8",
     "compressed-tensors-fp8-dynamic": "FP8_DYNAMIC",
     "compressed-tensors-fp8-block": "FP8_BLOCK",

@@ -13,6 +13,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from fp8graph.checkpoints import checkpoint
 from fp8graph.checkpoints.compressed_tensors import layer_format
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import WHOLE
@@ -137,6 +138,19 @@ DEVSTRAL: dict[str, Any] = {
     "weight_block_size": None,
 }
 AUTO_FP8: dict[str, Any] = {"activation_scheme": "static", "ignored_layers": ["lm_head"], "quant_method": "fp8"}
+# Hunyuan 3 has scales of keys and values beside; MiniMax-M3 and Inkling 2 have bytes of E8M0 for 1x32 tiles
+HUNYUAN_3: dict[str, Any] = {
+    "activation_scheme": "static",
+    "ignored_layers": ["lm_head", "model.embed_tokens"],
+    "kv_cache_scheme": "static",
+    "quant_method": "fp8",
+}
+MINIMAX_M3: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "ignored_layers": ["lm_head", "model.embed_tokens", "model.layers.3.block_sparse_moe.gate"],
+    "quant_method": "mxfp8",
+    "weight_block_size": [1, 32],
+}
 TABLE: dict[str, Any] = {**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}
 
 
@@ -148,15 +162,19 @@ TABLE: dict[str, Any] = {**DEEPSEEK_V3, "modules_to_convert": ["embed_tokens"]}
         (DEEPSEEK_V32, "model.layers.0.self_attn.indexer.wk", "dynamic 128x128 ue8m0", None),
         (DEVSTRAL, "model.language_model.layers.0.mlp.up_proj", "static tensor", "model.vision_tower.patch_conv"),
         (AUTO_FP8, "model.layers.0.mlp.up_proj", "static tensor", "lm_head"),
+        (HUNYUAN_3, "model.layers.1.mlp.experts.0.up_proj", "static tensor", "lm_head"),
+        (MINIMAX_M3, "model.layers.3.block_sparse_moe.experts.0.w1", "dynamic 1x32 ue8m0", "model.embed_tokens"),
         (TABLE, "model.embed_tokens", "embedding", None),
         (TABLE, "model.layers.0.mlp.up_proj", "dynamic 128x128", None),
     ],
 )
 def test_configs_of_public_checkpoints(config: dict[str, Any], layer: str, scheme: str, kept: str | None) -> None:
-    read = HuggingFaceFP8.parse(config, "config.json: quantization_config")
+    read = checkpoint.parsed(config, "config.json: quantization_config")
     assert read.layer_formats(layer)[0].scheme == scheme
     assert kept is None or not read.layer_formats(kept)
-    assert HuggingFaceFP8.parse(read.config(), "again") == read
+    assert read.kv_cache == config.get("kv_cache_scheme")
+    again = checkpoint.parsed(read.config(), "again")
+    assert (again, again.kv_cache) == (read, read.kv_cache)
 
 
 @pytest.mark.parametrize("suffixes", [("weight_scale_inv", "activation_scale"), ("weight_scale", "input_scale")])

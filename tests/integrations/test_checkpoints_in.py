@@ -72,6 +72,7 @@ EXPECTED: dict[str, tuple[str | None, Rounded | None]] = {
     "hf-ue8m0": ("blockwise", _in_tiles_of_exponents(128)),
     "hf-static": ("blockwise", None),
     "hf-tensor": ("rowwise", _per_token),
+    "hf-mxfp8": ("mxfp8", _in_tiles_of_exponents(32)),
     "torchao-rowwise": ("rowwise", _per_token),
     "torchao-tensorwise": ("tensorwise", _per_tensor),
     "torchao-weight-only": (None, _whole),

@@ -141,6 +141,29 @@ def test_scales_of_checkpoints() -> None:
     assert torch.equal(cache.layers[0].keys, rounded(keys, torch.tensor([0.5])))
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.k_scale", "self_attn.v_scale"),
+        ("self_attn.attn.k_scale", "self_attn.attn.v_scale"),
+        ("self_attn.attn._k_scale", "self_attn.attn._v_scale"),
+        ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale"),
+        ("self_attn.qkv_proj.k_scale", "self_attn.qkv_proj.v_scale"),
+        ("mixer.k_proj.k_scale", "mixer.v_proj.v_scale"),  # Nemotron-H
+        ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale"),
+        ("self_attn.k_cache.scale", "self_attn.v_cache.scale"),  # Hunyuan
+        ("self_attn.kv_scale",),  # vLLM's former name: one scale for both
+    ],
+    ids=lambda names: names[0],
+)
+def test_every_name_that_vllm_takes_is_read(names: tuple[str, ...]) -> None:
+    tensors = {f"model.layers.3.{name}": torch.tensor(0.25 * (i + 1)) for i, name in enumerate(names)}
+    others = ("q_scale", "attn.q_scale", "q_proj.output_scale", "q.scale", "prob_output_scale", "k_proj.input_scale")
+    tensors |= {f"model.layers.3.self_attn.{name}": torch.tensor(9.0) for name in others}
+    keys, values = HeadScales.from_tensors(tensors).layers[3]
+    assert (keys.tolist(), values.tolist()) == ([0.25], [0.25 * len(names)])
+
+
 ONE = torch.ones(2)
 NOT_SCALES: Any = {}
 
@@ -163,6 +186,17 @@ NOT_SCALES: Any = {}
                 {f"layers.0.{kind}.{x}_scale": ONE for kind in ("self_attn", "encoder_attn") for x in "kv"}
             ),
             "'layers.0.self_attn.k_scale' and 'layers.0.encoder_attn.k_scale' are both k_scale of layer 0",
+        ),
+        *(
+            (
+                lambda c, name=name: HeadScales.from_tensors({"layers.0.k_scale": ONE, f"layers.0.attn.{name}": ONE}),
+                f"nobody knows 'layers.0.attn.{name}', and whether it multiplies",
+            )
+            for name in ("kv_cache_scale", "kv_cache_scaling_factor", "k_scale_inv", "v_zero_point", "k_scales")
+        ),
+        (
+            lambda c: HeadScales.from_tensors({"layers.0.kv_scale": ONE, "layers.0.k_scale": ONE}),
+            "'layers.0.kv_scale' and 'layers.0.k_scale' are both k_scale of layer 0",
         ),
         (lambda c: HeadScales({0: (ONE, ONE * 0)}), "layer 0: scales of values must be positive and finite"),
         (lambda c: HeadScales({0: (ONE / 0, ONE)}), "layer 0: scales of keys must be positive and finite"),

@@ -55,7 +55,8 @@ def numbers(module: Any) -> Tensor:
     """The weight in float64."""
     scale = module.weight_scale_inv.detach().double()
     if scale.ndim:
-        scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: module.weight.shape[0]]
+        rows, columns = module.block_size
+        scale = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: module.weight.shape[0]]
     return module.weight.detach().double() * (scale[:, : module.weight.shape[1]] if scale.ndim else scale)
 
 
@@ -104,6 +105,14 @@ def test_rows_that_fill_no_tile_are_multiplied_as_they_are() -> None:  # DeepSee
     assert {gemm.recipe for gemm in report.gemms} == {"blockwise"}
     assert sqnr_db(x.double() @ numbers(module).t(), y) > 27
     assert sqnr_db(dy.double() @ numbers(module), dx) > 25
+
+
+def test_tiles_of_mxfp8_are_multiplied_as_they_are() -> None:  # MiniMax-M3, Inkling 2
+    module = layer(block_size=(1, 32), scale_fmt="ue8m0")
+    x, y, dy, dx, report = run(module)
+    assert [(gemm.gemm, gemm.recipe) for gemm in report.gemms] == [("fprop", "mxfp8"), ("dgrad", None)]
+    assert sqnr_db(x.double() @ numbers(module).t(), y) > 27
+    assert sqnr_db(dy.double() @ numbers(module), dx) > 45
 
 
 def test_one_static_scale_stands_for_those_of_tiles() -> None:

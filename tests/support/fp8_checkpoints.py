@@ -302,6 +302,11 @@ FORMATS: dict[str, Format] = {
         config=_hf_config(weight_block_size=None),
         loads=False,
     ),
+    "hf-mxfp8": Format(
+        write=_hf(weight_block_size=(1, 32), scale_fmt="ue8m0", quant_method="mxfp8"),
+        tensors={"weight": (E4M3, _whole), "weight_scale_inv": (E8M0, _columns(32))},
+        config=_hf_config(weight_block_size=[1, 32], scale_fmt="ue8m0", quant_method="mxfp8"),
+    ),
     "torchao-rowwise": Format(
         write=_torchao(_AO, _AO_DYNAMIC, "PerRow"),
         tensors={"_weight_qdata": (E4M3, _whole), "_weight_scale": (F32, lambda n, k: (n, 1))},

@@ -823,6 +823,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/integrations/test_kv_scales.py",),
     ),
     Fault(
+        "one scale for keys and values is not read",
+        f"{_INTEGRATIONS}/kv_layer.py",
+        "_?(k|v|kv)_scale",
+        "_?(k|v)_scale",
+        ("tests/integrations/test_kv_scales.py",),
+    ),
+    Fault(
         "DDP's gradients are added up, not averaged",
         f"{_INTEGRATIONS}/gradients.py",
         "mean = self._reduced(padded, group) / ranks",
@@ -836,6 +843,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ".permute(0, 3, 2, 1, 4)",
         ".permute(0, 2, 3, 1, 4)",
         ("tests/libraries/test_torchao.py", "tests/libraries/test_transformers.py"),
+    ),
+    Fault(
+        "tiles of MXFP8 are multiplied as blocks",
+        f"{_LIBRARIES}/readers.py",
+        'return "mxfp8" if tuple(block) == (1, 32) else "block_e8m0"',
+        'return "block_e8m0"',
+        ("tests/libraries/test_transformers.py::test_tiles_of_mxfp8_are_multiplied_as_they_are",),
     ),
     Fault(
         "a weight that was quantized alone has its activations quantized",

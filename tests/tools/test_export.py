@@ -56,6 +56,7 @@ def written(model: Any, folder: Path, *args: Any, **kwargs: Any) -> Checkpoint:
         ("rowwise", "modelopt", "modelopt", "FP8_PER_CHANNEL_PER_TOKEN"),
         ("delayed", "modelopt", "modelopt", "FP8"),
         ("mxfp8", "modelopt", "modelopt", "MXFP8"),
+        ("mxfp8", "mxfp8", "mxfp8", "dynamic 1x32 ue8m0"),
     ],
     others=pytest.mark.release,  # tools/test_export_ways.py has a folder of each recipe
 )
@@ -284,7 +285,7 @@ def test_errors(tmp_path: Path) -> None:
         fp8graph.export(nn.Linear(4, 4), tmp_path / "out")
     model = trained("blockwise", steps=1)
     with pytest.raises(
-        fp8graph.ConfigError, match="format must be one of auto, fp8, compressed-tensors, modelopt, not"
+        fp8graph.ConfigError, match="format must be one of auto, fp8, compressed-tensors, modelopt, mxfp8, not"
     ):
         fp8graph.export(model, tmp_path / "out", "gguf")
     with pytest.raises(fp8graph.CheckpointError, match="modelopt: .* is quantized as 'block' with 128x128 tiles, for"):
@@ -312,7 +313,7 @@ def test_the_table_of_the_documentation() -> None:
                 if cell and (inputs or "calibration" not in cell and name != "delayed"):
                     _, forms = chosen(title, {"a": kind_of(weight)}, inputs)
                     (stored,) = forms.values()
-                    assert title == "fp8" or stored.scheme == re.split(r"[;,]", cell)[0]
+                    assert title in ("fp8", "mxfp8") or stored.scheme == re.split(r"[;,]", cell)[0]
                 else:
                     with pytest.raises(fp8graph.CheckpointError):
                         chosen(title, {"a": kind_of(weight)}, inputs)

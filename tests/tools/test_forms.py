@@ -46,7 +46,9 @@ def test_reasons() -> None:
         CheckpointError, match="modelopt: a is quantized as 'block' with 128x128 tiles, for which it has"
     ):
         chosen("modelopt", {"a": BLOCK}, ())
-    with pytest.raises(ConfigError, match="format must be one of auto, fp8, compressed-tensors, modelopt, not 'fp9'"):
+    with pytest.raises(
+        ConfigError, match="format must be one of auto, fp8, compressed-tensors, modelopt, mxfp8, not 'fp9'"
+    ):
         chosen("fp9", {"a": BLOCK}, ())
 
 

@@ -148,6 +148,18 @@ def test_tensors_that_one_side_lacks_may_be_left(tmp_path: Path, caplog: pytest.
     assert said == ["the checkpoint does not have norm.bias", "the model has no place for up.k_scale"]
 
 
+def test_scales_of_a_cache_are_named_as_tensors_without_a_place(tmp_path: Path) -> None:
+    scales = ("k_scale", "output_scale", "k_cache.scale", "kv_scale")
+    folder = written(
+        tmp_path, tensors() | {f"up.{name}": torch.ones(1) for name in scales}, HF | {"kv_cache_scheme": "static"}
+    )
+    with pytest.raises(
+        CheckpointError, match=r"the model has no place for up\.k_cache\.scale, up\.k_scale, up\.kv_scale and"
+    ):
+        fp8graph.load_checkpoint(Model(), folder)
+    assert isinstance(fp8graph.load_checkpoint(Model(), folder, strict=False).up, StoredLinear)
+
+
 def test_tensors_left_on_meta_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = Model()
