@@ -43,6 +43,7 @@ from fp8graph.tools.explain import explain
 from fp8graph.tools.export import export, quantized_state
 from fp8graph.tools.load import load_checkpoint, update_weights
 from fp8graph.tools.package import package
+from fp8graph.tools.rewrite import lower, rewrite
 from fp8graph.version import __version__
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "explain",
     "export",
     "load_checkpoint",
+    "lower",
     "models",
     "numerics",
     "package",
@@ -90,6 +92,7 @@ __all__ = [
     "quantized_state",
     "refresh_weights",
     "register_recipe",
+    "rewrite",
     "supports",
     "tune",
     "update_weights",

@@ -52,7 +52,7 @@ class DynamoGraph:
         self.fake_inputs = [
             fakes.fake_input(node, x, self.context) for node, x in zip(placeholders, example_inputs, strict=True)
         ]
-        self.families = tuple(families_of([*_called_classes(), *_module_classes(module)]))
+        self.families = tuple(families_of([*_called_classes(), *module_classes(module)]))
         self.device = accelerator_of(example_inputs)
 
     @property
@@ -136,8 +136,8 @@ def _called_classes() -> Iterator[type]:
             yield type(module)
 
 
-def _module_classes(module: fx.GraphModule) -> Iterator[Any]:
-    """The classes of the modules that Dynamo's graph was traced through (or their full names), the outer ones first."""
+def module_classes(module: fx.GraphModule) -> Iterator[Any]:
+    """The classes of the modules that a graph was traced through (or their full names), the outer ones first."""
     for node in module.graph.nodes:
         for _, owner in (node.meta.get("nn_module_stack") or {}).values():
             yield owner

@@ -171,7 +171,7 @@ class JointPass(_Pass):
         add_origins(self.origins, graph)
         inputs = list(graph_inputs(graph))
         subgraph = bool(inputs) and all(index is None for _, index in inputs)
-        training = any(str(node.target).startswith("tangents") for node, _ in inputs)
+        training = self._known.training or any(str(node.target).startswith("tangents") for node, _ in inputs)
         compilation = Compilation(known=dataclasses.replace(self._known, subgraph=subgraph, training=training))
         self.training |= training
         for each in JOINT_PIPELINE:

@@ -15,9 +15,12 @@ from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.passes.runtime_assert import insert_deferred_runtime_asserts
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fp8graph.compat.ops import pytree
 
 
 def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> FakeTensor:
@@ -51,6 +54,15 @@ def is_fake_of(fake: FakeTensor, tensor: torch.Tensor) -> bool:
     The fake mode remembers it, in both directions, but only privately.
     """
     return cast(Any, fake.fake_mode).fake_tensor_converter._get_memo(tensor) is fake
+
+
+def fake_values(module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Give each node of ``module`` a fake value, all in one mode, unless the tracer did. ``inputs``: of one call."""
+    vals = [node.meta.get("val", node) for node in module.graph.nodes if node.op != "output"]
+    modes = {x.fake_mode for x in pytree.tree_leaves(vals) if isinstance(x, FakeTensor)}
+    if len(modes) != 1 or any(isinstance(val, fx.Node) and val.op == "call_function" for val in vals):
+        mode = detect_fake_mode(list(inputs)) or FakeTensorMode(allow_non_fake_inputs=True)
+        FakeTensorProp(module, mode).propagate(*inputs)
 
 
 def assert_sizes(module: fx.GraphModule, inputs: Sequence[Any]) -> None:

@@ -32,6 +32,10 @@ class ExtraInput:
         """Empty tensors for those that the graph takes, in order, in the active fake mode."""
         return []
 
+    def initial(self) -> list[torch.Tensor]:
+        """Tensors to begin with, for a graph that no store serves; none if only a store can make them."""
+        return []
+
     def titles(self, name: Callable[[int], str]) -> list[str]:
         """Their titles. ``name``: of a parameter, by its place among the graph's inputs."""
         return []

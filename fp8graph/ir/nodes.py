@@ -54,6 +54,7 @@ RESCALED_KEY: Final = "fp8graph_rescaled"  # node.meta of a product of a tensor 
 PASS_KEY: Final = "fp8graph_pass"  # node.meta: the pass that made the node; "" while it runs
 DECIDED_KEY: Final = "fp8graph_decided"  # node.meta: the joint pipeline has seen the node
 NAMES_KEY: Final = "fp8graph_names"  # node.meta after lowering: names of the nodes before it that the node computes
+REPORT_KEY: Final = "fp8graph_report"  # module.meta of a graph that another compiler traced: the report on it
 TEXT_KEY: Final = "fp8graph_text"  # module.meta of a partitioned graph: the joint graph's text after all passes
 
 

@@ -103,6 +103,9 @@ class PageLayout(ExtraInput):
     def stand_ins(self) -> list[torch.Tensor]:
         return [torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)]
 
+    def initial(self) -> list[torch.Tensor]:
+        return [history.new_page(self.recipe.amax_history_len, len(self.rows), self.device)]
+
     def titles(self, name: Callable[[int], str]) -> list[str]:
         return [f"scaling state {self.number}"]
 

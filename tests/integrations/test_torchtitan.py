@@ -24,7 +24,7 @@ import fp8graph
 from fp8graph.integrations import torchtitan
 from helpers import MLP, first_fast, same_bits
 from ranks import run_each, run_ranks
-from torchtitan_on_ranks import Run, titan, trained
+from torchtitan_on_ranks import Run, configured, titan, trained
 
 PATCH = Path(__file__).parents[2] / "docs" / "patches" / "torchtitan-0.3.0.patch"
 NAME = "fp8graph.integrations.torchtitan.fp8"
@@ -209,3 +209,51 @@ def test_torchtitan_takes_the_command_of_the_page() -> None:
     assert lines == [
         f"[Override] {NAME}: checkpoint CheckpointManager.Config -> CheckpointManager.Config with fp8graph"
     ]
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_graph_trainer_runs_the_pipeline_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tracer and passes, on one process: losses, and gradients, beside those of the graph in high precision."""
+    monkeypatch.chdir(tmp_path)
+    Path("policy.toml").write_text(
+        'extends = "default"\ndefault = "tensorwise"\n[[rules]]\npattern = "layers.1.*"\nrecipe = "high_precision"\n',
+        encoding="utf-8",
+    )
+    trainer, tracing, passes, registry, normalizing, generating = (
+        titan(f"experiments.graph_trainer.{name}")
+        for name in ("trainer", "make_fx_tracer", "passes", "registry", "remove_noop_passes", "inductor_passes")
+    )
+    page = (PATCH.parents[1] / "distributed.md").read_text(encoding="utf-8")
+    exec(page.split("### Its graph trainer")[1].split("```python\n")[1].split("```")[0], {})
+    normal = [normalizing.eliminate_dead_code_pass, normalizing.canonicalize_graph_pass]
+    monkeypatch.setattr(passes, "construct_default_graph_passes", lambda *_, **__: normal)  # the others need a GPU
+    with torch.device("cpu"):
+        model = configured(Run()).model_spec.model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    titan("experiments.graph_trainer.common_utils").annotate_module_fqns(model)
+
+    def loss_of(pred: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(pred.float().flatten(0, 1), labels.flatten())
+
+    step = trainer.make_fwd_bwd_step(model, loss_of)
+    ids = torch.randint(0, 64, (2, 17))
+    batch = ids[:, :-1], ids[:, 1:], torch.tensor(32), {}
+    traced = tracing.minimal_fx_tracer(step, module=model)(*batch)
+    wanted = tracing.run_traced(traced, module=model)(*batch)
+    pipeline = registry.PASS_PIPELINE_REGISTRY["fp8graph"](traced, None)
+    traced.gm = passes.apply_graph_passes(traced.gm, traced.example_inputs, pipeline)
+    rows = {(gemm.fqn, gemm.recipe) for gemm in traced.gm.meta["fp8graph_report"].gemms}
+    parts = ("attention.qkv_linear.wqkv", "attention.wo", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
+    layers = {(f"layers.{i}.{part}", None if i else "tensorwise") for i in (0, 1) for part in parts}
+    assert rows == {*layers, ("lm_head", None)}  # the loss reads the head's output
+    found = tracing.run_traced(traced, module=model)(*batch)
+    traced.gm = generating.full_inductor_compilation_pass(traced.gm, traced.example_inputs)
+    generated = tracing.run_traced(traced, module=model)(*batch)
+    for results in (found, generated):
+        assert abs(results[0] - wanted[0]) < 0.002 * wanted[0]
+        for gradient, high in zip(results[1:], wanted[1:], strict=True):
+            assert fp8graph.numerics.sqnr_db(high, gradient) > 15

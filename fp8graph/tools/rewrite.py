@@ -1,0 +1,251 @@
+"""``fp8graph.rewrite`` and ``fp8graph.lower``: the passes on a graph that another compiler traced and goes on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, fx
+
+from fp8graph.backend.coverage import check_records
+from fp8graph.backend.dynamo_graph import module_classes
+from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, add_spare_inputs
+from fp8graph.compat import aot
+from fp8graph.compat.fakes import fake_values
+from fp8graph.errors import ConfigError, UnsupportedRecipeError, expect
+from fp8graph.ir.compilation import Known
+from fp8graph.ir.extra_inputs import SpareInputs
+from fp8graph.ir.naming import Parameter
+from fp8graph.ir.nodes import (
+    BACKWARD,
+    DECIDED_KEY,
+    REPORT_KEY,
+    SITES,
+    TAKEN_KEY,
+    aten,
+    is_backward,
+    matmul_arguments,
+    module_path,
+    nodes,
+)
+from fp8graph.ir.settings import Settings, choices
+from fp8graph.models.general import families_of
+from fp8graph.recipes import Recipe, RecipeLike
+from fp8graph.report import GraphView, Report
+from fp8graph.runtime.policies import Policies, PolicyLike
+
+_SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears")
+_WHOLE: Final = (aten.linear.default, aten.matmul.default, aten.einsum.default)  # matmuls before decomposition
+_ENGINE: Final = "autograd_backward"  # the autograd engine's mark in a node's metadata
+_MODULE: Final = "module_fqn"  # in node.meta["custom"]: the module, as torchtitan and others annotate it
+
+
+def rewrite(
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    names: Sequence[str | None],
+    policy: PolicyLike | None = None,
+    *,
+    recipe: RecipeLike = None,
+    **settings: Any,
+) -> tuple[fx.GraphModule, list[Tensor]]:
+    """Rewrite a graph of aten ops that another compiler traced and goes on with.
+
+    It may be a forward and its backward in one graph (of ``aot_export_joint_with_descriptors``, or of a whole step as
+    torchtitan's graph trainer traces it), or a forward alone (of ``torch.export``, decomposed). The result consists
+    of the same ops, and of quantizations and FP8 GEMMs as ops of fp8graph. It runs as it is; partition it, and then
+    :func:`lower` each part. The given graph is not changed.
+
+    Args:
+        graph_module: nodes of backward are known by what AOTAutograd (``partitioner_tag``) or the autograd engine
+            (``autograd_backward``) left in their metadata. Without both, all is taken for forward.
+        inputs: of one call, real or fake: only shapes, dtypes and devices matter.
+        names: the full names of the parameters among the inputs, in order, and None for inputs that are none (buffers,
+            batches, gradients). The list may end with the last parameter.
+        policy, recipe: see :class:`Backend`.
+        settings: ``strict``, ``target``, ``save``, ``save_activations_in_fp8`` and ``fuse_linears`` of
+            :class:`Backend`. Copies of weights are not kept: each call quantizes them.
+
+    Returns:
+        The rewritten graph, which takes more inputs behind the given ones, and tensors for these. They are the scaling
+        state of recipes that have one. Each call updates them in place, so pass the same ones again, and save them in
+        checkpoints. The graph's ``meta["fp8graph_report"]`` is a :class:`Report`.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for arguments that cannot be used, or a graph that is not decomposed.
+        UnsupportedRecipeError: for a recipe whose state is reduced over ranks, which only a backend can do.
+    """
+    expect("rewrite", "graph_module", graph_module, fx.GraphModule, "a torch.fx.GraphModule")
+    _check(graph_module, inputs, names)
+    given = Settings.taken_from(settings)
+    if refused := sorted((given.keys() - set(_SETTINGS)) | settings.keys()):
+        raise ConfigError(f"rewrite has no setting {refused[0]!r}{choices('Settings', refused[0], _SETTINGS)}")
+    asked = Settings(**given, cache_weights=False)
+    policies = Policies(asked.hardware)
+    policies.set(policy, recipe)
+    if policies.scheduled is not None:
+        raise ConfigError("rewrite(policy=...): it has a schedule, and a graph no steps. Pass policy.at_step(step).")
+    resolved, identity = policies.now.of(tuple(families_of([*module_classes(graph_module)])))
+    _check_ranks(resolved.recipes())
+    parameters = {i: Parameter(source=name, index=i, bound=name) for i, name in enumerate(names) if name is not None}
+    spares = 0
+    while True:
+        module = _copy(graph_module, inputs, spares)
+        training = _mark(module.graph, parameters)
+        known = Known(
+            policy=resolved,
+            settings=asked,
+            recipes=frozenset(resolved.recipes()),
+            sources=tuple(name or "" for name in (*names, *[None] * (len(inputs) - len(names)))),
+            parameters=parameters,
+            training=training,
+            records_amaxes=training,
+            spares=SpareInputs(indices=range(len(inputs), len(inputs) + spares)),
+        )
+        joint = JointPass(known, None, check=check_records if asked.strict else None)
+        try:
+            joint(module.graph)
+            break
+        except TooFewInputs as found:
+            spares = found.wanted
+    _restore(graph_module.graph, module.graph)
+    module.recompile()
+    view = GraphView(
+        name=f"{type(graph_module).__name__} {'training' if training else 'inference'}",
+        training=training,
+        inputs=joint.inputs,
+        gemms=joint.records or (),
+        others=joint.others,
+        collectives=joint.collectives,
+        refusals=joint.refusals,
+        before=joint.before,
+        after=list(joint.stages.values())[-1],
+        stages=joint.stages,
+        origins=joint.origins,
+        saved=joint.saved,
+        policy=identity,
+    )
+    report = Report(graphs=[view], policy=policies.asked, identities=frozenset({identity}))
+    if asked.strict:
+        report.check()
+    module.meta[REPORT_KEY] = report
+    return module, [x for each in joint.findings.extra_inputs for x in each.initial()]
+
+
+def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """Replace quantizations and FP8 GEMMs in a rewritten graph by aten ops, which Inductor fuses.
+
+    Ops of fp8graph remain where they tell Inductor what to keep in memory, and, on a CPU, in products of FP8 numbers.
+
+    A partitioner that comes later sees aten ops, and may save a tensor in high precision and quantize it again in
+    backward. So partition the graph before, and lower its parts.
+
+    Args:
+        graph_module: of :func:`rewrite`, or a part of it. It is not changed.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for something that is not a graph.
+    """
+    expect("lower", "graph_module", graph_module, fx.GraphModule, "a torch.fx.GraphModule")
+    module = _copy(graph_module, (), 0)
+    LowerPass("")(module.graph)
+    module.recompile()
+    return module
+
+
+def _check(graph_module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str | None]) -> None:
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(placeholders):
+        raise ConfigError(f"rewrite(inputs=...): {len(inputs)} values, and the graph takes {len(placeholders)} inputs.")
+    if isinstance(names, str) or not all(name is None or isinstance(name, str) for name in names):
+        raise ConfigError("rewrite(names=...): names must be a list with a parameter's full name, or None, per input.")
+    if len(names) > len(inputs):
+        raise ConfigError(f"rewrite(names=...): {len(names)} names, and the graph takes {len(inputs)} inputs.")
+    if whole := next(nodes(graph_module.graph, _WHOLE), None):
+        raise ConfigError(
+            f"rewrite: node {whole.name} is {whole.target}, which passes do not read. Decompose the graph first: "
+            "ExportedProgram.run_decompositions(), or trace it with make_fx or aot_export_joint_with_descriptors."
+        )
+    if any(DECIDED_KEY in node.meta for node in graph_module.graph.nodes):
+        raise ConfigError("rewrite: this graph was rewritten before. Pass the graph as it was traced.")
+
+
+def _check_ranks(recipes: Iterable[Recipe]) -> None:
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for recipe in recipes:
+        if recipe.has_state and recipe.reduces_amax and ranks > 1:
+            raise UnsupportedRecipeError(
+                f"rewrite: the recipe {recipe.name} reduces its amaxes over {ranks} ranks after each step, which a "
+                "graph alone does not do. Pass DelayedScaling(reduce_amax=False), where each rank has scales of its "
+                "own, or a recipe without a state, such as tensorwise."
+            )
+
+
+def _copy(given: fx.GraphModule, inputs: Sequence[Any], spares: int) -> fx.GraphModule:
+    """A copy with nodes of its own, and with ``spares`` more inputs behind those that it has."""
+    graph, copies = fx.Graph(), cast("dict[fx.Node, fx.Node]", {})
+    graph.output(graph.graph_copy(given.graph, copies))
+    graph.output_node().meta = dict(given.graph.output_node().meta)
+    module = fx.GraphModule(given, graph)
+    module.meta = dict(given.meta)
+    if inputs:
+        fake_values(module, inputs)
+    values = [node.meta["val"] for node in graph.find_nodes(op="placeholder")] if spares else ()
+    add_spare_inputs(module, spares, values)
+    for node in graph.find_nodes(op="placeholder")[len(values) :]:
+        node.meta["val"] = node.meta.pop("example_value", node.meta.get("val"))
+    return module
+
+
+def _mark(graph: fx.Graph, parameters: Mapping[int, Parameter]) -> bool:
+    """Describe inputs, directions and modules as AOTAutograd does; whether the graph has a backward."""
+    weights: dict[fx.Node, str] = {}
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        node.meta.pop("desc", None)
+        if not is_backward(node):
+            aot.set_input_position(node, index)
+        if index in parameters:
+            weights[node] = parameters[index].bound
+    if not any("partitioner_tag" in node.meta for node in graph.nodes):
+        _tag(graph)
+    training = any(map(is_backward, graph.nodes))
+    for node in graph.nodes:
+        if not module_path(node) and (path := (node.meta.get("custom") or {}).get(_MODULE) or _owner(node, weights)):
+            node.meta["nn_module_stack"] = {"": (path, "")}
+    return training
+
+
+def _tag(graph: fx.Graph) -> None:
+    """Tag the nodes that the autograd engine ran, and those that read from them."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "output" and (node.meta.get(_ENGINE) or not backward.isdisjoint(node.all_input_nodes)):
+            backward.add(node)
+    for node in graph.nodes if backward else ():
+        node.meta["partitioner_tag"] = BACKWARD if node in backward else "is_forward"
+
+
+def _owner(node: fx.Node, weights: Mapping[fx.Node, str]) -> str:
+    """The module whose parameter the matmul ``node`` multiplies by; "" if it is none, or multiplies by none."""
+    for source in matmul_arguments(node) if node.target in SITES else ():
+        while source not in weights and len(source.all_input_nodes) == 1:
+            (source,) = source.all_input_nodes
+        if source in weights:
+            return weights[source].rpartition(".")[0]
+    return ""
+
+
+def _restore(given: fx.Graph, graph: fx.Graph) -> None:
+    """Describe the inputs as the tracer did, drop the spare ones, and mark new nodes of backward as the engine does."""
+    placeholders = graph.find_nodes(op="placeholder")
+    known = given.find_nodes(op="placeholder")
+    for node, original in zip(placeholders, known, strict=False):
+        node.meta.pop("desc", None)
+        node.meta |= {"desc": original.meta["desc"]} if "desc" in original.meta else {}
+    for node in placeholders[len(known) :]:
+        if TAKEN_KEY not in node.meta:
+            graph.erase_node(node)
+    if any(_ENGINE in node.meta for node in given.nodes):
+        for node in filter(is_backward, graph.nodes):
+            node.meta[_ENGINE] = True

@@ -1,0 +1,208 @@
+"""rewrite and lower: graphs of other tracers compute the bits of torch.compile(backend="fp8graph")."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp8graph
+from fp8graph import Backend, ConfigError, Policy, Rule
+from fp8graph.compat.inductor import select_decomp_table
+from fp8graph.ir.ops import REFERENCE
+from helpers import MLP, RECIPES, first_fast, rounding_to_nearest, same_bits
+
+
+class Layers(nn.Module):
+    """Two MLPs, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def joint(model: nn.Module, x: Tensor) -> fx.GraphModule:
+    """Forward and backward in one graph, as torch exports them: parameters, ``x`` and the gradient of the result."""
+    with contextlib.ExitStack() as stack:
+        found = aot_export_joint_with_descriptors(stack, model, (x,), decompositions=select_decomp_table())
+        return found.graph_module
+
+
+def traced(model: nn.Module) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
+    """A joint graph, with inputs and the names of the first ones."""
+    x, dy = torch.randn(32, 32), torch.randn(32, 32)
+    parameters = dict(model.named_parameters())
+    return joint(model, x.clone().requires_grad_()), [*parameters.values(), x, dy], list(parameters)
+
+
+@functools.cache
+def one() -> tuple[fx.GraphModule, list[Tensor], list[str]]:
+    """A graph for tests that do not change it."""
+    return traced(MLP())
+
+
+@first_fast("recipe", ["delayed", *(recipe for recipe in RECIPES if recipe != "delayed")])
+def test_a_joint_graph_computes_what_the_backend_computes(recipe: str) -> None:
+    """Results and gradients of three steps, as they are and lowered; scaling state comes back as tensors."""
+    model, chosen = MLP(), rounding_to_nearest(recipe)
+    graph, inputs, names = traced(model)
+    rewritten, extra = fp8graph.rewrite(graph, inputs, names, recipe=chosen)
+    lowered = fp8graph.lower(rewritten)
+    assert len(extra) == (2 if recipe == "delayed" else 0)
+    backend = Backend(recipe=chosen, compiler="eager", cache_weights=False)
+    compiled = torch.compile(model, backend=backend)
+    parameters, (x, dy) = list(model.parameters()), inputs[-2:]
+    leaf, optimizer = x.clone().requires_grad_(), torch.optim.SGD(parameters, 0.1)
+    for _ in range(3):
+        y = compiled(leaf)
+        wanted = [y, *torch.autograd.grad(y, [*parameters, leaf], dy)]
+        with torch.no_grad():
+            before = [page.clone() for page in extra]
+            assert same_bits(wanted, rewritten(*inputs, *extra))
+            assert same_bits(wanted, lowered(*inputs, *before))
+            assert same_bits(extra, before)  # both wrote the same state
+        for parameter, gradient in zip(parameters, wanted[1:], strict=False):
+            parameter.grad = gradient
+        optimizer.step()
+    found = rewritten.meta["fp8graph_report"].gemms
+    assert [(gemm.fqn, gemm.gemm, gemm.dtypes) for gemm in found] == [
+        (gemm.fqn, gemm.gemm, gemm.dtypes) for gemm in backend.report.gemms
+    ]
+
+
+def test_a_partitioner_saves_fp8_and_each_part_is_lowered() -> None:
+    model = MLP()
+    graph, inputs, names = traced(model)
+    whole, _ = fp8graph.rewrite(graph, inputs, names, recipe="tensorwise")
+    with torch.no_grad():
+        wanted = whole(*inputs)
+    forward, backward = min_cut_rematerialization_partition(whole, inputs, num_fwd_outputs=1)
+    forward, backward = fp8graph.lower(forward), fp8graph.lower(backward)
+    assert not [node for part in (forward, backward) for node in part.graph.nodes if node.target in REFERENCE]
+    with torch.no_grad():
+        y, *saved = forward(*inputs[:-1])
+        assert {torch.float8_e4m3fn} <= {x.dtype for x in saved}
+        assert same_bits(wanted, [y, *backward(*saved, inputs[-1])])
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, of run_decompositions
+def test_an_exported_program_computes_what_the_backend_computes() -> None:
+    model, x = Layers().eval(), torch.randn(16, 32)
+    program = torch.export.export(model, (x,)).run_decompositions(select_decomp_table())
+    names = [*program.graph_signature.inputs_to_parameters.values()]
+    inputs = [*dict(model.named_parameters()).values(), x]
+    policy = Policy([Rule("layers.1.*", None)], default="rowwise")
+    rewritten, extra = fp8graph.rewrite(program.graph_module, inputs, names, policy)
+    with torch.no_grad():
+        backend = Backend(policy, compiler="eager")
+        wanted = torch.compile(model, backend=backend)(x)
+        for module in (rewritten, fp8graph.lower(rewritten)):
+            assert same_bits([wanted], module(*inputs))
+    assert extra == []
+    found = {(gemm.fqn, gemm.recipe) for gemm in rewritten.meta["fp8graph_report"].gemms}
+    wanted_rows = {(f"layers.{i}.{part}", None if i else "rowwise") for i in (0, 1) for part in ("gate", "up", "down")}
+    assert found == wanted_rows
+
+
+def test_names_and_directions_come_from_the_marks_of_other_tracers() -> None:
+    """The autograd engine's mark of backward, and modules as torchtitan annotates them."""
+    graph, inputs, names = traced(MLP())
+    tagged, _ = fp8graph.rewrite(graph, inputs, names, recipe="tensorwise")
+    for node in graph.graph.nodes:
+        node.meta.pop("partitioner_tag", None)
+        if node.op == "call_function":
+            node.meta["custom"] = {"module_fqn": "layers.7.feed_forward"}
+    marked, _ = fp8graph.rewrite(graph, inputs, names, recipe="tensorwise")
+    assert str(marked.graph) == str(tagged.graph)
+    reports = [module.meta["fp8graph_report"] for module in (tagged, marked)]
+    assert {gemm.fqn for gemm in reports[0].gemms} == {"gate", "up", "down"}  # from the names of the weights
+    assert {gemm.fqn for gemm in reports[1].gemms} == {"layers.7.feed_forward"}
+    added = [node for node in marked.graph.nodes if node.name not in {other.name for other in graph.graph.nodes}]
+    assert any(node.meta.get("autograd_backward") for node in added)
+    assert any(not node.meta.get("autograd_backward") for node in added)
+
+
+def test_the_given_graph_is_not_changed() -> None:
+    graph, inputs, names = one()
+    before = [(node.format_node(), dict(node.meta)) for node in graph.graph.nodes]
+    rewritten, _ = fp8graph.rewrite(graph, inputs, names, recipe="delayed")
+    text = str(rewritten.graph)
+    fp8graph.lower(rewritten)
+    assert [(node.format_node(), dict(node.meta)) for node in graph.graph.nodes] == before
+    assert str(rewritten.graph) == text
+    described = [node.meta.get("desc") for node in rewritten.graph.find_nodes(op="placeholder")]
+    assert described[: len(inputs)] == [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
+
+
+def test_a_graph_without_fake_values_gets_them_from_the_inputs() -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    parameters = dict(model.named_parameters())
+
+    def call(*inputs: Tensor) -> Tensor:
+        return torch.func.functional_call(model, dict(zip(parameters, inputs[:-1], strict=True)), (inputs[-1],))
+
+    with torch.no_grad():
+        graph = make_fx(call)(*parameters.values(), x)
+        for node in graph.graph.nodes:
+            node.meta.clear()
+        rewritten, _ = fp8graph.rewrite(graph, [*parameters.values(), x], [*parameters], recipe="tensorwise")
+        wanted = torch.compile(model, backend=Backend(recipe="tensorwise", compiler="eager"))(x)
+        assert same_bits([wanted], [rewritten(*parameters.values(), x)])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"graph_module": None}, "rewrite(graph_module=None): graph_module must be a torch.fx.GraphModule."),
+        ({"inputs": ()}, "rewrite(inputs=...): 0 values, and the graph takes 5 inputs."),
+        ({"names": "gate.weight"}, "rewrite(names=...): names must be a list with a parameter's full name, or None"),
+        ({"names": [None] * 6}, "rewrite(names=...): 6 names, and the graph takes 5 inputs."),
+        ({"cache_weights": True}, "rewrite has no setting 'cache_weights'. Settings: strict, target, save"),
+        ({"taget": "sm_90"}, "rewrite has no setting 'taget'. Did you mean 'target'?"),
+        ({"recipe": "rowise"}, "unknown recipe 'rowise'. Did you mean 'rowwise'?"),
+        ({"strict": True, "policy": Policy([Rule("up_proj", "rowwise")])}, 'rule "up_proj" -> rowwise matched nothing'),
+        ({"policy": Policy([Rule("*", None, steps=(0, 10))], default="rowwise")}, "it has a schedule"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(changed: dict[str, Any], message: str) -> None:
+    graph, inputs, names = one()
+    given: dict[str, Any] = {"graph_module": graph, "inputs": inputs, "names": names, **changed}
+    with pytest.raises(fp8graph.Fp8GraphError, match=re.escape(message)):
+        fp8graph.rewrite(**given)
+
+
+def test_graphs_that_cannot_be_rewritten_are_refused() -> None:
+    model, x = MLP(), torch.randn(16, 32)
+    program = torch.export.export(model, (x,))
+    inputs, names = [*model.parameters(), x], [name for name, _ in model.named_parameters()]
+    with pytest.raises(ConfigError, match="node linear is aten.linear.default, which passes do not read. Decompose"):
+        fp8graph.rewrite(program.graph_module, inputs, names)
+    graph, inputs, names = one()
+    rewritten, _ = fp8graph.rewrite(graph, inputs, names)
+    with pytest.raises(ConfigError, match="this graph was rewritten before"):
+        fp8graph.rewrite(rewritten, inputs, names)
+    with pytest.raises(ConfigError, match=re.escape("lower(graph_module=None): graph_module must be")):
+        fp8graph.lower(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_scales_that_ranks_share_are_refused_by_the_name_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, inputs, names = one()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(fp8graph.UnsupportedRecipeError, match="the recipe delayed reduces its amaxes over 2 ranks"):
+        fp8graph.rewrite(graph, inputs, names, recipe="delayed")
+    alone = fp8graph.DelayedScaling(reduce_amax=False)
+    assert len(fp8graph.rewrite(graph, inputs, names, recipe=alone)[1]) == 2
