@@ -42,6 +42,15 @@ def fresh() -> None:
 
 
 @pytest.fixture
+def group_of_two() -> Iterator[None]:
+    """Two ranks, of which this process is one; nothing is sent."""
+    from gathers import two_ranks
+
+    with two_ranks():
+        yield
+
+
+@pytest.fixture
 def empty_cache() -> Iterator[None]:
     """torch's compile cache, in which nothing is found that was compiled before."""
     functorch, inductor = import_module("torch._functorch.config"), import_module("torch._inductor.config")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,13 @@ from torch import Tensor, fx, nn
 
 from fp8graph.analysis.gather_path import Path, path_of, replay
 from fp8graph.ir.nodes import aten, value
-from gathers import Turned, gather, gathered, reasons_of, report_of, two_ranks
+from gathers import Turned, gather, gathered, reasons_of, report_of
 from helpers import traced
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    with two_ranks():
-        yield
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.usefixtures("group_of_two"),
+]
 
 
 @pytest.mark.parametrize(

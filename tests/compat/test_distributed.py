@@ -18,20 +18,16 @@ def test_a_plain_tensor_is_its_own_shard() -> None:
 
 
 @needs_distributed
+@pytest.mark.usefixtures("group_of_two")
 def test_groups_by_name_and_shards() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        group = mesh.get_group()
-        assert distributed.process_group(group) is group
-        assert distributed.process_group(group.group_name) is group
-        assert distributed.number_of_ranks(group.group_name) == distributed.number_of_ranks(None) == 2
-        sharded = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-        assert distributed.local(sharded).shape == (2, 4)
-        assert isinstance(distributed.default_store(), dist.Store)
-    finally:
-        dist.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2,))
+    group = mesh.get_group()
+    assert distributed.process_group(group) is group
+    assert distributed.process_group(group.group_name) is group
+    assert distributed.number_of_ranks(group.group_name) == distributed.number_of_ranks(None) == 2
+    sharded = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    assert distributed.local(sharded).shape == (2, 4)
+    assert isinstance(distributed.default_store(), dist.Store)

@@ -90,25 +90,21 @@ def test_a_static_scale_clips_inputs() -> None:
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("adopted", [True, False])
+@pytest.mark.usefixtures("group_of_two")
 def test_fsdp2_gathers_codes_as_they_are_once_adopted(adopted: bool) -> None:
     """One of two ranks; the other is made up. libraries/test_adapters_on_ranks.py has both."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        module, policy = layer(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        sharded: Any = fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
-        assert type(module) is not StoredLinear
-        assert original_class(module) is original_class(layer()) is StoredLinear
-        if adopted:
-            fp8graph.adopt(module)
-        sharded.unshard()
-        assert module.weight.shape == (N, K)
-        assert module.weight.dtype == (torch.float8_e4m3fn if adopted else torch.bfloat16)
-        if not adopted:
-            with pytest.raises(fp8graph.ConfigError, match=r"arrives in torch\.bfloat16: FSDP2 has cast its codes"):
-                StoredLinear.forward(module, torch.randn(16, K, dtype=torch.bfloat16))
-    finally:
-        dist.destroy_process_group()
+    module, policy = layer(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    sharded: Any = fully_shard(module, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    assert type(module) is not StoredLinear
+    assert original_class(module) is original_class(layer()) is StoredLinear
+    if adopted:
+        fp8graph.adopt(module)
+    sharded.unshard()
+    assert module.weight.shape == (N, K)
+    assert module.weight.dtype == (torch.float8_e4m3fn if adopted else torch.bfloat16)
+    if not adopted:
+        with pytest.raises(fp8graph.ConfigError, match=r"arrives in torch\.bfloat16: FSDP2 has cast its codes"):
+            StoredLinear.forward(module, torch.randn(16, K, dtype=torch.bfloat16))

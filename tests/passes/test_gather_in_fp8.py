@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 import fp8graph
 import parallelism
 from fp8graph import Policy
-from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of, two_ranks
+from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of
 from generated import OF_ONE_INDUCTOR
 from helpers import brief, first_fast
 
@@ -25,10 +24,7 @@ else:
     pytest.skip("torch without torch.distributed", allow_module_level=True)
 
 
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    with two_ranks():
-        yield
+pytestmark = pytest.mark.usefixtures("group_of_two")
 
 
 def lines_of(report: fp8graph.Report) -> list[str]:

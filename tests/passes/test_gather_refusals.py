@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +13,12 @@ import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.analysis import gather_path
 from fp8graph.ir.nodes import USES_KEY
-from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of, two_ranks
+from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:  # pyright: ignore[reportUnusedFunction]
-    with two_ranks():
-        yield
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed"),
+    pytest.mark.usefixtures("group_of_two"),
+]
 
 
 @pytest.mark.parametrize(

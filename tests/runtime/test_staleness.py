@@ -86,27 +86,22 @@ def test_views_have_one_storage() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.usefixtures("group_of_two")
 def test_writes_to_a_dtensor_are_seen() -> None:
     """They change its own version, and not that of its shard."""
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        weight: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
-        unchanged = unchanged_since(WeightUpdates(), [0], [weight])
-        assert unchanged([weight])
-        before = version(weight)
-        weight.mul_(2)
-        assert version(weight) != before
-        assert not unchanged([weight])
-        before = version(weight)
-        weight.to_local().add_(1)
-        assert version(weight) != before
-    finally:
-        dist.destroy_process_group()
+    weight: Any = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    unchanged = unchanged_since(WeightUpdates(), [0], [weight])
+    assert unchanged([weight])
+    before = version(weight)
+    weight.mul_(2)
+    assert version(weight) != before
+    assert not unchanged([weight])
+    before = version(weight)
+    weight.to_local().add_(1)
+    assert version(weight) != before
 
 
 def test_memory_that_was_freed_and_is_used_again() -> None:
