@@ -17,12 +17,13 @@ from fp8graph.errors import Fp8GraphError
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _OWNER: Final = "fp8graph_owner"
-# what the functions below read and write; without one of them nothing is gathered in FP8
+# what the functions below read and write of a ``sharded``; without one of them nothing is gathered in FP8
 _NEEDED: Final = (
     *("sharded_param", "_unsharded_param", "_orig_size", "mesh_info", "post_forward_mesh_info", "fsdp_placement"),
     *("offload_to_cpu", "is_dtensor", "orig_dtype", "param_dtype", "all_gather_outputs", "_init_extensions"),
     *("init_all_gather_outputs", "free_unsharded_param"),
-    *("sharded_state", "shard_mesh", "_module_info"),
+    *("sharded_state", "shard_mesh", "_module_info", "_sharded_param_data", "padded_sharded_param_size"),
+    *("_unsharded_inner_tensors",),
 )
 
 
@@ -64,7 +65,9 @@ def whole_parameters(module: torch.nn.Module) -> dict[int, tuple[Tensor, torch.d
 def gathers_in_fp8(module: torch.nn.Module) -> bool:
     """Whether FSDP2 gathers a parameter of ``module`` by functions that :func:`attach` gave it."""
     inside = set(module.modules())
-    return any(x._module_info.module in inside and owner_of(x) is not None for x in gathered().values())
+    return any(
+        sharded._module_info.module in inside and owner_of(sharded) is not None for sharded in gathered().values()
+    )
 
 
 def reshard(module: torch.nn.Module) -> None:
@@ -115,9 +118,8 @@ def _groups() -> Iterator[Any]:
 
 def why_not_in_fp8(sharded: Any) -> str | None:
     """The reason for which FSDP2 cannot gather a parameter through our functions, or None. The same on all ranks."""
-    missing = [name for name in _NEEDED if not hasattr(sharded, name)]
-    if missing:
-        return f"torch {torch.__version__} has no FSDPParam.{missing[0]}"
+    if missing := _missing(sharded):
+        return f"torch {torch.__version__} has no FSDPParam.{missing}"
     if hasattr(shard_of(sharded), _BEFORE) and owner_of(sharded) is None:
         return f"a {type(shard_of(sharded)).__name__} is gathered by functions of its own"
     if not sharded.sharded_param.requires_grad:
@@ -206,8 +208,13 @@ def gather_as_stored(modules: Collection[torch.nn.Module]) -> None:
 
     ``MixedPrecisionPolicy(param_dtype=...)`` would cast FP8 codes as if they were numbers, and gloo sends no FP8, only
     bytes. Parameters that FSDP2 has gathered before, keeps on the CPU or on fewer ranks after forward are left alone.
+
+    Raises:
+        Fp8GraphError: there are such parameters, but this torch has another FSDP2.
     """
     for sharded in _sharded_parameters() if modules else ():
+        if missing := _missing(sharded):
+            raise _unknown(f"FSDPParam.{missing}")
         module, name = sharded._module_info.module, sharded._module_info.param_name
         after = sharded.post_forward_mesh_info
         if (
@@ -318,13 +325,18 @@ def _read(owner: Any, name: str) -> Any:
     return getattr(owner, name)
 
 
+def _missing(sharded: Any) -> str:
+    """The first attribute that this torch's parameters lack, "" if none; some are declared, and set by a gather."""
+    return next((name for name in _NEEDED if not hasattr(sharded, name) and not _declares(sharded, name)), "")
+
+
 def _declares(owner: Any, name: str) -> bool:
     return any(name in inspect.get_annotations(kind) for kind in type(owner).__mro__)
 
 
 def _unknown(missing: str) -> Fp8GraphError:
     return Fp8GraphError(
-        f"torch {torch.__version__} has no {missing}: fp8graph cannot tell which weights FSDP2 gathers, and would keep "
-        "whole FP8 copies of them on every rank. Install a torch version that fp8graph supports (`fp8graph doctor` "
-        "names them), or do not compile modules under fully_shard with fp8graph."
+        f"torch {torch.__version__} has no {missing}: fp8graph cannot tell which weights FSDP2 gathers and in which "
+        "dtype, and would keep whole FP8 copies of them on every rank. Install a torch version that fp8graph supports "
+        "(`fp8graph doctor` names them), or do not compile modules under fully_shard with fp8graph."
     )

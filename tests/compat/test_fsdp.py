@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import types
 from typing import Any
@@ -18,22 +20,18 @@ needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch wi
 
 
 @needs_distributed
+@pytest.mark.usefixtures("group_of_two")
 def test_gathered_lists_the_parameters_of_fsdp2() -> None:
     """One of two ranks; the other is made up."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-        for layer in model:
-            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-        before = fsdp.gathered()
-        model[0].unshard()  # the other was never gathered
-        assert fsdp.gathered().keys() - before.keys() == {id(model[0].weight)}
-    finally:
-        dist.destroy_process_group()
+    model: Any = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    before = fsdp.gathered()
+    model[0].unshard()  # the other was never gathered
+    assert fsdp.gathered().keys() - before.keys() == {id(model[0].weight)}
 
 
 class _State(types.SimpleNamespace):
@@ -96,6 +94,8 @@ def _sharded_parameter(**changed: Any) -> _State:
         "param_dtype": None, "all_gather_outputs": [], "_init_extensions": lambda: None,
         "init_all_gather_outputs": lambda *_: None, "free_unsharded_param": lambda: None,
         "sharded_state": _State(name="SHARDED"), "_module_info": _State(shared_modules=[]),
+        "_sharded_param_data": torch.ones(24 * 32), "padded_sharded_param_size": torch.Size((24, 32)),
+        "_unsharded_inner_tensors": [],
     }  # fmt: skip
     return _State(**values | changed)
 
@@ -130,6 +130,36 @@ def test_functions_of_others_and_other_torches() -> None:
     assert fsdp.why_not_in_fp8(sharded) == "a Tensor is gathered by functions of its own"
     del sharded.shard_mesh
     assert fsdp.why_not_in_fp8(sharded) == f"torch {torch.__version__} has no FSDPParam.shard_mesh"
+
+
+def test_needed_names_are_those_that_are_read_and_written() -> None:
+    nodes = list(ast.walk(ast.parse(inspect.getsource(fsdp))))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    assert {each.attr for each in attributes if ast.unparse(each.value) == "sharded"} == {*fsdp._NEEDED}
+    # under another name, no list would know what is read
+    private = {ast.unparse(each.value) for each in attributes if each.attr in fsdp._NEEDED and each.attr[0] == "_"}
+    assert private == {"sharded"}
+
+
+@needs_distributed
+@pytest.mark.usefixtures("group_of_two")
+def test_parameters_of_this_torch_have_what_is_needed() -> None:
+    """Before the first gather, too."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = fully_shard(nn.Linear(8, 8, bias=False))
+    found = [fsdp._missing(x) for x in fsdp._sharded_parameters() if x._module_info.module is module]
+    assert found == [""]
+
+
+@needs_distributed
+def test_stored_weights_need_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = _sharded_parameter()
+    module = _sharded(_State(_fsdp_param_group=_State(fsdp_params=[sharded])), monkeypatch)
+    del sharded.padded_sharded_param_size
+    with pytest.raises(Fp8GraphError, match=r"has no FSDPParam\.padded_sharded_param_size: .* Install"):
+        fsdp.gather_as_stored({module})
+    fsdp.gather_as_stored(set())  # no weight is stored in FP8
 
 
 def test_functions_come_and_go() -> None:
