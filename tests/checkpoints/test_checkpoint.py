@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import FineGrainedFP8Config, Qwen3MoeConfig, Qwen3MoeForCausal
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 import fp8_checkpoints
-from fp8_checkpoints import LINEARS
+from fp8_checkpoints import LINEARS, decoded_by_its_library
 from fp8graph.checkpoints import Checkpoint, QuantizedWeight, write_checkpoint
 from fp8graph.checkpoints.compressed_tensors import CompressedTensors
 from fp8graph.checkpoints.hugging_face_fp8 import HuggingFaceFP8
@@ -55,30 +54,6 @@ def written_by_its_library(tmp_path_factory: pytest.TempPathFactory) -> Callable
         return folders[name]
 
     return written
-
-
-def decoded_by_its_library(name: str, tensors: dict[str, Tensor], folder: Path) -> Tensor:
-    """The weight of one layer, from its tensors by their own names."""
-    if name.startswith("hf"):
-        return Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
-    if name.startswith("compressed"):
-        quantization = importlib.import_module("compressed_tensors.quantization")
-        compressors = importlib.import_module("compressed_tensors.compressors")
-        config = json.loads((folder / "config.json").read_text())["quantization_config"]
-        scheme = quantization.QuantizationConfig.model_validate(config).config_groups["group_0"]
-        compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
-        return compressor.decompress(tensors, scheme)["weight"]
-    qtensor = importlib.import_module("modelopt.torch.quantization.qtensor")
-    data, scale = tensors["weight"], tensors["weight_scale"]
-    if name == "modelopt-nvfp4":
-        shape = torch.Size([data.shape[0], 2 * data.shape[1]])
-        packed = qtensor.NVFP4QTensor(shape, torch.float32, data)
-        return packed.dequantize(scale=scale, double_scale=tensors["weight_scale_2"], block_sizes={-1: 16})
-    if name == "modelopt-mxfp8":
-        return qtensor.MXFP8QTensor(data.shape, torch.float32, data).dequantize(scale=scale)
-    blocks = {-1: 128, -2: 128} if name == "modelopt-fp8-block" else None
-    scale = scale[:, 0, :, 0] if blocks else scale[:, None] if scale.ndim else scale
-    return qtensor.FP8QTensor(data.shape, torch.float32, data).dequantize(scale=scale, block_sizes=blocks)
 
 
 @first_fast("name", SCHEMES)

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fp8graph
-from fp8_checkpoints import CONFIG, FORMATS, IDS, load
+from fp8_checkpoints import CONFIG, FORMATS, IDS, decoded_by_its_library, load
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
 from fp8graph.numerics import sqnr_db
 from fp8graph.numerics.requantize import requantize
-from helpers import bits, first_slow, same_bits
+from helpers import Checkpointed, bits, first_fast, first_slow, same_bits
 
 peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -268,6 +269,53 @@ def test_merges_whose_names_were_seen_compile_nothing() -> None:
     assert not torch.equal(one, two)
 
 
+def trained_layers(kind: str, how: str = "plain") -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """Losses and gradients of two steps of two adapted linears, and their bytes after the merge.
+
+    ``how``: "plain", "checkpointed", or "generated". In FP32, as in bf16 generated code skips roundings.
+    """
+    torch._dynamo.reset()
+    layers = base(kind, n=128, k=256), nn.GELU(), base(kind, n=256, k=128)
+    model = adapted(*layers, target_modules=["0", "2"])
+    run: Any = Checkpointed(model) if how == "checkpointed" else model
+    fp8graph.compile(run, compiler="inductor" if how == "generated" else "eager")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
+    losses, gradients = list[float](), list[Tensor]()
+    for _ in range(2):
+        loss = run(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        gradients += [p.grad.clone() for p in trained if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(gradients) == 2 * len(trained)
+    assert losses[1] < losses[0]
+    merged = model.merge_and_unload()
+    return losses, gradients, [*tensors(merged[0]), *tensors(merged[2])]
+
+
+@first_fast("kind", KINDS)
+def test_checkpointing_changes_no_number(kind: str) -> None:
+    losses, gradients, merged = trained_layers(kind)
+    again, their_gradients, their_merged = trained_layers(kind, "checkpointed")
+    assert again == losses
+    assert same_bits(their_gradients, gradients)
+    assert same_bits(their_merged, merged)
+
+
+@first_slow("kind", KINDS)
+def test_generated_code_trains_as_eager(kind: str) -> None:
+    """Products are added in another order: the gradients agree to 100 dB, and next to all merged codes are the same."""
+    losses, gradients, merged = trained_layers(kind)
+    found, their_gradients, their_merged = trained_layers(kind, "generated")
+    assert found == pytest.approx(losses, rel=1e-6)
+    assert min(map(sqnr_db, gradients, their_gradients)) > 100
+    for one, other in zip(merged, their_merged, strict=True):
+        assert (one != other).double().mean() < 1e-3
+
+
 @pytest.mark.parametrize(
     ("kind", "method", "scheme"),
     [
@@ -406,69 +454,100 @@ def test_merged_exported_and_loaded(name: str, method: str, tmp_path: Path) -> N
         assert transformers.AutoConfig.from_pretrained(tmp_path / "out").quantization_config["quant_method"] == "fp8"
 
 
-def trained(name: str, folder: Path) -> Any:
-    """A model with adapters after two steps."""
+def trained(name: str, folder: Path, how: str = "plain") -> tuple[Any, list[float]]:
+    """A model with adapters after two steps, and their losses."""
     model = with_lora(loaded(name, folder)).train()
-    fp8graph.compile(model, compiler="eager")
+    if how == "checkpointed":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    fp8graph.compile(model, compiler="inductor" if how == "generated" else "eager")
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = list[float]()
     for _ in range(2):
-        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    return model, losses
 
 
-def dequantized(model: Any) -> Any:
-    """``model`` in bf16, each weight decoded in float64, from its bytes and its scales as they are stored."""
-    wide = in_bf16()
-    state = wide.state_dict()
+def decoded(model: Any) -> dict[str, Tensor]:
+    """Each weight in FP8 by its layer, in float64, from its bytes and its scales as they are stored."""
+    found = dict[str, Tensor]()
     for layer, module in model.named_modules():
         holder = module.weight if hasattr(getattr(module, "weight", None), "qdata") else module
         names = ("weight_scale_inv", "weight_scale", "scale")
         scale = next((getattr(holder, name) for name in names if hasattr(holder, name)), None)
         if scale is not None:
             data = holder.qdata if holder is not module else module.weight
-            state[f"{layer}.weight"].copy_(numbers(data.detach(), scale.detach()))
-        elif f"{layer}.weight" in state:
-            state[f"{layer}.weight"].copy_(module.weight)
-    return wide
+            found[layer] = numbers(data.detach(), scale.detach())
+    return found
 
 
-def loaded_by_its_library(folder: Path, method: str) -> Any:
-    """In bf16, without quantized inputs: as transformers loads it on a CPU, or as we do where it cannot."""
-    if method not in ("fp8", "compressed-tensors"):
-        return fp8graph.load_checkpoint(in_bf16(), folder)
+@torch.no_grad()
+def dequantized(model: Any) -> Tensor:
+    """The logits of ``model`` in bf16, with each weight decoded in float64."""
+    wide, weights = in_bf16(), decoded(model)
+    state = wide.state_dict()
+    for layer, module in model.named_modules():
+        if f"{layer}.weight" in state:
+            state[f"{layer}.weight"].copy_(weights.get(layer, getattr(module, "weight", None)))
+    return wide(input_ids=IDS, use_cache=False).logits
+
+
+@torch.no_grad()
+def logits_of_its_library(folder: Path, method: str) -> Tensor:
+    """In bf16, without quantized inputs: as transformers loads it on a CPU."""
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     if method == "compressed-tensors":
-        with torch.no_grad():
-            model(input_ids=IDS)  # its hook decompresses the weights
+        model(input_ids=IDS)  # its hook decompresses the weights
         model.apply(pytest.importorskip("compressed_tensors.quantization").disable_quantization)
-    return model
+    return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "method"),
+    ("name", "written", "how"),
     [
-        ("hf-float", "fp8"),
-        ("compressed-tensors-fp8-dynamic", "compressed-tensors"),
-        ("torchao-tensorwise", "ours"),
+        pytest.param("hf-float", "hf-float", "checkpointed", marks=pytest.mark.slow),
+        pytest.param("hf-float", "hf-float", "generated", marks=pytest.mark.release),
+        pytest.param("hf-ue8m0", "hf-ue8m0", "plain", marks=pytest.mark.release),
+        pytest.param(*2 * ["compressed-tensors-fp8-dynamic"], "plain", marks=pytest.mark.slow),
+        pytest.param(*2 * ["compressed-tensors-fp8-block"], "plain", marks=pytest.mark.release),
+        pytest.param("modelopt-fp8", "modelopt-fp8", "plain", marks=pytest.mark.slow),
+        pytest.param("modelopt-fp8-channel", "modelopt-fp8-channel", "plain", marks=pytest.mark.release),
+        pytest.param("torchao-rowwise", "compressed-tensors-fp8-dynamic", "plain", marks=pytest.mark.release),
+        pytest.param("torchao-tensorwise", "hf-tensor", "plain", marks=pytest.mark.slow),
     ],
 )
-def test_export_of_a_trained_model_has_its_numbers(name: str, method: str, tmp_path: Path) -> None:
-    """Train, merge, export, and load with the library that owns the format: dequantized, the logits are the same."""
-    model = trained(name, tmp_path)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")  # users' name
+def test_export_of_a_trained_model_has_its_numbers(name: str, written: str, how: str, tmp_path: Path) -> None:
+    """Train, merge, export: the library that owns the format decodes each weight to the merged numbers, and
+    transformers computes the logits of the merged model, dequantized, from what it loads."""
+    model, losses = trained(name, tmp_path / "base", how)
+    if how != "plain":
+        expected = trained(name, tmp_path / "plain")[1]
+        assert losses == (expected if how == "checkpointed" else pytest.approx(expected, rel=1e-2))
     merged = fp8graph.compile(model.merge_and_unload().eval(), compiler="eager")
     with torch.no_grad():
         merged(input_ids=IDS, use_cache=False)
-        expected = dequantized(merged)(input_ids=IDS, use_cache=False).logits
-    fp8graph.export(merged, tmp_path / "out", "auto" if method == "ours" else method)
-    with torch.no_grad():
-        found = loaded_by_its_library(tmp_path / "out", method)(input_ids=IDS, use_cache=False).logits
-    if method == "compressed-tensors":  # it rounds scales to bf16
-        assert sqnr_db(expected, found) > 40
-    else:
-        assert torch.equal(expected, found)
+    method = FORMATS[written].config["quant_method"]
+    fp8graph.export(merged, tmp_path / "out", "auto" if name.startswith("torchao") else method)
+    file = load_file(tmp_path / "out" / "model.safetensors")
+    weights = decoded(merged)
+    assert len(weights) == 14
+    for layer, exact in weights.items():
+        own = {key.removeprefix(f"{layer}."): x for key, x in file.items() if key.startswith(f"{layer}.")}
+        theirs = decoded_by_its_library(written, own, tmp_path / "out")
+        assert torch.equal(theirs, exact.to(theirs.dtype)), layer
+        if name.startswith("torchao"):
+            weight: Any = merged.get_submodule(layer).weight
+            assert torch.equal(weight.dequantize(torch.float32), exact.float()), layer
+    if method != "modelopt":  # whose folders are for engines
+        expected, found = dequantized(merged), logits_of_its_library(tmp_path / "out", method)
+        if method == "compressed-tensors":  # it rounds scales to bf16
+            assert sqnr_db(expected, found) > 40
+        else:
+            assert torch.equal(expected, found)
 
 
 @first_slow("name", ["hf-float", "modelopt-fp8", "compressed-tensors-fp8-dynamic", "torchao-rowwise"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
@@ -50,17 +51,20 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.blocks = nn.ModuleList([Block()])
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self.blocks[0], x, use_reentrant=False)  # pyright: ignore[reportReturnType]
         return self.blocks[0](x)
 
 
-def adapted() -> Any:
+def adapted(checkpointed: bool = False) -> Any:
     torch.manual_seed(0)
-    model: Any = Model()
+    model: Any = Model(checkpointed)
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["up", "down"], init_lora_weights=False))
 
 
@@ -131,8 +135,8 @@ def under_ddp(rank: int) -> Any:
     return train(wrapped, [rank]), merged(adapters(model))
 
 
-def under_fsdp(rank: int, alone: bool) -> Any:
-    model = compiled(shard(adapted(), alone))
+def under_fsdp(rank: int, alone: bool, checkpointed: bool = False) -> Any:
+    model = compiled(shard(adapted(checkpointed), alone))
     return train(model, [rank]), merged(adapters(model))
 
 
@@ -181,13 +185,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "ddp": (under_ddp, ()),
         "fsdp": (under_fsdp, (False,)),
         "fsdp, each linear": (under_fsdp, (True,)),
+        "fsdp, checkpointed": (under_fsdp, (False, True)),
         "bf16": (in_bf16, ()),
         "refused": (refused, ()),
     }
     return run_ranks(run_each, RANKS, tmp_path_factory.mktemp("ranks"), calls, seconds=1500)
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, each linear"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, each linear", "fsdp, checkpointed"])
 def test_losses_and_merged_bytes_are_those_of_one_rank(how: str, found: list[dict[str, Any]]) -> None:
     for rank in found:
         (losses, merged_bytes), (expected, expected_bytes) = rank[how], rank["one"]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Recipe, Rule, numerics
@@ -19,6 +18,7 @@ from fp8graph.passes.gather_weights import GatheredWeight
 from fp8graph.recipes import resolve_recipe
 from helpers import (
     RECIPES,
+    Checkpointed,
     Two,
     Weight,
     brief,
@@ -258,15 +258,6 @@ def test_fused_linears_decode_their_part_of_the_joined_weight(recipe: str) -> No
     gate, up = (d @ w for d, w in zip(dy.split([64, 128], 1), weights, strict=True))
     assert torch.equal(dx, up + gate)
     assert torch.equal(torch.cat(dws), dy.t() @ decoded(x, own, "input"))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.module, x, use_reentrant=False)
 
 
 @pytest.mark.parametrize("settings", [{"save": "memory"}, {"cache_weights": "update"}, {"accumulate_wgrad": True}])

@@ -8,6 +8,8 @@ must hold is data, in FORMATS. A library that is not installed skips the test th
 """
 
 import copy
+import importlib
+import json
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -20,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
@@ -85,6 +88,30 @@ def load(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Any:
     ModelOpt's folders are for engines: transformers loads their codes as bf16 numbers, without their scales."""
     with any_device():
         return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).requires_grad_(False)
+
+
+def decoded_by_its_library(name: str, tensors: Mapping[str, torch.Tensor], folder: Path) -> torch.Tensor:
+    """The weight of one layer, from its tensors by their own names; ``name``: of a row of FORMATS."""
+    if name.startswith("hf"):
+        return Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"], torch.float32)
+    if name.startswith("compressed"):
+        quantization = importlib.import_module("compressed_tensors.quantization")
+        compressors = importlib.import_module("compressed_tensors.compressors")
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        scheme = quantization.QuantizationConfig.model_validate(config).config_groups["group_0"]
+        compressor = compressors.BaseCompressor.get_value_from_registry(config["format"])
+        return compressor.decompress(tensors, scheme)["weight"]
+    qtensor = importlib.import_module("modelopt.torch.quantization.qtensor")
+    data, scale = tensors["weight"], tensors["weight_scale"]
+    if name == "modelopt-nvfp4":
+        shape = torch.Size([data.shape[0], 2 * data.shape[1]])
+        packed = qtensor.NVFP4QTensor(shape, torch.float32, data)
+        return packed.dequantize(scale=scale, double_scale=tensors["weight_scale_2"], block_sizes={-1: 16})
+    if name == "modelopt-mxfp8":
+        return qtensor.MXFP8QTensor(data.shape, torch.float32, data).dequantize(scale=scale)
+    blocks = {-1: 128, -2: 128} if name == "modelopt-fp8-block" else None
+    scale = scale[:, 0, :, 0] if blocks else scale[:, None] if scale.ndim else scale
+    return qtensor.FP8QTensor(data.shape, torch.float32, data).dequantize(scale=scale, block_sizes=blocks)
 
 
 Shape = Callable[[int, int], tuple[int, ...]]  # of a linear's N and K

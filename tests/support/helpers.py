@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import fp8graph
 from fp8graph import Backend, numerics
@@ -107,6 +108,17 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.gate(x), self.up(x)], dim=-1)
+
+
+class Checkpointed(nn.Module):
+    """``module``, which runs again in backward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.module, x, use_reentrant=False)
 
 
 class Weight(nn.Module):
