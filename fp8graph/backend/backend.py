@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from fp8graph.backend.compiling import Shared, Variants
-from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once
+from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once, check_read
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
 from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
 from fp8graph.backend.program import Program, Programs
@@ -154,6 +154,7 @@ class Backend:
         self._agree()
         for model, compiled in dynamo.modules_of_frame():
             adopt_in_time(self, model)
+            check_read(self, model)
             self._shared.steps.adapters.watch(model, compiled=compiled)
         check_quantized_once(self, graph.layers().items())
         program = Program(self._shared, graph, inputs, variants)
@@ -192,6 +193,7 @@ class Backend:
         expect("Backend.bind", "model", model, torch.nn.Module, "a model, an nn.Module")
         expect("Backend.bind", "name", name, str, "a string")
         check_quantized_once(self, ((fqn, class_name(type(module))) for fqn, module in model.named_modules()))
+        check_read(self, model)
         self.names.bind(model, name)
         for store in self._shared.stores.values():
             store.rename(self.names)

@@ -14,7 +14,7 @@ from torch import nn
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.libraries import adopt, adopt_adapters, converted_for_training, not_adopted
+from fp8graph.libraries import adopt, adopt_adapters, converted_for_training, left_to_kernels, not_adopted
 from fp8graph.libraries.readers import of_compressed_tensors
 from fp8graph.records import OtherRecord, SiteRecord
 from fp8graph.report import Report
@@ -78,6 +78,24 @@ def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) ->
             f"{layer} quantizes its operands itself, and so do layers like it: some of their GEMMs are then quantized "
             "twice, the others are not in the report. Compile the model without that conversion.",
             key="quantized twice",
+        )
+
+
+def check_read(backend: Reports, model: nn.Module) -> None:
+    """Before ``model`` is compiled: warn, once for each backend, if some quantized layers stay with transformers.
+
+    Raises:
+        Fp8CoverageError: in strict mode.
+    """
+    if found := list(left_to_kernels(model)):
+        name, kind, dtype = found[0]
+        more = f", and so it is with {len(found) - 1} more" if found[1:] else ""
+        say_once(
+            backend,
+            f"{name} ({kind}) has weights in {dtype} of a form that fp8graph does not read: they are left to the "
+            f"kernels of transformers{more}. Load the model with dequantize=True of its quantization config, and they "
+            "are compiled.",
+            key="left to kernels",
         )
 
 

@@ -10,10 +10,11 @@ parameter is replaced: names, ``state_dict`` and files stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import nn
 
 from fp8graph.compat import fsdp
@@ -21,6 +22,7 @@ from fp8graph.errors import expect
 from fp8graph.libraries.adapters import adopt_adapters
 from fp8graph.libraries.readers import (
     forward_of_experts,
+    is_table,
     keep_compressed,
     of_compressed_tensors,
     of_torchao,
@@ -31,6 +33,7 @@ from fp8graph.libraries.stored_linear import StoredWeight, forward_of
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
+_OF_TRANSFORMERS: Final = "transformers.integrations."
 # The function that reads a layer's weight (None if the layer is of another library), and whether it runs in eager, too.
 _READERS: Final[tuple[tuple[Callable[[Any], Callable[[Any], StoredWeight] | None], bool], ...]] = (
     (of_transformers, False),
@@ -46,6 +49,9 @@ def adopt(model: _Model) -> _Model:
     traced, but for compressed-tensors, which has decompressed its layers by then: call it before, and once more for a
     model that was unpickled or got new layers. The FP8 weights are frozen: they get no gradient, whatever
     ``requires_grad`` says.
+
+    Raises:
+        ConfigError: adapters of PEFT change a parameter in FP8 itself, such as that of fused experts.
     """
     expect("adopt", "model", model, nn.Module, "a model, an nn.Module")
     for module in model.modules():
@@ -53,7 +59,8 @@ def adopt(model: _Model) -> _Model:
             module.__dict__["forward"] = MethodType(forward, module)
     keep_compressed(model)
     adopt_adapters(model)
-    fsdp.gather_as_stored({module for module in model.modules() if reader_of(module) is not None})
+    stored = {module for module in model.modules() if reader_of(module) is not None or forward_of_experts(module)}
+    fsdp.gather_as_stored(stored)
     return model
 
 
@@ -63,6 +70,17 @@ def converted_for_training(layers: Iterable[tuple[str, str]]) -> str:
         if kind.startswith("torchao.") and kind.rpartition(".")[2] in ("Float8Linear", "MXLinear"):
             return f"{name or 'the model'} ({kind})"
     return ""
+
+
+def left_to_kernels(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
+    """The layers of transformers whose weights nothing here reads: name, class, and the dtype of the weights."""
+    for name, module in model.named_modules():
+        kind = fsdp.original_class(module)
+        if kind.__module__.startswith(_OF_TRANSFORMERS) and _forward(module) is None and not is_table(module):
+            held = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            bytes_each = [x.dtype for x in held if x.ndim > 1 and x.dtype.itemsize == 1 and x.dtype != torch.bool]
+            if bytes_each:
+                yield name or "the model", kind.__name__, bytes_each[0]
 
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fp8graph.compat import fsdp
 from fp8graph.compat.distributed import local
 from fp8graph.errors import ConfigError
-from fp8graph.libraries.readers import forward_of_experts, reader_of, swizzled
+from fp8graph.libraries.readers import reader_of, swizzled
 from fp8graph.libraries.stored_linear import StoredWeight
 from fp8graph.numerics.quantization import dequantize_data
 from fp8graph.numerics.requantize import requantize
@@ -29,20 +29,36 @@ _BEFORE: Final = "_fp8graph_before_merging"  # in a layer's __dict__ while somet
 
 
 def adopt_adapters(model: nn.Module) -> None:
-    """Let PEFT merge the adapters of ``model`` into weights in FP8."""
-    for module in model.modules():
+    """Let PEFT merge the adapters of ``model`` into weights in FP8.
+
+    Raises:
+        ConfigError: PEFT adapts a parameter in FP8 itself, such as that of fused experts (``target_parameters``).
+    """
+    for name, module in model.named_modules():
         if _adapts_fp8(module):
             module.__dict__["merge"] = MethodType(_merge, module)
             module.__dict__["unmerge"] = MethodType(_unmerge, module)
+        elif isinstance(parameter := getattr(module, "parameter_name", None), str):
+            base = module
+            while (inner := base._modules.get("base_layer")) is not None:
+                base = inner
+            if getattr(getattr(base, parameter, None), "dtype", None) == torch.float8_e4m3fn:
+                raise ConfigError(
+                    f"{name}: PEFT adapts {parameter} of {type(base).__name__}, which is in FP8: it would add the "
+                    "adapter to the FP8 numbers, without their scales. Leave it out of target_parameters and adapt "
+                    "linears (target_modules), or load the model with dequantize=True."
+                )
 
 
 def _adapts_fp8(module: nn.Module) -> bool:
     base = module._modules.get("base_layer")
     if base is None or not isinstance(getattr(module, "merged_adapters", None), list):
         return False
+    if isinstance(getattr(module, "parameter_name", None), str):
+        return False
     if type(getattr(base, "weight", None)).__name__ == "NVFP4Tensor":
         return False  # torchao quantizes those, and PEFT asks it to
-    return reader_of(base) is not None or forward_of_experts(base) is not None
+    return reader_of(base) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +110,8 @@ def _weight(layer: Any) -> _Weight:
         ConfigError: nothing can be merged into it.
     """
     base = layer._modules["base_layer"]
-    if (read := reader_of(base)) is None:
-        raise ConfigError(
-            f"{type(layer).__name__} on {type(base).__name__}: PEFT adds adapters of experts to their FP8 numbers, "
-            "without the scales, in each forward and in merge(). Leave experts out of target_parameters."
-        )
+    read = reader_of(base)
+    assert read is not None  # see _adapts_fp8
     stored = read(base)
     if stored.data.dtype != torch.float8_e4m3fn:
         raise ConfigError(

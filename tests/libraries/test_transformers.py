@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as checkpoint_of
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    GptOssConfig,
     LlamaForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.integrations import fbgemm_fp8, finegrained_fp8, mxfp4
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear, replace_with_fp8_linear
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import fp8graph
 from fp8_checkpoints import BF16, CONFIG, E4M3, E8M0, F32, IDS, any_device
+from fp8graph import Policy, Rule
 from fp8graph.numerics import sqnr_db
-from helpers import first_fast, first_slow
+from helpers import bits, first_fast, first_slow, same_bits
+from ranks import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
@@ -410,6 +419,192 @@ def test_experts_with_static_scales_of_their_own() -> None:
         assert sqnr_db(expected, module(x, *route)) > 40
     report = fp8graph.backend_of(module).report
     assert all("a static scale for the activations of each expert" in gemm.reason for gemm in report.gemms)
+
+
+class Routed(nn.Module):
+    """A linear that is trained, a router, and experts in FP8."""
+
+    def __init__(self, checkpointed: bool = False, **settings: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.router = nn.Linear(256, 256), nn.Linear(256, EXPERTS)
+        self.experts, self.checkpointed = experts(**settings), checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        return x + (checkpoint_of(self.sent, x, use_reentrant=False) if self.checkpointed else self.sent(x))
+
+    def sent(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x).softmax(-1).topk(2)
+        return self.experts(x, index, weights)
+
+
+def kernel(
+    x: Tensor, weight: Tensor, scale_inv: Tensor, block: Any, bias: Any = None, activation_scale: Any = None
+) -> Tensor:
+    """The numbers of transformers' Triton kernel, in float64: tokens in E4M3 with one scale for each 1x128."""
+    tiles = x.float().unflatten(-1, (-1, 128))
+    scale = tiles.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    rounded = (tiles / scale).clamp(-448, 448).to(E4M3).double() * scale
+    scales = scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    exact = weight.double() * scales[: weight.shape[0], : weight.shape[1]]
+    return (rounded.flatten(-2) @ exact.t()).to(x.dtype)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """The output, and the gradients of the input, the linear and the router."""
+    x = routed()[0].float().requires_grad_()
+    y = model(x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)))
+    trained = [p for name, p in model.named_parameters() if "experts" not in name]
+    return [y.detach(), *(cast(Tensor, p.grad) for p in (x, *trained))]
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "compiler"),
+    [(False, "eager"), (True, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
+def test_gradients_through_experts_are_those_of_transformers(
+    checkpointed: bool, compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its eager loop over the experts, its own backward; its kernel does not run on a CPU."""
+    reference, model = Routed(), Routed(checkpointed)
+    reference.experts.config._experts_implementation = "eager"
+    with monkeypatch.context() as patched:
+        patched.setattr(finegrained_fp8, "finegrained_fp8_linear", kernel)
+        expected = gradients(reference)
+    assert len(expected) == 6
+    high_precision = Policy([Rule("before", None), Rule("router", None)], extends="default")
+    fp8graph.compile(model, policy=high_precision, compiler=compiler, fullgraph=True)
+    for theirs, ours in zip(expected, gradients(model), strict=True):
+        assert sqnr_db(theirs.double(), ours) > 120
+    report = fp8graph.backend_of(model).report
+    assert {gemm.recipe for gemm in report.gemms if gemm.op == "grouped_mm" and gemm.gemm == "fprop"} == {"blockwise"}
+
+
+RANKS = 2
+
+
+def rows(row: int) -> tuple[Tensor, Tensor]:
+    """Tokens of one rank, and what they are to become."""
+    random = torch.Generator().manual_seed(row)
+    return torch.randn(TOKENS, 256, generator=random), torch.randn(TOKENS, 256, generator=random) * 30
+
+
+def trained(model: nn.Module, parts: Sequence[int]) -> tuple[list[float], list[Tensor]]:
+    """The losses of two steps on the rows ``parts``, and the linear and the router after these."""
+    learned = {name: p for name, p in model.named_parameters() if "experts" not in name}
+    optimizer = torch.optim.AdamW(learned.values(), lr=1e-3)
+    losses: list[float] = []
+    for _ in range(2):
+        for row in parts:
+            x, target = rows(row)
+            loss = (model(x) - target).square().mean()
+            (loss / len(parts)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = [cast(Any, p).full_tensor() if hasattr(p, "full_tensor") else p for p in learned.values()]
+    return losses, [p.detach() for p in whole]
+
+
+def compiled_block(model: nn.Sequential) -> Any:
+    torch._dynamo.reset()  # its limit of recompilations counts those of every model
+    return fp8graph.compile(model, compiler="eager", regions=[type(model[0]).__name__])  # fully_shard makes a subclass
+
+
+def sharded(**settings: Any) -> Any:
+    model = nn.Sequential(Routed())
+    fully_shard(model[0], **settings)
+    return fully_shard(model, **settings)
+
+
+def on_ranks(rank: int) -> Any:
+    alone = trained(compiled_block(nn.Sequential(Routed())), range(RANKS))
+    wrapped = DistributedDataParallel(compiled_block(nn.Sequential(Routed())), init_sync=False)  # gloo has no FP8
+    found = {"alone": (alone[0][rank::RANKS], alone[1])}
+    found["ddp"] = trained(wrapped, [rank])
+    found["fsdp"] = trained(compiled_block(sharded()), [rank])
+    by_hand, x = Routed(), rows(rank)[0]
+    for linear in (by_hand.before, by_hand.router):
+        linear.to(BF16)
+    with torch.no_grad():
+        cast_for_gathers = compiled_block(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=BF16)))(x)
+        expected = compiled_block(nn.Sequential(by_hand))(x.to(BF16))
+    return found, cast_for_gathers, expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_experts_on_two_ranks_are_trained_through_as_on_one(tmp_path: Path) -> None:
+    """DDP; FSDP2, which gathers the experts' codes as they are, whatever ``param_dtype`` says."""
+    for found, cast_for_gathers, expected in run_ranks(on_ranks, RANKS, tmp_path):
+        losses, parameters = found["alone"]
+        assert losses[1] < losses[0]
+        for how in ("ddp", "fsdp"):
+            assert found[how][0] == losses
+            assert same_bits(found[how][1], parameters)
+        assert torch.equal(cast_for_gathers, expected)
+
+
+def test_experts_are_frozen_whatever_requires_grad_says() -> None:
+    model = Routed()
+    model.experts.requires_grad_(True)  # as after from_pretrained
+    before = {name: bits(x).clone() for name, x in model.experts.named_parameters()}
+    fp8graph.compile(model, compiler="eager", fullgraph=True)
+    gradients(model)
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert all(x.grad is None for x in model.experts.parameters())
+    assert all(torch.equal(bits(x), before[name]) for name, x in model.experts.named_parameters())
+    assert model.router.weight.grad is not None
+
+
+def test_adapters_of_experts_parameters_are_refused_by_name() -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model = peft.get_peft_model(cast(Any, Routed()), config)
+    message = "^base_model.model.experts: PEFT adapts down_proj of FP8Experts, which is in FP8: .* target_parameters"
+    for refused in (fp8graph.adopt, fp8graph.compile):
+        with pytest.raises(fp8graph.ConfigError, match=message):
+            refused(model)
+    dequantized = peft.get_peft_model(
+        cast(Any, nn.ModuleDict({"up": nn.Linear(8, 8)})),
+        peft.LoraConfig(r=4, target_modules=[], target_parameters=["up.weight"]),
+    )
+    fp8graph.adopt(dequantized)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_experts_in_fp4_are_left_to_transformers_by_name(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.ModuleDict(
+        {"a": layer(), "mlp": Routed(expert_dtype="fp4", scale_fmt="ue8m0"), "more": experts(expert_dtype="fp4")}
+    )
+    message = (
+        r"mlp\.experts \(FP8Experts\) has weights in torch\.int8 of a form that fp8graph does not read: "
+        "they are left to the kernels of transformers, and so it is with 1 more"
+    )
+    if strict:
+        with pytest.raises(fp8graph.Fp8CoverageError, match=message):
+            fp8graph.compile(model, strict=True)
+        return
+    with caplog.at_level("WARNING", "fp8graph"):
+        fp8graph.compile(model)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert re.match(message, said)
+
+
+def test_other_quantized_layers_of_transformers_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    config = GptOssConfig(hidden_size=64, intermediate_size=64, num_local_experts=2)
+    for kind, made in (
+        ("Mxfp4GptOssExperts", mxfp4.Mxfp4GptOssExperts(config)),
+        ("FbgemmFp8Linear", fbgemm_fp8.FbgemmFp8Linear(64, 64, False)),
+    ):
+        with caplog.at_level("WARNING", "fp8graph"):
+            fp8graph.compile(nn.Sequential(nn.Linear(64, 64), made))
+        assert f"1 ({kind}) has weights in torch." in caplog.text
+    caplog.clear()
+    fp8graph.compile(nn.Sequential(layer(), experts(), nn.Embedding(8, 8)))
+    assert not caplog.records
 
 
 def test_scales_of_exponents_are_read_as_they_are() -> None:

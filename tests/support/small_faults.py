@@ -876,6 +876,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/libraries/test_transformers.py::test_tiles_of_mxfp8_are_multiplied_as_they_are",),
     ),
     Fault(
+        "experts in FP4 are left to transformers without a word",
+        f"{_BACKEND}/coverage.py",
+        "if found := list(left_to_kernels(model)):",
+        "if found := list(left_to_kernels(model))[:0]:",
+        ("tests/libraries/test_transformers.py::test_experts_in_fp4_are_left_to_transformers_by_name",),
+    ),
+    Fault(
         "a weight that was quantized alone has its activations quantized",
         f"{_LIBRARIES}/readers.py",
         'return "none" if weight.act_quant_kwargs is None else "dynamic"',
