@@ -6,22 +6,39 @@ import functools
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from fp8graph.backend.entry import backend_of
+from torch import nn
+
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import backend_of, compile
+from fp8graph.errors import ConfigError
 from fp8graph.integrations import missing, state_to_save
 
-__all__ = ["ScalingStateCallback"]
+__all__ = ["FP8Precision", "ScalingStateCallback"]
 
 _KEY: Final = "fp8graph"
 _LIBRARIES: Final = ("lightning.pytorch", "pytorch_lightning")
 
 if TYPE_CHECKING:
+    FP8Precision: type[Any]
     ScalingStateCallback: type[Any]
 
 
-@functools.cache
-def _made_for(library: str) -> type[Any]:
+def _save(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    checkpoint[_KEY] = dict(state_to_save(module, "Lightning's checkpoint"))
+
+
+def _load(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    backend = backend_of(module)
+    if _KEY in checkpoint:
+        backend.load_state_dict(checkpoint[_KEY])
+    else:
+        missing(backend, "the checkpoint")
+
+
+def _callback(library: str) -> type[Any]:
     base: type[Any] = importlib.import_module(library).Callback
 
     class ScalingStateCallback(base):
@@ -39,23 +56,84 @@ def _made_for(library: str) -> type[Any]:
         """
 
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint[_KEY] = dict(state_to_save(pl_module, "Lightning's checkpoint"))
+            _save(pl_module, checkpoint)
 
         def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            backend = backend_of(pl_module)
-            if _KEY in checkpoint:
-                backend.load_state_dict(checkpoint[_KEY])
-            else:
-                missing(backend, "the checkpoint")
+            _load(pl_module, checkpoint)
 
-    ScalingStateCallback.__module__, ScalingStateCallback.__qualname__ = __name__, ScalingStateCallback.__name__
     return ScalingStateCallback
 
 
+def _precision(library: str) -> type[Any]:
+    base: type[Any] = importlib.import_module(f"{library}.plugins.precision").MixedPrecision
+
+    class FP8Precision(base):
+        """Trains a LightningModule in FP8, and what is not in FP8 in bf16 as with ``precision="bf16-mixed"``.
+
+            trainer = Trainer(plugins=[FP8Precision(recipe="tensorwise")])
+
+        The modules that the LightningModule holds (``self.model = ...``) are compiled, each in place and under its name
+        in the LightningModule, since ``training_step`` calls them. The scaling state is the entry "fp8graph" of the
+        checkpoints: no :class:`ScalingStateCallback` is needed.
+
+        Args:
+            arguments: of :func:`fp8graph.compile`: ``recipe``, ``policy``, ``regions``, ``strict``, ...
+
+        Raises:
+            ConfigError: (a ``ValueError``) for arguments that cannot be used; when training starts, if the module was
+                compiled with fp8graph already, or holds no module with parameters.
+            StateError: as :class:`ScalingStateCallback`.
+        """
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__("bf16-mixed", "cpu")
+            Backend(**{name: value for name, value in arguments.items() if name != "regions"})  # raises early
+            self._arguments, self._module = arguments, nn.Module()
+
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            if module is self._module:  # fit() again, or validate() after it
+                return module
+            kinds = {type(child).__name__ for child in module.children() if any(True for _ in child.parameters())}
+            if not kinds:
+                raise ConfigError(
+                    f"FP8Precision: {type(module).__name__} holds no module with parameters when training starts. "
+                    "Assign the model in __init__ or configure_model, or call fp8graph.compile on the LightningModule."
+                )
+            arguments: dict[str, Any] = {"regions": sorted(kinds), **self._arguments}
+            compile(module, **arguments)
+            self._module = module
+            return module
+
+        def forward_context(self) -> Any:
+            self.device = next(self._module.parameters()).device.type
+            return super().forward_context()
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            _save(self._module, checkpoint)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            _load(self._module, checkpoint)
+
+    return FP8Precision
+
+
+_MADE: Final[dict[str, Callable[[str], type[Any]]]] = {
+    "FP8Precision": _precision,
+    "ScalingStateCallback": _callback,
+}
+
+
+@functools.cache
+def _made_for(library: str, name: str) -> type[Any]:
+    made = _MADE[name](library)
+    made.__module__, made.__qualname__ = __name__, name
+    return made
+
+
 def __getattr__(name: str) -> Any:
-    """``ScalingStateCallback``: a subclass of the ``Callback`` of the Lightning in use, made on first use."""
-    if name != "ScalingStateCallback":
+    """``ScalingStateCallback`` or ``FP8Precision``: a class of the Lightning in use, made on first use."""
+    if name not in _MADE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     known = [library for library in _LIBRARIES if library in sys.modules]  # imported by the program
     known = known or [library for library in _LIBRARIES if importlib.util.find_spec(library.partition(".")[0])]
-    return _made_for([*known, *_LIBRARIES][0])
+    return _made_for([*known, *_LIBRARIES][0], name)

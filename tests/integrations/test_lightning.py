@@ -1,8 +1,9 @@
-"""Lightning's checkpoints: a resumed run is bit-identical."""
+"""Lightning: FP8 by its plugin for precision, scaling state in its checkpoints, and Fabric with FSDP2 on two ranks."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch import nn
 import fp8graph
 from fp8graph.errors import ConfigError, StateError
 from helpers import MLP, same_bits
+from ranks import run_each, run_ranks
+from tiny_models import causal_lm
 
 DELAYED = fp8graph.Policy(default=fp8graph.DelayedScaling(amax_history_len=4), min_speedup=0)
 DATA = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(1))
@@ -39,7 +42,9 @@ def pl() -> Any:
     return pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
 
 
-def fitted(pl: Any, folder: Path, steps: int, *, ckpt_path: Any = None, callback: bool = True, by: Any = None) -> Any:
+def fitted(
+    pl: Any, folder: Path, steps: int, *, ckpt_path: Any = None, callback: bool = True, by: Any = None, **chosen: Any
+) -> Any:
     from fp8graph.integrations.lightning import ScalingStateCallback
 
     class Module(pl.LightningModule):
@@ -63,6 +68,7 @@ def fitted(pl: Any, folder: Path, steps: int, *, ckpt_path: Any = None, callback
     trainer = pl.Trainer(
         max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[ScalingStateCallback()] if callback else [], default_root_dir=folder, enable_checkpointing=False,
+        **chosen,
     )  # fmt: skip
     trainer.fit(module, torch.utils.data.DataLoader(list(DATA)), ckpt_path=ckpt_path)  # pyright: ignore
     trainer.save_checkpoint(folder / f"{steps}.ckpt")
@@ -77,6 +83,102 @@ def test_lightning_resumes_bit_identically(pl: Any, tmp_path: Path) -> None:
     assert len(whole.losses) == 4
     assert first.losses + resumed.losses == whole.losses
     assert same_bits(tensors_of(resumed.inner), tensors_of(whole.inner))
+
+
+def by_precision(pl: Any, folder: Path, steps: int, ckpt_path: Any = None, **arguments: Any) -> Any:
+    """The same by the plugin, or by Lightning's own precision if there are no ``arguments``."""
+    from fp8graph.integrations.lightning import FP8Precision
+
+    chosen: dict[str, Any] = {"plugins": [FP8Precision(compiler="eager", **arguments)]}
+    chosen = chosen if arguments else {"precision": "bf16-mixed"}
+    return fitted(pl, folder, steps, ckpt_path=ckpt_path, callback=False, by="nothing", **chosen)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_precision_trains_in_fp8_and_resumes_bit_identically(pl: Any, tmp_path: Path) -> None:
+    rule = fp8graph.Rule("inner.up", recipe="high_precision")
+    policy = fp8graph.Policy([rule], default=fp8graph.DelayedScaling(amax_history_len=4), min_speedup=0)
+    whole = by_precision(pl, tmp_path, 4, policy=policy)
+    by_precision(pl, tmp_path, 2, policy=policy)
+    resumed = by_precision(pl, tmp_path, 4, tmp_path / "2.ckpt", policy=policy)
+    assert resumed.losses == whole.losses[2:]
+    assert same_bits(tensors_of(resumed), tensors_of(whole))
+    gemms = {(gemm.fqn, gemm.dtypes[2] if gemm.recipe else None) for gemm in fp8graph.backend_of(whole).report.gemms}
+    assert gemms == {("inner.gate", "bf16"), ("inner.up", None), ("inner.down", "bf16")}
+    expected = by_precision(pl, tmp_path, 4)
+    assert whole.losses != expected.losses
+    for loss, reference in zip(whole.losses, expected.losses, strict=True):
+        assert abs(loss / reference - 1) < 0.02
+
+
+def test_the_precision_refuses_wrong_set_ups(pl: Any) -> None:
+    from fp8graph.integrations.lightning import FP8Precision
+
+    with pytest.raises(ConfigError, match="unknown recipe 'rowise'. Did you mean 'rowwise'?"):
+        FP8Precision(recipe="rowise")
+    with pytest.raises(ConfigError, match="FP8Precision: LightningModule holds no module with parameters"):
+        FP8Precision().convert_module(pl.LightningModule())
+    with pytest.raises(ValueError, match="Precision 'fp8graph-tensorwise' is invalid"):
+        pl.Trainer(accelerator="cpu", precision="fp8graph-tensorwise", logger=False)
+
+
+def by_fabric(rank: int, folder: str, steps: range, load: bool) -> dict[str, Any]:
+    """A Llama under Fabric's strategy for FSDP2. Its checkpoint is written after two steps."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    torch._dynamo.reset()
+
+    def parallelized(model: Any, mesh: Any) -> Any:
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return model
+
+    strategy = ModelParallelStrategy(parallelized, data_parallel_size=2, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[TorchElasticEnvironment()])
+    fabric.launch()
+    torch.manual_seed(0)
+    model = causal_lm("Llama")(2).bfloat16()
+    rules = [fp8graph.Rule("*layers.1.*", recipe="high_precision")]
+    policy = fp8graph.Policy(rules, default=fp8graph.DelayedScaling(amax_history_len=4))
+    fp8graph.compile(model, policy=policy, regions="auto", compiler="eager")
+    wrapped = fabric.setup_module(model)
+    optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(wrapped.parameters(), lr=1e-2))
+    backend = fp8graph.backend_of(model)
+    state: dict[str, Any] = {"model": wrapped, "optimizer": optimizer, "fp8graph": backend.state_dict()}
+    if load:
+        fabric.load(folder, state)  # which loads sharded models and optimizers, and replaces all else in the dict
+        backend.load_state_dict(state["fp8graph"])
+    losses: list[float] = []
+    for step in steps:
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = wrapped(ids, labels=ids, use_cache=False).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            fabric.save(folder, state | {"fp8graph": backend.state_dict()})
+    local = [value.to_local() for value in model.state_dict().values()]
+    layers = {gemm.fqn.partition(".layers.")[2].partition(".")[0] for gemm in backend.report.gemms if gemm.recipe}
+    return {"losses": losses, "tensors": [*local, *backend.state_dict().values()], "layers": layers}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("pl")
+def test_fabric_shards_a_compiled_model_and_resumes_bit_identically(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    calls = {
+        "whole": (by_fabric, (folder, range(3), False)),
+        "resumed": (by_fabric, (folder, range(2, 3), True)),
+    }
+    found = run_ranks(run_each, 2, tmp_path, calls, seconds=600, collective_seconds=200)[0]
+    assert found["resumed"]["losses"] == found["whole"]["losses"][2:]
+    assert same_bits(found["resumed"]["tensors"], found["whole"]["tensors"])
+    assert found["whole"]["layers"] == {"0", ""}  # "": the head
 
 
 @pytest.mark.slow
