@@ -40,10 +40,11 @@ from fp8graph.records import AttentionRecord, CollectiveRecord, GemmRecord, Refu
 from fp8graph.report import GraphView, Report
 from fp8graph.tools.compare_layers import compare_layers
 from fp8graph.tools.explain import explain
-from fp8graph.tools.export import export, quantized_state
+from fp8graph.tools.export import export, quantized_shards, quantized_state
 from fp8graph.tools.load import load_checkpoint, update_weights
 from fp8graph.tools.package import package
 from fp8graph.tools.rewrite import lower, rewrite
+from fp8graph.tools.shards import TensorShard
 from fp8graph.version import __version__
 
 __all__ = [
@@ -73,6 +74,7 @@ __all__ = [
     "Report",
     "Rule",
     "StateError",
+    "TensorShard",
     "Tuned",
     "UnsupportedRecipeError",
     "__version__",
@@ -89,6 +91,7 @@ __all__ = [
     "numerics",
     "package",
     "planning",
+    "quantized_shards",
     "quantized_state",
     "refresh_weights",
     "register_recipe",

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from fp8graph.backend.backend import Backend
-from fp8graph.backend.sharded import Piece, Quantized, cut_out, quantize_pieces, whole
+from fp8graph.backend.sharded import Piece, Quantized, Touched, cut_out, quantize_pieces, whole, why_gathered
 from fp8graph.compat import fsdp
 from fp8graph.compat.distributed import local, mesh_of
 from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.compat.wrappers import name_in_original
-from fp8graph.errors import ConfigError
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Findings
 from fp8graph.ir.nodes import look_through_transposes, nodes, value
@@ -40,6 +39,9 @@ class Multiplied:
     ``parameter``: its full name. ``data`` [N, K] (or packed), ``scale_inv``, ``global_scale_inv``: as
     :func:`fp8graph.numerics.quantize` returns them; of experts, one matrix after the other in dim 0.
     ``input_scale_inv``: FP32 [], of delayed scaling. ``flipped``: the parameter is [K, N].
+
+    Of a sharded model ``data`` and ``scale_inv`` are DTensors; ``touched``: the latter has the scales of this rank.
+    ``facts``: of a weight of such a model that was made without data.
     """
 
     parameter: str
@@ -49,11 +51,26 @@ class Multiplied:
     global_scale_inv: Tensor | None = None
     input_scale_inv: Tensor | None = None
     flipped: bool = False
+    touched: Touched | None = None
+    facts: Facts | None = None
 
     @property
     def layer(self) -> str:
         """The full name of its module."""
         return self.parameter.rpartition(".")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The answers of a weight that is spread over ranks, before anything is computed.
+
+    ``refused``: the reason why it cannot be quantized as it is spread. ``gathered``: the reason why it is gathered in
+    high precision, and then quantized. ``scales``: FP32 [tensors], those of earlier steps.
+    """
+
+    refused: str | None = None
+    gathered: str | None = None
+    scales: Tensor | None = None
 
 
 def multiplied_by(
@@ -82,7 +99,8 @@ def multiplied_by(
 
 def on_all_ranks(weight: Multiplied) -> Multiplied:
     """``weight`` in tensors that each rank has whole. All ranks call it."""
-    return dataclasses.replace(weight, data=whole(weight.data), scale_inv=whole(weight.scale_inv))
+    scales = whole(weight.scale_inv) if weight.touched is None else weight.touched.whole(weight.scale_inv)
+    return dataclasses.replace(weight, data=whole(weight.data), scale_inv=scales, touched=None)
 
 
 def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
@@ -134,14 +152,19 @@ def _made(
     called = [parameters[place] for place, _ in sources if place is not None]
     if not called:
         return
-    peeked = [kept.peek(each, called) for each in weight.asked] if kept is not None and data else []
+    spread = any(mesh_of(owner.parameter) is not None for owner in owners)
+    peeked = [kept.peek(each, called) for each in weight.asked] if kept is not None and (data or spread) else []
     wants = [place is not None and owners[place].name in wanted for place, _ in sources]
+    facts = None
     with torch.no_grad():
-        if any(mesh_of(owner.parameter) is not None for owner in owners):
-            shards = [local(owner.parameter.detach()).to(owner.dtype) for owner in owners] if data else []
-            given = dict(zip(placeholders, [*shards, *peeked], strict=False))
+        if spread:
             owned = [None if place is None else owners[place] for place, _ in sources]
-            pieces = _of_shards(asked, owned, given, wants) if data else _fakes(weight, asked, owned)
+            scales = dict(zip(placeholders[len(owners) :], peeked, strict=False))
+            if data:
+                shards = [local(owner.parameter.detach()).to(owner.dtype) for owner in owners]
+                pieces = _of_shards(asked, owned, {**dict(zip(placeholders, shards, strict=False)), **scales}, wants)
+            else:
+                pieces, facts = _fakes(weight, asked, owned), _facts(asked, owned, scales)
         else:
             made = weight.made_outputs()
             if data:
@@ -165,6 +188,8 @@ def _made(
                     global_scale_inv=piece.global_scale_inv,
                     input_scale_inv=None if kept is None else kept.input_scale_inv(weight.asked[0], parameters[place]),
                     flipped=flipped,
+                    touched=piece.touched,
+                    facts=facts,
                 )
 
 
@@ -179,17 +204,27 @@ def _of_shards(
     Args:
         given: this rank's shards of parameters, and scales of earlier steps.
     """
+    known = [owner for owner in owners if owner is not None]  # all: see _facts
+    pieces = [
+        Piece(name=owner.name, parameter=owner.parameter, shard=_computed(part, given))
+        for part, owner in zip(asked.parts, known, strict=True)
+    ]
+    scales = None if asked.scales is None else _computed(asked.scales, given)
+    yield from quantize_pieces(dataclasses.replace(cast(Any, asked), scales=scales), pieces, wanted)
+
+
+def _facts(
+    asked: QuantizeArguments[fx.Node], owners: Sequence[_Owner | None], given: Mapping[fx.Node, Tensor]
+) -> Facts:
+    """``given``: scales of earlier steps."""
     pieces: list[Piece] = []
     for part, owner in zip(asked.parts, owners, strict=True):
         if owner is None:
-            name = next(other.name for other in owners if other is not None)
-            raise ConfigError(
-                f"{name} is sharded, and multiplied together with a weight that is computed from parameters: gather "
-                "the model on one rank before it is exported."
-            )
-        pieces.append(Piece(name=owner.name, parameter=owner.parameter, shard=_computed(part, given)))
-    scales = None if asked.scales is None else _computed(asked.scales, given)
-    yield from quantize_pieces(dataclasses.replace(cast(Any, asked), scales=scales), pieces, wanted)
+            return Facts(refused="it is multiplied together with a weight that is computed from parameters")
+        shard = torch.empty(value(part).shape, device="meta")
+        pieces.append(Piece(name=owner.name, parameter=owner.parameter, shard=shard))
+    scales = None if asked.scales is None else _computed(asked.scales, given)[:, 0].contiguous()
+    return Facts(gathered=why_gathered(asked, pieces), scales=scales)
 
 
 def _fakes(

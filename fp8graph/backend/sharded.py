@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from fp8graph.compat.distributed import local, mesh_of, offset_of, sharded_over, spread_as
-from fp8graph.errors import ConfigError
 from fp8graph.ir import ops
 from fp8graph.ir.quantize_node import call, names
 from fp8graph.numerics.formats import amax_of
@@ -66,12 +65,6 @@ class Piece:
             dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
         return bits.view(torch.float32)
 
-    def joined(self, part: Tensor) -> Tensor:
-        """The sum of what all ranks have, where each number is that of some ranks, and 0 on the others."""
-        for _, group in sharded_over(self.parameter):
-            dist.all_reduce(part.view(torch.uint8), dist.ReduceOp.MAX, group=group)
-        return part
-
     def spread(self, shard: Tensor, shape: Sequence[int]) -> Tensor:
         """A tensor of ``shape``, sharded as the parameter is."""
         shard = shard.contiguous()
@@ -79,12 +72,37 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Touched:
+    """The place of a rank's scales where shards cut tiles: it has those of all tiles that its shard touches.
+
+    Neighbours have the scales of the tiles between them both, which no placement of a DTensor says.
+
+    ``parameter``: the DTensor whose shards cut. ``offset`` [2], ``shape`` [2]: in tiles.
+    """
+
+    parameter: Tensor
+    offset: tuple[int, int]
+    shape: tuple[int, int]
+
+    def whole(self, scales: Tensor) -> Tensor:
+        """All scales, of the ``scales`` that each rank has. All ranks call it."""
+        found = _placed(scales, self.offset, self.shape)
+        for _, group in sharded_over(self.parameter):
+            dist.all_reduce(found.view(torch.uint8), dist.ReduceOp.MAX, group=group)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """One piece, quantized; where it is sharded, ``data`` and ``scale_inv`` are DTensors, else whole."""
+    """One piece, quantized; where it is sharded, ``data`` and ``scale_inv`` are DTensors, else whole.
+
+    ``touched``: given, if ``scale_inv`` has the scales of this rank alone.
+    """
 
     data: Tensor
     scale_inv: Tensor
     global_scale_inv: Tensor | None
+    touched: Touched | None = None
 
 
 def whole(x: Tensor) -> Tensor:
@@ -104,12 +122,10 @@ def quantize_pieces(
     All ranks iterate.
 
     Args:
-        asked: its scales are those of earlier steps.
+        asked: its scales are those of earlier steps, and the same on all ranks.
     """
     asked = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], more=None)
-    if asked.scales is not None:
-        _check_same(pieces[0], asked.scales[:, 0].contiguous())
-    if _needs_all(asked, pieces):
+    if why_gathered(asked, pieces) is not None:
         parts = [whole(piece.spread(piece.shard, piece.shape)) for piece in pieces]
         made = _quantized(dataclasses.replace(asked, x=parts[0], more=parts[1:] or None))
         del parts
@@ -160,27 +176,35 @@ def _placed(part: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     return found
 
 
-def _check_same(piece: Piece, scale: Tensor) -> None:
-    """Raise on all ranks if they have different scales of earlier steps."""
-    largest, of_inverse = piece.largest(torch.stack([scale, scale.reciprocal()]))
-    if not torch.equal(largest.reciprocal(), of_inverse):
-        raise ConfigError(
-            f"the ranks have different scales of {piece.name}, which is sharded: a checkpoint has one. Train with "
-            "DelayedScaling(reduce_amax=True), and amax_reduction_group=None."
-        )
+def why_gathered(asked: QuantizeArguments[Any], pieces: Sequence[Piece]) -> str | None:
+    """The reason why the weight is gathered in high precision and quantized in one piece; None if it is not.
 
-
-def _needs_all(asked: QuantizeArguments[Any], pieces: Sequence[Piece]) -> bool:
-    """Whether the weight is quantized in one piece, which is gathered in high precision."""
+    Args:
+        pieces: of their shards only the number of dims is read.
+    """
     kind = SCALINGS[asked.scaling]
-    if asked.stochastic or asked.row_scaled or (asked.dim == -1 and len(pieces) > 1):
-        return True
+    if asked.stochastic:
+        return "it is rounded stochastically"
+    if asked.row_scaled:
+        return "its rows have scales below that of the tensor"
+    if asked.dim == -1 and len(pieces) > 1:
+        return "it is joined with others along its columns"
     if pieces[0].shard.ndim == 3:  # experts: whole ones, on whose scale no other has a say
-        others = any(dim != 0 for piece in pieces for dim, _ in sharded_over(piece.parameter))
-        shared = kind.scale_of_layout or (kind.own_scale and not asked.per_matrix)
-        return others or shared or any(piece.shape[0] % _ranks(piece) for piece in pieces)
-    cut = any(True in _cut(asked, piece) for piece in pieces)
-    return pieces[0].shard.ndim != 2 or (cut and (kind.packed > 1 or bool(asked.four_over_six)))
+        if any(dim != 0 for piece in pieces for dim, _ in sharded_over(piece.parameter)):
+            return "its experts are sharded, and not only their number"
+        if kind.scale_of_layout or (kind.own_scale and not asked.per_matrix):
+            return "all experts share a scale"
+        if any(piece.shape[0] % _ranks(piece) for piece in pieces):
+            return f"the ranks have different numbers of its {pieces[0].shape[0]} experts"
+        return None
+    if pieces[0].shard.ndim != 2:
+        return f"it has {pieces[0].shard.ndim} dims"
+    if any(True in _cut(asked, piece) for piece in pieces):
+        if kind.packed > 1:
+            return f"shards cut tiles that share a scale, or bytes of two numbers ({asked.scaling})"
+        if asked.four_over_six:
+            return "shards cut tiles, and the maximum of each is chosen by all of its numbers"
+    return None
 
 
 def _ranks(piece: Piece) -> int:
@@ -233,14 +257,15 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
     made = _quantized(dataclasses.replace(asked, x=x))
     data = made["rowwise"][..., top : top + rows, left // kind.packed : (left + columns) // kind.packed]
     shape = (*piece.shape[:-1], piece.shape[-1] // kind.packed)
+    touched = None
     if grid is None:
         scale_inv = made["scale_inv"]
         if asked.per_matrix and scale_inv.numel() == len(piece.shard) and piece.shard.ndim == 3 and not kind.has_state:
             scale_inv = piece.spread(scale_inv, piece.shape[:1])
     elif any(cut):
         size = [-(-(top + rows) // height), -(-(left + columns) // width) if kind.tiled else 1]
-        own = made[_SCALES][: size[0] * bool(rows), : size[1] * bool(columns)]
-        scale_inv = piece.joined(_placed(own, start, grid))
+        scale_inv = made[_SCALES][: size[0] * bool(rows), : size[1] * bool(columns)].contiguous()
+        touched = Touched(parameter=piece.parameter, offset=start, shape=(grid[0], grid[1]))
     else:
         own = made[_SCALES][..., : -(-rows // height), : (-(-columns // width) if kind.tiled else 1)]
         scale_inv = piece.spread(own, (*piece.shape[:-2], *grid))
@@ -248,4 +273,5 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
         data=piece.spread(data, shape),
         scale_inv=scale_inv,
         global_scale_inv=made.get("rowwise_global_scale_inv"),
+        touched=touched,
     )

@@ -124,7 +124,7 @@ def together(mesh: Any) -> Generator[list[str]]:
         if these != expected:
             names = f"rank {first}", f"rank {rank}"
             difference = "\n".join(difflib.unified_diff(expected, these, *names, lineterm="", n=0))
-            raise ConfigError(f"the ranks that share a model do not have the same layers in FP8:\n{difference}")
+            raise ConfigError(f"the ranks that share a model do not hand over the same:\n{difference}")
 
 
 PATIENCE: Final = datetime.timedelta(seconds=30)  # the time within which the other ranks are expected to compile, too

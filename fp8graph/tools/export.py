@@ -48,11 +48,13 @@ from fp8graph.tools.forms import (
     chosen,
     cut,
     kind_of,
+    saved_alone,
     saved_parts,
     saved_together,
     why_not,
     with_one_scale,
 )
+from fp8graph.tools.shards import TensorShard, shards_of_rows, shards_of_weight, whole_shard, why_scattered
 
 _log = logging.getLogger("fp8graph")
 
@@ -139,6 +141,7 @@ def quantized_state(
     A model that is sharded over ranks, by FSDP2, tensor parallelism or both, gives each rank whole tensors, with the
     bytes of one process that has all weights. All its ranks call this and iterate to the end: each weight is quantized
     in shards and gathered in FP8 when it is its turn. An error before the first tensor is raised on all ranks.
+    :func:`quantized_shards` gathers nothing.
     """
     plan = _Plan(model, format, calibration)
     for layer, stored, weight in plan.layers():
@@ -146,10 +149,38 @@ def quantized_state(
     yield from plan.others()
 
 
+def quantized_shards(
+    model: nn.Module,
+    format: str = AUTO,  # noqa: A002
+    *,
+    calibration: Iterable[Any] | None = None,
+) -> Iterator[TensorShard]:
+    """The part of :func:`quantized_state` that this rank has: each tensor's numbers and their place, and no gather.
+
+    The parts of all ranks together have the bytes of :func:`quantized_state`. Numbers that several ranks have, such as
+    scales of the whole tensor, replicas, or the scale of a tile between two ranks, come to each of them. A tensor of
+    which a rank has nothing does not come to it, unless the others have it as a DTensor: it is then empty.
+
+    All ranks that share the model call this and iterate to the end. No weights are sent, only the amaxes of what
+    several ranks scale together.
+
+    Same arguments and errors as :func:`quantized_state`, and:
+
+    Raises:
+        ConfigError: a weight is quantized in one piece (experts that are not sharded by whole ones, NVFP4 with tiles
+            that shards cut), or checkpoints have its rows in an order in which those of a rank do not lie together.
+    """
+    plan = _Plan(model, format, calibration, in_shards=True)
+    yield from plan.layer_shards()
+    yield from plan.other_shards()
+
+
 class _Plan:
     """The tensors of a model, and the form in which each is written."""
 
-    def __init__(self, model: nn.Module, name: str, calibration: Iterable[Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module, name: str, calibration: Iterable[Any] | None, *, in_shards: bool = False
+    ) -> None:
         given: object = model
         if not isinstance(given, nn.Module):
             raise TypeError(f"export takes the model, an nn.Module, not {given!r}: of a compiled function, its model.")
@@ -159,21 +190,29 @@ class _Plan:
         meshes = [mesh for p in self.model.parameters() if (mesh := mesh_of(p)) is not None]
         self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
         self._amaxes: dict[str, Tensor] = {}  # by layer of the model
-        with together(self.mesh) as lines:
+        with together(self.mesh) as lines:  # no rank waits for another's tensors before all agree
+            lines += [f"format={name!r}", "no calibration" if calibration is None else "calibration"]
             written = self._find(model, lines)
-            if calibration is not None and fsdp.gathers_in_fp8(self.model):
-                raise ConfigError(
-                    "calibration= runs the model in eager, and FSDP2 gathers its weights in FP8: take a recipe and a "
-                    "format without static scales of inputs, or compile it with cache_weights=False."
-                )
+            self._others = self._other_tensors()
+            if in_shards:
+                self._check_shards(written)
+            if calibration is not None:
+                expect_batches("export", "calibration", calibration)
+                if fsdp.gathers_in_fp8(self.model):
+                    raise ConfigError(
+                        "calibration= runs the model in eager, and FSDP2 gathers its weights in FP8: take a recipe and "
+                        "a format without static scales of inputs, or compile it with cache_weights=False."
+                    )
+        self._check_scales(written)
         if calibration is not None:
             linears = (weight.layer for weight in written if weight.data.ndim == 2 and weight.layer not in self._tables)
             layers = {layer: self._modules[layer] for layer in linears}
-            self._amaxes = input_amaxes(self.model, layers, calibration)
+            self._amaxes = input_amaxes(self.model, layers, _on_all_ranks(calibration, self.mesh))
             if self.mesh is not None:  # each rank has seen its part of the inputs
                 largest = largest_over(torch.stack([*self._amaxes.values()]), self.mesh)
                 self._amaxes = dict(zip(self._amaxes, largest.unbind(), strict=True))
-        self._choose(name, written)
+        with together(self.mesh):
+            self._choose(name, written)
 
     def _find(self, model: nn.Module, lines: list[str]) -> list[Multiplied]:
         """The weights that are written in FP8. ``lines``: says which."""
@@ -220,7 +259,49 @@ class _Plan:
             for part in self._parts[weight.parameter]
         }
         lines += [f"{weight.parameter}: {weight.quantizer}" for weight in written]
+        for weight in written:
+            if weight.facts is not None and weight.facts.refused:
+                raise ConfigError(
+                    f"{weight.parameter} is sharded, and {weight.facts.refused}: gather the model on one rank before "
+                    "it is exported."
+                )
         return written
+
+    def _check_shards(self, written: Sequence[Multiplied]) -> None:
+        """Raise for the first tensor that is not handed over in shards."""
+        reasons: dict[str, str | None] = {}
+        for weight in written:
+            if weight.facts is not None:
+                scattered = why_scattered(self._parameters[weight.parameter], self._parts[weight.parameter])
+                reasons[weight.parameter] = weight.facts.gathered or scattered
+        for names, tensors in self._others:
+            spread = [name for name in names if mesh_of(tensors[name]) is not None]
+            for name in spread:
+                saved = saved_alone(self.model, name, tensors[name].shape) if len(names) == 1 else None
+                if saved is None:
+                    reasons[name] = "checkpoints have it in other pieces"
+                elif not isinstance(saved, str):
+                    reasons[name] = why_scattered(tensors[name], saved)
+        for name, reason in reasons.items():
+            if reason is not None:
+                raise ConfigError(
+                    f"{name} cannot be handed over in shards: {reason}. fp8graph.quantized_state gathers it."
+                )
+
+    def _check_scales(self, written: Sequence[Multiplied]) -> None:
+        """Raise on all ranks if they have different scales of earlier steps."""
+        scales = {w.parameter: w.facts.scales for w in written if w.facts is not None and w.facts.scales is not None}
+        if not scales:
+            return
+        given = torch.cat([*scales.values()])
+        largest, of_inverse = largest_over(torch.stack([given, given.reciprocal()]), self.mesh)
+        different = (largest.reciprocal() != of_inverse).split([len(x) for x in scales.values()])
+        for parameter, differs in zip(scales, different, strict=True):
+            if differs.any():
+                raise ConfigError(
+                    f"the ranks have different scales of {parameter}, which is sharded: a checkpoint has one. Train "
+                    "with DelayedScaling(reduce_amax=True), and amax_reduction_group=None."
+                )
 
     def _choose(self, name: str, written: Sequence[Multiplied]) -> None:
         inputs = {
@@ -302,12 +383,50 @@ class _Plan:
     def layers(self) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
         made = multiplied_by(self._backend, self.model, wanted=self._parts)
         for weight in itertools.chain(map(on_all_ranks, made), self._stored.values()):
-            for layer, part in cut(weight, self._parts.get(weight.parameter, ())):
-                stored = self._forms[self._kinds[layer]]
-                yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
+            yield from self._cut(weight)
+
+    def layer_shards(self) -> Iterator[TensorShard]:
+        """The same, as far as this rank has them."""
+        for weight in multiplied_by(self._backend, self.model, wanted=self._parts):
+            if mesh_of(weight.data) is None:
+                yield from self._whole_layers(weight)
+                continue
+            for part in self._parts.get(weight.parameter, ()):
+                stored, amax = self._forms[self._kinds[part.layer]], self._amaxes.get(weight.layer)
+                yield from shards_of_weight(weight, part, stored, amax)
+        for weight in self._stored.values():
+            yield from self._whole_layers(weight)
+
+    def _whole_layers(self, weight: Multiplied) -> Iterator[TensorShard]:
+        for layer, stored, written in self._cut(weight):
+            yield from itertools.starmap(whole_shard, stored.write(layer, written))
+
+    def _cut(self, weight: Multiplied) -> Iterator[tuple[str, LayerFormat, QuantizedWeight]]:
+        for layer, part in cut(weight, self._parts.get(weight.parameter, ())):
+            stored = self._forms[self._kinds[layer]]
+            yield layer, stored, as_stored(part, stored, self._amaxes.get(weight.layer))
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """All other tensors of the model's state dict, as they are saved; of tied ones, the first."""
+        for names, tensors in self._others:
+            yield from as_saved(self.model, {name: whole(tensors[name].detach()) for name in names}).items()
+
+    def other_shards(self) -> Iterator[TensorShard]:
+        """The same, as far as this rank has them."""
+        for names, tensors in self._others:
+            if not any(mesh_of(tensors[name]) is not None for name in names):
+                saved = as_saved(self.model, {name: tensors[name].detach() for name in names})
+                yield from itertools.starmap(whole_shard, saved.items())
+                continue
+            (name,) = names
+            tensor, saved = tensors[name].detach(), saved_alone(self.model, name, tensors[name].shape)
+            if isinstance(saved, str):
+                yield from shards_of_rows(saved, tensor, None)
+            for part in saved if isinstance(saved, list) else ():
+                yield from shards_of_rows(f"{part.layer}.weight", tensor, part)
+
+    def _other_tensors(self) -> list[tuple[list[str], dict[str, Tensor]]]:
+        """The names of tensors that are saved together, and these tensors, as the model has them."""
         seen: set[tuple[Any, ...]] = set()
         found: dict[str, Tensor] = {}
         for saved, tensor in self.model.state_dict().items():
@@ -323,8 +442,8 @@ class _Plan:
                 seen.add(key)
                 found[name] = tensor
         sharded = any(mesh_of(x) is not None for x in found.values())  # then one after the other is gathered
-        for names in saved_together(self.model, found) if sharded else [list(found)]:
-            yield from as_saved(self.model, {name: whole(found[name].detach()) for name in names}).items()
+        groups = saved_together(self.model, found) if sharded else [list(found)]
+        return [(names, {name: found[name] for name in names}) for names in groups]
 
     def ignore(self) -> list[str]:
         """The linears that are written in high precision, by the names of the model and of its checkpoints."""
@@ -391,6 +510,20 @@ def input_amaxes(model: nn.Module, layers: Mapping[str, nn.Module], batches: Ite
             else:
                 model(*(batch if isinstance(batch, tuple) else (batch,)))
     return found
+
+
+def _on_all_ranks(batches: Iterable[Any], mesh: Any) -> Iterator[Any]:
+    """The batches of this rank; an error on all ranks, if one has no more, or something else than a batch."""
+    rest, end = iter(batches), object()
+    while True:
+        with together(mesh) as lines:
+            batch = next(rest, end)
+            lines += ["no more batches of calibration=" if batch is end else "a batch of calibration="]
+            if batch is not end:
+                expect_batch("export", "calibration", batch)
+        if batch is end:
+            return
+        yield batch
 
 
 def export_folder(

@@ -69,6 +69,15 @@ def saved_layers(model: nn.Module) -> dict[str, list[str]]:
     return {name: [part.layer for part in parts] for name, parts in saved_parts(model, shapes).items()}
 
 
+def saved_alone(model: nn.Module, name: str, shape: Sequence[int]) -> str | list[Part] | None:
+    """The name under which a tensor is saved as it is, or the rows that are saved apart; None: in other pieces."""
+    tensor = torch.empty(shape, device="meta")
+    made = as_saved(model, {name: tensor})
+    if [*map(id, made.values())] == [id(tensor)]:
+        return next(iter(made))
+    return saved_parts(model, {name: shape}).get(name) if len(shape) in (2, 3) else None
+
+
 def saved_together(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of ``tensors``, those together that ``model`` saves in common pieces."""
     alone = {name: torch.tensor(source).expand(x.shape) for source, (name, x) in enumerate(tensors.items())}
@@ -95,18 +104,28 @@ def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
 def cut(weight: Multiplied, parts: Sequence[Part]) -> Iterator[tuple[str, Multiplied]]:
     """``weight`` as the linears that a checkpoint stores, each with the name of its layer."""
     for part in parts:
-        data, scales, height = weight.data, weight.scale_inv, _tile_rows(weight)
+        data, scales = weight.data, weight.scale_inv
         if part.expert is not None:
             data = data[part.expert]
             scales = scales[part.expert] if len(scales) == len(weight.data) else scales
         if _has_rows(weight):
-            scales = scales[part.rows[::height] // height]
-        yield part.layer, dataclasses.replace(weight, data=_rows(data, part), scale_inv=scales.contiguous())
+            scales = scales[scale_rows_of(weight, part)]
+        data = selected(data, part.rows)
+        yield part.layer, dataclasses.replace(weight, data=data, scale_inv=scales.contiguous())
 
 
-def _rows(data: Tensor, part: Part) -> Tensor:
-    in_bytes: Any = data.view(torch.uint8)  # not every FP8 dtype can be indexed
-    return in_bytes[part.rows].view(data.dtype)
+def scale_rows_of(weight: Multiplied, part: Part) -> Tensor:
+    """The rows of tiles of a matrix of ``weight`` that are those of ``part``."""
+    height = _tile_rows(weight)
+    return part.rows[::height] // height
+
+
+def selected(x: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a matrix."""
+    if x.dtype.itemsize > 1:
+        return x[rows]
+    in_bytes: Any = x.view(torch.uint8)  # not every FP8 dtype can be indexed
+    return in_bytes[rows].view(x.dtype)
 
 
 def _has_rows(weight: Multiplied) -> bool:

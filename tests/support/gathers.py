@@ -111,11 +111,11 @@ class Turned(nn.Module):
 
 
 @contextlib.contextmanager
-def two_ranks() -> Generator[None]:
+def two_ranks(rank: int = 0) -> Generator[None]:
     """Two ranks, of which this process is one; nothing is sent."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
         yield
     finally:

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph.backend.sharded import whole as gathered
 from fp8graph.checkpoints import Checkpoint
 from fp8graph.compat.distributed import local
-from helpers import bits
+from helpers import bits, mixtral
 from parallelism import whole
 from sent import PeakMemory
 
@@ -138,6 +139,35 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[s
     return sorted([*names, *wrong])
 
 
+def in_shards(model: nn.Module, expected: dict[str, Tensor]) -> dict[str, Any]:
+    """The comparison of ``quantized_shards`` with whole tensors: names of those that differ, and the bytes sent.
+
+    "missing": tensors of which no rank has some number. "bytes": of all shards of this rank.
+    """
+    with Sent(model) as sent:
+        shards = [*fp8graph.quantized_shards(model)]
+    wrong = [
+        shard.name
+        for shard in shards
+        if shard.shape != expected[shard.name].shape
+        or differences({"": shard.tensor}, {"": expected[shard.name][shard.index]})
+    ]
+    spread = {shard.name: gathered(shard.dtensor) for shard in shards if shard.dtensor is not None}
+    wrong += differences(spread, {name: expected[name] for name in spread})
+    places: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(places, [(shard.name, shard.index) for shard in shards])
+    left = {name: torch.ones(x.shape, dtype=torch.bool) for name, x in expected.items()}
+    for name, index in (place for of_rank in places for place in of_rank):
+        left[name][index] = False
+    return {
+        "wrong": wrong,
+        "missing": [name for name, x in left.items() if x.any()],
+        "spread": len(spread),
+        "sent": sent.bytes,
+        "bytes": sum(shard.tensor.nbytes for shard in shards),
+    }
+
+
 def _written(model: nn.Module) -> dict[str, Any]:
     """The tensors of a folder that all ranks export, and what each says if it is there already."""
     place = [tempfile.mkdtemp()]
@@ -175,6 +205,7 @@ def _run(
     with Sent(model) as sent:
         for _ in fp8graph.quantized_state(model):
             pass
+    shards = in_shards(model, found)
     folder = _written(model) if exports else {}
     weights, state = {name: whole(x) for name, x in model.state_dict().items()}, backend.state_dict()
     one = net(sizes, dtype, checkpointed)
@@ -188,6 +219,7 @@ def _run(
         "differences": differences(found, expected),
         "differences of the folder": differences(folder.pop("tensors"), expected) if exports else [],
         **folder,
+        "shards": shards,
         "linears": len(linears),
         "numbers": sum(expected[name].numel() for name in linears),
         "others": sum(x.nbytes for name, x in expected.items() if name not in linears),
@@ -195,3 +227,65 @@ def _run(
         "sent": sent.bytes,
         "memory": sent.peak - sent.before,
     }
+
+
+def of_experts(rank: int, recipe: Any) -> dict[str, Any]:
+    """The hand-over of a Mixtral with stacked experts, whole ones on each rank, beside that of one process."""
+    found: list[dict[str, Tensor]] = []
+    shards: dict[str, Any] = {}
+    for spread in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, ids = mixtral().bfloat16(), torch.arange(32).reshape(2, 16)
+        if spread:
+            fully_shard(model.model.layers[0])
+            fully_shard(model)
+        fp8graph.compile(model, recipe=recipe, compiler="eager")
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append(dict(fp8graph.quantized_state(model)))
+        if spread:
+            shards = in_shards(model, found[0])
+    return {"differences": differences(*found), "shards": shards, "tensors": sorted(found[0])}
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """Errors of this rank where one of two cannot hand over, or both differ, and a hand-over after each of them."""
+    said: dict[str, str] = {}
+    recipes: dict[str, Any] = {
+        "": "rowwise",
+        "scales": fp8graph.DelayedScaling(reduce_amax=False),
+        "pairs": "nvfp4",
+    }
+    for name, recipe in recipes.items():
+        model = net((64, 144), torch.bfloat16)
+        shard(model, "tp", bf16=False)
+        compiled(model, recipe, "tp")
+        train(model, 2)
+        first = torch.zeros(2, 8, dtype=torch.int64)
+        cases: dict[str, tuple[str, Any]] = {name: ("auto", None)}
+        if not name:
+            cases = {
+                "format": ("modelopt" if rank else "compressed-tensors", None),
+                "calibration on one rank": ("auto", [first] if rank else None),
+                "calibration": ("auto", first if rank else [first]),
+                "batches": ("auto", ["words"] if rank else [first]),
+                "number of batches": ("auto", [first] * (1 + rank)),
+                "state_dict": ("auto", None),
+            }
+        for case, (given, calibration) in cases.items():
+            hook = model.register_state_dict_pre_hook(_fails) if case == "state_dict" and rank else None
+            for hand_over in (fp8graph.quantized_state, fp8graph.quantized_shards):
+                try:
+                    found = [next(hand_over(model, given, calibration=calibration))]
+                except fp8graph.Fp8GraphError as error:
+                    found = [str(error)]
+                said[f"{case}, {hand_over.__name__}"] = str(found[0])
+            if hook is not None:
+                hook.remove()
+            if not name:
+                assert len(dict(fp8graph.quantized_state(model))) == len({*model.state_dict()}) - 1 + 10
+    return said
+
+
+def _fails(*_: Any) -> None:
+    raise fp8graph.ConfigError("the disk of this rank is full.")
