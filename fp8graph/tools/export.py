@@ -221,6 +221,11 @@ class _Plan:
                 f"{type(self.model).__name__} has modules of PEFT ({adapted[-1]}), whose names no engine knows. Call "
                 "model.merge_and_unload() first, compile the model that it returns, and call that once."
             )
+        if isinstance(self.model, nn.Linear):
+            raise ConfigError(
+                f"the model is one {self._class}: checkpoints name a tensor by its layer, and this layer has no name. "
+                "Put it into a module, as torch.nn.Sequential(layer), and compile and call that."
+            )
         self._backend: Backend = backend_of(model)
         modules = self.model.named_modules(remove_duplicate=False)
         self._modules = {name_in_original(layer): original_module(module) for layer, module in modules}

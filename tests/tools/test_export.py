@@ -16,6 +16,7 @@ import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.backend.multiplied import Multiplied, multiplied_by
 from fp8graph.checkpoints import Checkpoint, dequantize
+from fp8graph.libraries.stored_linear import StoredLinear, StoredWeight
 from fp8graph.numerics import quantization
 from fp8graph.recipes import resolve_recipe
 from fp8graph.tools.forms import chosen, kind_of
@@ -317,3 +318,16 @@ def test_the_table_of_the_documentation() -> None:
                 else:
                     with pytest.raises(fp8graph.CheckpointError):
                         chosen(title, {"a": kind_of(weight)}, inputs)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_layer_without_a_name_is_not_exported(stored: bool, tmp_path: Path) -> None:
+    layer: nn.Module = nn.Linear(128, 128).bfloat16()
+    if stored:
+        made = fp8graph.numerics.quantize(torch.randn(128, 128), fp8graph.Float8BlockScaling(), "weight", "rowwise")
+        weight = StoredWeight(data=made.data, scale_inv=made.scale_inv, scaling="block", block=[128, 128])
+        layer = StoredLinear(weight)
+    fp8graph.compile(layer, recipe="blockwise", compiler="eager")
+    layer(torch.randn(2, 128, dtype=torch.bfloat16))
+    with pytest.raises(fp8graph.ConfigError, match=rf"one {type(layer).__name__}: .*torch.nn.Sequential\(layer\)"):
+        fp8graph.export(layer, tmp_path / "out")
