@@ -29,6 +29,9 @@ _ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]
 _OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
 # ``getattr(layers, "0")``: what no attribute can be written as.
 _GETATTR: Final = re.compile(r"""getattr\(([^()]*), ['"]([^'"]+)['"]\)""")
+# A function in the place of a module's forward, which calls the method it took the place of (torchtitan's tensor
+# parallelism): X.forward.__closure__[0].cell_contents.__self__ is X.
+_REPLACED: Final = re.compile(r"(?:\.forward)?(?:\.__closure__\[\d+\]\.cell_contents)+\.__self__")
 _STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
 
 
@@ -59,7 +62,7 @@ def split_source(text: str) -> tuple[str, str]:
     ``("args.0", "mlp")``; ``getattr(L['self'].layers, '0')`` -> ``("self", "layers.0")``; a plain path is
     returned with root "". Parts of wrappers are left out.
     """
-    root = ""
+    root, text = "", _REPLACED.sub("", text)
     while text != (text := _GETATTR.sub(r"\1.\2", text)):
         pass  # the innermost first
     if match := _ROOT.match(text):

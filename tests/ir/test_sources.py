@@ -20,3 +20,12 @@ def test_module_paths_of_all_kinds() -> None:
     assert split_source("getattr(L['m'].m.layers, '0')") == ("m", "m.layers.0")
     assert split_source("getattr(getattr(G['net'].layers, '1'), 'a-b').up") == ("net", "layers.1.a-b.up")
     assert split_source("model.layers.0") == ("", "model.layers.0")
+
+
+def test_a_replaced_forward_is_left_out() -> None:
+    """A closure that calls the method it took the place of, once or twice, in the model or compiled alone."""
+    inner = "forward.__closure__[0].cell_contents.__self__"
+    assert split_source(f"L['self']._modules['a'].{inner}._modules['b']._parameters['w']") == ("self", "a.b.w")
+    twice = "L['call'].__closure__[0].cell_contents.__closure__[1].cell_contents.__self__.up"
+    assert split_source(twice) == ("call", "up")
+    assert split_source("L['self'].forward.head") == ("self", "forward.head")
