@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -110,6 +110,8 @@ def judge(choices: Sequence[Choice], min_speedup: float) -> dict[Choice, float]:
         left = accepted
 
 
+# the store of kept copies (``ExtraInput.store``); a build that has no pass `hoist_weights` does not have it
+_COPIES: Final = "weights"
 _Planned = tuple[Site, dict[GemmName, Gemm]]  # a site and those of its GEMMs that have a recipe
 
 
@@ -220,8 +222,13 @@ def _quantized(views: Sequence[OperandView], gemm: Gemm, compilation: Compilatio
         key=(keys, recipe.quantizer(first.operand)),
         elements=sum(math.prod(map(size_hint, value(view.tensor).shape)) for view in views),
         fused=first.operand != "weight",
-        kept=first.operand == "weight" and compilation.known.keeps_weights and not compilation.known.gathered,
+        kept=first.operand == "weight" and _keeps_weights(compilation),
     )
+
+
+def _keeps_weights(compilation: Compilation) -> bool:
+    known = compilation.known
+    return known.keeps_weights and _COPIES in known.facts and not known.gathered
 
 
 def _speed(gemm: Gemm, compilation: Compilation) -> Speed | None:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8graph
 from fp8graph import Policy, Rule
 from fp8graph.ir.settings import Settings
+from fp8graph.passes import STORES
 from fp8graph.passes.assign.profit import Choice, choices
 from helpers import Two, passed
 from predicted import BF16
@@ -102,14 +103,16 @@ def test_emulated_gemm_has_no_speed() -> None:
 def test_kept_weights_cost_nothing_and_gathered_ones_are_not_kept() -> None:
     module, x = nn.Linear(32, 32, bias=False).to(BF16), torch.randn(16, 32, dtype=BF16, requires_grad=True)
     kept: list[bool] = []
-    for cache_weights, gathered in ((True, frozenset[int]()), (False, frozenset()), (True, frozenset({0}))):
+    cases: list[Any] = [(True, (), STORES), (False, (), STORES), (True, {0}, STORES), (True, (), ())]  # nothing keeps
+    for cache_weights, gathered, stores in cases:
         torch._dynamo.reset()
+        more: dict[str, Any] = {"facts": {store.name: {} for store in stores}, "gathered": frozenset(gathered)}
         settings = Settings(target="sm_90", cache_weights=cache_weights)
         policy = Policy(default="tensorwise", min_speedup=0)
-        _, found = passed(module, x, last="assign", policy=policy, settings=settings, gathered=gathered)
+        _, found = passed(module, x, last="assign", policy=policy, settings=settings, **more)
         (fprop,) = [choice for choice in choices(found) if choice.gemms[0].gemm == "fprop"]
         kept.append(fprop.products[0].reads[1][0].kept)
-    assert kept == [True, False, False]
+    assert kept == [True, False, False, False]
 
 
 def test_a_dynamic_size_counts_as_it_was_traced() -> None:

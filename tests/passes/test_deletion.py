@@ -108,6 +108,16 @@ for start, name in ((backend.observe, "observe"), (backend.guard, "guard")):
         assert str(error).startswith(f"{name}: this build of fp8graph has no pass for it")
         assert name not in {store.name for store in fp8graph.passes.STORES}
 
+if importlib.util.find_spec("fp8graph.passes.hoist_weights") is None:
+    # nothing keeps copies, and no prediction may count on them
+    wide, rows = nn.Linear(1024, 1024, bias=False).bfloat16(), torch.randn(64, 1024).bfloat16()
+    reports = [
+        fp8graph.explain(wide, rows, policy=policy, target="sm_90", training=False, cache_weights=keeps)
+        for keeps in (True, False)
+    ]
+    (kept,), (made,) = ([gemm.speedup for gemm in report.gemms] for report in reports)
+    assert kept == made is not None, (kept, made)
+
 if importlib.util.find_spec("fp8graph.passes.connect_scales") is None:
     try:
         torch.compile(layer, backend=fp8graph.Backend(recipe="delayed", compiler="eager"), dynamic=False)(x)
