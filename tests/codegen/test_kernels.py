@@ -226,7 +226,8 @@ def totals(counts: dict[str, Any]) -> tuple[int, float]:
 
 def test_the_tables_of_the_recipes() -> None:
     layers = json.loads((recorded.FILE.parent / "kernels-2.13.0.json").read_text(encoding="utf-8"))["layers"]
-    names = {"bf16": "bf16, plain Inductor", "mxfp8": "`mxfp8` (sm_100)", "tensorwise sm_100": "`tensorwise` (sm_100)"}
+    names = {"bf16": "bf16, plain Inductor", "tensorwise sm_100": "`tensorwise` (sm_100)"}
+    names |= {recipe: f"`{recipe}` (sm_100)" for recipe in ("mxfp8", "nvfp4")}
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     for layer, counts in layers.items():
         kernels, mib = totals(counts)

@@ -88,7 +88,7 @@ MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest ke
 _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     "bf16": (None, "sm_90"),
     **{recipe: (resolve_recipe(recipe), "sm_90") for recipe in MEASURED},
-    "mxfp8": (resolve_recipe("mxfp8"), "sm_100"),
+    **{recipe: (resolve_recipe(recipe), "sm_100") for recipe in ("mxfp8", "nvfp4")},
     "tensorwise sm_100": (resolve_recipe("tensorwise"), "sm_100"),
 }
 DEQUANTIZED = "dequantized"  # behind a layer's name: its backward reads what fprop multiplied
