@@ -59,8 +59,8 @@ def adopt(model: _Model) -> _Model:
             module.__dict__["forward"] = MethodType(forward, module)
     keep_compressed(model)
     adopt_adapters(model)
-    stored = {module for module in model.modules() if reader_of(module) is not None or forward_of_experts(module)}
-    fsdp.gather_as_stored(stored)
+    known = (reader_of, forward_of_experts, is_table)
+    fsdp.gather_as_stored({module for module in model.modules() if any(each(module) for each in known)})
     return model
 
 

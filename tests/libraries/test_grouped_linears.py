@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.integrations.finegrained_fp8 import FP8GroupedLinear
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers.integrations import finegrained_fp8
+from transformers.integrations.finegrained_fp8 import FP8Embedding, FP8GroupedLinear
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 import fp8graph
 from fp8_checkpoints import BF16
+from fp8graph import Policy, Rule
 from fp8graph.libraries.stored_linear import StoredGroupedLinear
 from fp8graph.numerics import sqnr_db
 from helpers import first_fast, same_bits
+from ranks import run_ranks
 
 GROUPS, N, K = 4, 128, 256
 
@@ -80,6 +88,111 @@ def test_hopper_multiplies_each_natively() -> None:
     x = torch.randn(64, GROUPS, K, dtype=BF16, requires_grad=True)
     report = fp8graph.explain(fp8graph.adopt(layer()), x, target="sm_90")
     assert [gemm.execution for gemm in report.gemms] == ["native"] * 2 * GROUPS
+
+
+class Net(nn.Module):
+    """A table and a grouped linear in FP8, and a linear between them, which is trained."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.linear, self.o_a = FP8Embedding(64, K), nn.Linear(K, GROUPS * K), layer()
+        self.table.weight.data.copy_(torch.randn(64, K).mul(100).clamp(-448, 448))
+        self.table.weight_scale.data.fill_(0.01)
+        self.o_a.requires_grad_(False)
+        self.checkpointed = checkpointed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.whole, ids, use_reentrant=False) if self.checkpointed else self.whole(ids)
+
+    def whole(self, ids: Tensor) -> Tensor:
+        return self.o_a(self.linear(self.table(ids)).unflatten(-1, (GROUPS, K)))
+
+
+def ids_of(row: int) -> Tensor:
+    return torch.arange(32).reshape(2, 16) + 16 * row
+
+
+def kernel(
+    x: Tensor, weight: Tensor, scale_inv: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block: Any
+) -> Tensor:
+    """The numbers of transformers' Triton kernel for groups of rows, in float64."""
+    tiles = x.float().unflatten(-1, (-1, 128))
+    scale = tiles.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
+    rounded = ((tiles / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale).flatten(-2)
+    exact = weight.double() * scale_inv.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+    parts = rounded.tensor_split(offsets[:-1].tolist())
+    return torch.cat([part @ one.t() for part, one in zip(parts, exact, strict=True)]).to(x.dtype)
+
+
+def gradients(model: Net) -> list[Tensor]:
+    y = model(ids_of(0))
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    return [y.detach(), *(x.grad for x in model.linear.parameters() if x.grad is not None)]
+
+
+@pytest.mark.parametrize(
+    ("checkpointed", "compiler"),
+    [(False, "eager"), (True, "eager"), pytest.param(True, "inductor", marks=pytest.mark.slow)],
+)
+def test_gradients_through_table_and_groups_are_those_of_transformers(
+    checkpointed: bool, compiler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own modules and backward, which is in high precision; its kernel does not run on a CPU."""
+    with monkeypatch.context() as patched:
+        patched.setattr(finegrained_fp8, "fp8_grouped_matmul", kernel)
+        expected = gradients(Net())
+    model = Net(checkpointed)
+    recipe = fp8graph.Float8BlockScaling(backward_override="dequantized")
+    fp8graph.compile(model, policy=Policy([Rule("linear", None)], default=recipe), compiler=compiler, fullgraph=True)
+    found = gradients(model)
+    assert len(found) == len(expected) == 3
+    assert min(sqnr_db(theirs.double(), ours) for theirs, ours in zip(expected, found, strict=True)) > 100
+
+
+RANKS = 2
+
+
+def trained(model: nn.Module, parts: Sequence[int]) -> tuple[list[float], list[Tensor]]:
+    """The losses of two steps on the rows ``parts``, and the trained linear after these."""
+    learned: list[Any] = [x for name, x in model.named_parameters() if "linear" in name]
+    optimizer, losses = torch.optim.AdamW(learned, lr=1e-3), list[float]()
+    for _ in range(2):
+        for row in parts:
+            loss = (model(ids_of(row)) - 10 * row).square().mean()
+            (loss / len(parts)).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [(x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for x in learned]
+
+
+def compiled(model: nn.Sequential) -> Any:
+    torch._dynamo.reset()  # its limit of recompilations counts those of every model
+    return fp8graph.compile(model, compiler="eager", regions=[type(model[0]).__name__])  # fully_shard makes a subclass
+
+
+def sharded(**settings: Any) -> Any:
+    model = nn.Sequential(Net())
+    fully_shard(model[0], **settings)
+    return fully_shard(model, **settings)
+
+
+def on_ranks(rank: int) -> Any:
+    losses, whole = trained(compiled(nn.Sequential(Net())), range(RANKS))
+    found = {"alone": (losses[rank::RANKS], whole)}
+    found["ddp"] = trained(DistributedDataParallel(compiled(nn.Sequential(Net())), init_sync=False), [rank])
+    found["fsdp"] = trained(compiled(sharded()), [rank])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_table_and_groups_on_two_ranks_are_trained_through_as_on_one(tmp_path: Path) -> None:
+    for found in run_ranks(on_ranks, RANKS, tmp_path):
+        for how in ("ddp", "fsdp"):
+            assert found[how][0] == found["alone"][0]
+            assert same_bits(found[how][1], found["alone"][1])
 
 
 def loaded(folder: Path, tile: int) -> tuple[nn.Module, dict[str, Tensor]]:
