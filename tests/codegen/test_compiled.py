@@ -18,10 +18,16 @@ from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.compat import inductor, torch_build
 from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.recipes import Quantizer
-from helpers import ALL, MLP, NONE, bits, compiled_step, first_slow, same_bits
-
-# Inductor's C++ ignores emulate_precision_casts before torch 2.13; its Triton does not.
-CPU_CODE_EMULATES_PRECISION_CASTS = torch.__version__ >= "2.13"
+from helpers import (
+    ALL,
+    CPU_CODE_EMULATES_PRECISION_CASTS,
+    MLP,
+    NONE,
+    bits,
+    compiled_step,
+    first_slow,
+    same_bits,
+)
 
 QUANTIZERS = [
     Quantizer(dtype=torch.float8_e4m3fn),

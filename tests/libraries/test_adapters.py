@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +268,25 @@ def test_merges_whose_names_were_seen_compile_nothing() -> None:
             for names, result in ((["two"], two), (["one"], one), (["one", "two"], both), (["one"], one)):
                 assert torch.equal(swap(*names), result)
     assert not torch.equal(one, two)
+
+
+def test_adapters_that_have_run_are_switched_without_compiling() -> None:
+    def outputs(model: Any, *names: str) -> list[Tensor]:
+        found = list[Tensor]()
+        for name in names:
+            model.set_adapter(name)
+            found.append(model(x))
+        return found
+
+    made = [adapted(base(n=128, k=256), base(n=256, k=128), names=("one", "two")).eval() for _ in range(3)]
+    x = torch.randn(16, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        (model, first, second) = (fp8graph.compile(one, compiler="eager", cache_weights=True) for one in made)
+        one, two = outputs(model, "one", "two")
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert same_bits(outputs(model, "one", "two", "one"), [one, two, one])
+        assert not torch.equal(one, two)
+        assert same_bits([one, two], [*outputs(first, "one"), *outputs(second, "two")])
 
 
 def trained_layers(kind: str, how: str = "plain") -> tuple[list[float], list[Tensor], list[Tensor]]:
@@ -548,6 +568,22 @@ def test_export_of_a_trained_model_has_its_numbers(name: str, written: str, how:
             assert sqnr_db(expected, found) > 40
         else:
             assert torch.equal(expected, found)
+
+
+@first_slow("loads", [load, lambda folder: fp8graph.load_checkpoint(in_bf16(), folder)], ids=["theirs", "ours"])
+def test_trainer_of_transformers(loads: Callable[[Path], Any], tmp_path: Path) -> None:
+    FORMATS["hf-float"].write(tmp_path / "base")
+    model = fp8graph.compile(with_lora(loads(tmp_path / "base")).train(), compiler="eager")
+    settings: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-2, "per_device_train_batch_size": 2}
+    settings |= {"use_cpu": True, "report_to": "none", "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+    data: Any = [{"input_ids": row, "labels": row} for row in IDS]
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), **settings)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses == sorted(losses, reverse=True)
+    report = fp8graph.backend_of(model).report
+    assert {gemm.recipe for gemm in report.gemms if gemm.fqn.endswith("base_layer")} == {"blockwise"}
 
 
 @first_slow("name", ["hf-float", "modelopt-fp8", "compressed-tensors-fp8-dynamic", "torchao-rowwise"])

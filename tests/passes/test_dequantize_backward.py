@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8graph
 from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Recipe, Rule, numerics
@@ -32,6 +33,7 @@ from helpers import (
     stage,
     step,
 )
+from ranks import run_each, run_ranks
 from stored_weights import stored
 
 DEQUANTIZED = Float8CurrentScaling(backward_override="dequantized")
@@ -268,12 +270,39 @@ def test_settings_change_no_number(settings: Any) -> None:
     assert same_bits(compiled_step(module, x, eager_backend(everywhere(DEQUANTIZED), **settings)), plain)
 
 
-def test_checkpointing_changes_no_number() -> None:
+@first_fast("recipe", RECIPES)
+def test_checkpointing_changes_no_number(recipe: str) -> None:
     torch.manual_seed(0)
     module, x = Two(), torch.randn(16, 32, requires_grad=True)
-    plain = compiled_step(module, x, eager_backend(everywhere(DEQUANTIZED)))
-    again = compiled_step(Checkpointed(module), x, eager_backend(everywhere(DEQUANTIZED)))
+    plain = compiled_step(module, x, eager_backend(everywhere(overridden(recipe))))
+    again = compiled_step(Checkpointed(module), x, eager_backend(everywhere(overridden(recipe))))
     assert same_bits(again, plain)
+
+
+def on_ranks(rank: int, recipe: Recipe) -> Any:
+    """dx and dw of two steps under FSDP2; and both of eager, from the rows of all ranks."""
+    torch.manual_seed(0)
+    module = Weight(lambda w, x: x @ w.t(), 256, 128)
+    weight, rows = module.w.detach().bfloat16(), torch.randn(2, 16, 128).bfloat16()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(module, mp_policy=precision)
+    module.compile(backend=fp8graph.Backend(everywhere(recipe), compiler="eager"))
+    x, dy = rows[rank].clone().requires_grad_(), torch.linspace(-1.0, 1.0, 16 * 256).reshape(16, 256).bfloat16()
+    for _ in range(2):  # of the second on, weights may be gathered in FP8
+        module.zero_grad()
+        x.grad = None
+        module(x).backward(dy)
+    each = [dy.t() @ decoded(one, recipe, "input") for one in rows]
+    dw: Any = module.w.grad
+    return (x.grad, dw.full_tensor()), (dy @ decoded(weight, recipe, "weight"), (each[0].float() + each[1].float()) / 2)
+
+
+@pytest.mark.slow
+def test_gradients_on_two_ranks_are_those_of_eager_on_the_decoded_tensors(tmp_path: Path) -> None:
+    calls = {name: (on_ranks, (overridden(name),)) for name in ("tensorwise", "rowwise", "blockwise", "mxfp8")}
+    for rank in run_ranks(run_each, 2, tmp_path, calls):
+        for name, (found, expected) in rank.items():
+            assert same_bits(found, expected), name
 
 
 def test_sizes_that_change() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8graph
 from fp8graph import (
@@ -30,7 +31,9 @@ from fp8graph.checkpoints.checkpoint import parsed
 from fp8graph.cli import main
 from fp8graph.recipes.policy import policy_toml
 from fp8graph.tools.checkpoint_policy import _expressions
-from helpers import same_bits
+from handed_over import differences
+from helpers import Checkpointed, same_bits
+from ranks import run_ranks
 from tiny_models import model_and_inputs
 
 ROWWISE = Float8RowwiseScaling(power_2_scale=False, amax_epsilon=0.0)
@@ -360,26 +363,50 @@ def exported(folder: Path) -> Path:
     return fp8graph.export(net, folder / "net")
 
 
-def test_fresh_model_under_the_policy_of_an_export_gives_its_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["plain", "checkpointed", pytest.param("generated", marks=pytest.mark.release)])
+def test_fresh_model_under_the_policy_of_an_export_gives_its_bits(how: str, tmp_path: Path) -> None:
+    def compiled(net: Net, policy: Any) -> Any:
+        run: Any = Checkpointed(net) if how == "checkpointed" else net
+        return fp8graph.compile(run, policy=policy, compiler="inductor" if how == "generated" else "eager")
+
     net = Net().bfloat16()
-    rules = [Rule("layers.0", ROWWISE), Rule("layers.1", None)]
-    fp8graph.compile(net, policy=Policy(rules, default="mxfp8", min_speedup=0), compiler="eager")
-    net(X).square().mean().backward()
+    rules = [Rule("*layers.0", ROWWISE), Rule("*layers.1", None)]
+    trained = compiled(net, Policy(rules, default="mxfp8", min_speedup=0))
+    trained(X).square().mean().backward()
     with torch.no_grad():
         net.layers[1].get_parameter("weight").add_(0.25)
     fresh = Net().bfloat16()
     fresh.load_state_dict(net.state_dict())
-    fp8graph.compile(fresh, policy=fp8graph.export(net, tmp_path / "net"), compiler="eager")
-    y, expected = fresh(X), net(X)
+    run = compiled(fresh, fp8graph.export(trained, tmp_path / "net"))
+    y, expected = run(X), trained(X)
     assert same_bits([y], [expected])
     y.square().mean().backward()
     net.zero_grad()
     expected.square().mean().backward()
     for one, other in zip(fresh.parameters(), net.parameters(), strict=True):
         assert torch.equal(gradient(one), gradient(other))
-    report = fp8graph.backend_of(fresh).report
+    report = fp8graph.backend_of(run).report
     report.check()
-    assert recipes_of(report) == {"layers.0": {"rowwise"}, "layers.1": {None}, "layers.2": {"mxfp8"}}
+    recipes = {name.rpartition(".")[2]: recipe for name, recipe in recipes_of(report).items()}
+    assert recipes == {"0": {"rowwise"}, "1": {None}, "2": {"mxfp8"}}
+
+
+def on_ranks(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model under FSDP2 and the policy of ``folder``."""
+    net: Any = fully_shard(Net().bfloat16())
+    fp8graph.compile(net, policy=Policy.from_checkpoint(folder), compiler="eager")
+    net(X).square().mean().backward()
+    fp8graph.backend_of(net).report.check()
+    return dict(fp8graph.quantized_state(net))
+
+
+@pytest.mark.slow
+def test_two_ranks_under_the_policy_of_a_folder_hand_over_its_bytes(tmp_path: Path) -> None:
+    shards = Checkpoint(exported(tmp_path)).shards
+    expected = {name: shards.tensor(name) for name in shards}
+    (tmp_path / "ranks").mkdir()
+    for found in run_ranks(on_ranks, 2, tmp_path / "ranks", tmp_path / "net"):
+        assert differences(found, expected) == []
 
 
 def test_files_win_over_the_config_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
