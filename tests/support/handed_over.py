@@ -43,12 +43,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks between an embedding and a head that has its weight."""
+    """Blocks between an embedding and a head that has its weight."""
 
-    def __init__(self, hidden: int, inner: int, checkpointed: bool) -> None:
+    def __init__(self, hidden: int, inner: int, checkpointed: bool, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, hidden)
-        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(2))
+        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(layers))
         self.lm_head = nn.Linear(hidden, WORDS, bias=False)
         self.lm_head.weight = self.embed.weight
         self.register_buffer("steps", torch.ones(3))
@@ -61,10 +61,10 @@ class Net(nn.Module):
         return self.lm_head(x)
 
 
-def net(sizes: tuple[int, int], dtype: torch.dtype, checkpointed: bool = False) -> Net:
+def net(sizes: tuple[int, int], dtype: torch.dtype, checkpointed: bool = False, layers: int = 2) -> Net:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = Net(*sizes, checkpointed)
+    model = Net(*sizes, checkpointed, layers)
     with torch.no_grad():
         for number, p in enumerate(model.parameters()):  # the amaxes of ranks, and of fused linears, differ
             p.mul_(1 + number % 5)
@@ -194,13 +194,15 @@ def _run(
     bf16: bool = False,
     checkpointed: bool = False,
     compiler: Any = "eager",
+    layers: int = 2,
+    steps: int = 2,
     exports: bool = False,
 ) -> dict[str, Any]:
     dtype = torch.float32 if bf16 else torch.bfloat16
-    model = net(sizes, dtype, checkpointed)
+    model = net(sizes, dtype, checkpointed, layers)
     shard(model, how, bf16=bf16)
     backend = compiled(model, recipe, how, compiler)
-    train(model, 2)
+    train(model, steps)
     found = dict(fp8graph.quantized_state(model))
     with Sent(model) as sent:
         for _ in fp8graph.quantized_state(model):
@@ -208,7 +210,7 @@ def _run(
     shards = in_shards(model, found)
     folder = _written(model) if exports else {}
     weights, state = {name: whole(x) for name, x in model.state_dict().items()}, backend.state_dict()
-    one = net(sizes, dtype, checkpointed)
+    one = net(sizes, dtype, checkpointed, layers)
     alone = compiled(one, recipe, how)
     train(one, 1, bf16=bf16)  # compiles it, and makes its scaling state
     one.load_state_dict(weights)
@@ -220,6 +222,7 @@ def _run(
         "differences of the folder": differences(folder.pop("tensors"), expected) if exports else [],
         **folder,
         "shards": shards,
+        "layers": layers,
         "linears": len(linears),
         "numbers": sum(expected[name].numel() for name in linears),
         "others": sum(x.nbytes for name, x in expected.items() if name not in linears),
