@@ -39,7 +39,8 @@ try:
     )
 except ImportError as error:
     raise ConfigError(
-        f"FP8 caches need a newer transformers than {__version__}: {error}. They are tested with 5.23."
+        f"FP8 caches need a newer transformers than {__version__}: {error}. `fp8graph doctor` names those that were "
+        "tested."
     ) from error
 
 from fp8graph.integrations.kv_layer import FixedScales, Fp8Layer, HeadScales, cache_argument, calibrate_head_scales

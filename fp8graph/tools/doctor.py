@@ -38,6 +38,7 @@ class Run:
 
 
 RUNS: Final = (
+    Run("2.13.0", "3.11", "5.24.0", all_fast_tests=True),
     Run("2.13.0", "3.11", "5.23.0", all_fast_tests=True),
     Run("2.13.0", "3.13", "5.23.0", all_fast_tests=False),
     Run("2.13.0", "3.12", "5.23.0", all_fast_tests=False),
