@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # -rs: each skip is listed with its reason
 PYTEST_ARGS ?= -n 2 --dist loadfile -rs
 
-.PHONY: demo test test-slow test-all test-release timed lint docs clean test-torch test-python release-check record-kernels mutants train-recipes tune-order bench coverage
+.PHONY: demo test test-slow test-all test-release timed lint docs clean test-torch test-python test-hosts release-check record-kernels mutants train-recipes tune-order bench coverage
 
 # a source distribution holds no links to folders
 fp8graph/passes fp8graph/models:
@@ -83,6 +83,11 @@ test-torch: .venv-torch-$(TORCH)/ready
 test-python: .venv-$(notdir $(PYTHON))/ready
 	.venv-$(notdir $(PYTHON))/bin/python -m pytest $(PYTEST_ARGS)
 
+# the tests that run trainers' own code, each in an environment of its own: tests/data/hosts.json, docs/support.md
+HOSTS ?=
+test-hosts:
+	$(PYTHON) tests/support/hosts.py $(HOSTS)
+
 # dist/: the files of a release, built, looked into, installed without and with each extra, and used (ten minutes)
 .venv-release/ready: constraints.txt
 	$(PYTHON) -m venv .venv-release
@@ -117,4 +122,4 @@ coverage: .venv/ready
 	PYTHONPATH=tests/support .venv/bin/python -m benchmarks.coverage
 
 clean:
-	rm -rf .venv .venv-torch-* .venv-python* .venv-release build dist *.egg-info
+	rm -rf .venv .venv-host-* .venv-torch-* .venv-python* .venv-release build dist *.egg-info

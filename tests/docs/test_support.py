@@ -7,6 +7,9 @@ import re
 import tomllib
 from typing import Any
 
+import pytest
+
+import hosts
 from fp8graph.tools.doctor import HOSTS, RUNS, SUPPORTED_TORCH
 from release_check import user_extras
 from samples import ROOT
@@ -49,6 +52,30 @@ def test_the_hosts() -> None:
     """All but torchtitan, which brings many packages, are in the tests' own environment."""
     assert {name: PINNED.get(name) for name in HOSTS if name != "torchtitan"}.items() <= HOSTS.items()
     assert f"torchtitan {HOSTS['torchtitan']}" in (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+
+
+def test_the_trainers_table_is_that_of_their_last_runs() -> None:
+    rows = hosts.recorded()
+    assert hosts.with_table(PAGE, rows) == PAGE
+    for name, row in rows.items():
+        assert row["version"] == hosts.HOSTS[name].version == HOSTS[name]
+        assert re.match(r"(\d+ failed, )?\d+ passed", row["result"])
+
+
+def test_a_run_of_a_trainer_becomes_a_row_in_place_of_the_last() -> None:
+    row = {"version": "0.3.0", "torch": "2.13.0", "python": "3.11.7", "result": "9 passed", "when": "May 1, 2026"}
+    page = hosts.with_table(PAGE, {"torchtitan": row})
+    assert "|---|\n| torchtitan 0.3.0 | 2.13.0 | 3.11.7 | 9 passed | May 1, 2026 |\n\n## " in page
+    assert hosts.with_table(page, hosts.recorded()) == PAGE
+
+
+def test_a_host_is_an_entry_whose_tests_exist() -> None:
+    for host in hosts.HOSTS.values():
+        assert all((ROOT / file).is_file() for file in host.tests)
+        assert {*host.pins} <= PINNED.keys()  # others need no word
+    with pytest.raises(ValueError, match="has no table of trainers"):
+        hosts.with_table("", {})
+    assert hosts.main(["torchtitan", "megatron"]) == 2  # before anything is installed
 
 
 def test_the_runs() -> None:

@@ -87,6 +87,33 @@ def test_blocks_have_full_names_and_policies_tell_them_apart(name: str) -> None:
     assert layers == ({f"layers.0.{part}" for part in ("gate", "up", "down")} if recipe == "delayed" else set())
 
 
+def test_layers_whose_forward_is_replaced_keep_their_names() -> None:
+    """As torchtitan's tensor parallelism does it: a closure calls the method that it took the place of."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.feed_forward = MLP()
+            forward = self.feed_forward.forward
+            self.feed_forward.forward = lambda x: forward(x)  # noqa: PLW0108
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.feed_forward(x)
+
+    layers = nn.ModuleList([Layer(), Layer()])
+    backend = fp8graph.Backend(
+        {"rules": [{"pattern": "layers.1.*", "recipe": "rowwise"}], "default": "tensorwise"}, compiler="eager"
+    )
+    backend.bind(nn.ModuleDict({"layers": layers}))
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+        layer(torch.randn(16, 32))
+    found = {(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}
+    parts = ("gate", "up", "down")
+    names = {(f"layers.{i}.feed_forward.{part}", ("tensorwise", "rowwise")[i]) for i in (0, 1) for part in parts}
+    assert found == names
+
+
 @pytest.mark.parametrize(
     ("backend", "arguments", "message"),
     [
@@ -129,6 +156,7 @@ needs_torchtitan = pytest.mark.skipif(
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The findings of rank 0, by name; each in a folder of its own, but two continue another's run."""
     folder = tmp_path_factory.mktemp("ranks")
+    unsaved: dict[str, Any] = {"saved": False, "checkpointed": False}
     delayed = Run(fp8={"policy": BY_LAYER, **ARGUMENTS})
     asked = {
         "bf16": (Run(backend="aot_eager"), "bf16"),
@@ -137,6 +165,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "from bf16": (Run(fp8={"recipe": "delayed", **ARGUMENTS}, exclude=["fp8graph"]), "bf16"),
         "by name": (Run(backend="fp8graph:rowwise", fp8=ARGUMENTS), "by name"),
         "qwen3": (Run(model="qwen3", fp8=ARGUMENTS, layers=1, steps=1, checkpointed=False), "qwen3"),
+        "deepseek bf16": (Run(model="deepseek_v3", backend="aot_eager", **unsaved), "deepseek bf16"),
+        "deepseek": (Run(model="deepseek_v3", fp8=ARGUMENTS, **unsaved), "deepseek"),
+        "parallel bf16": (Run(backend="aot_eager", tensor_parallel=2, **unsaved), "parallel bf16"),
+        "parallel": (Run(fp8={"policy": BY_LAYER, **ARGUMENTS}, tensor_parallel=2, **unsaved), "parallel"),
+        "inductor": (Run(layers=1, **unsaved), "inductor"),
+        "inductor fp8": (Run(layers=1, fp8={}, **unsaved), "inductor fp8"),
     }
     calls = {name: (trained, (run, str(folder / where))) for name, (run, where) in asked.items()}
     return run_ranks(run_each, 2, folder, calls, seconds=1500, collective_seconds=300)[0]
@@ -172,6 +206,35 @@ def test_a_checkpoint_of_torchtitan_without_scaling_state_can_be_loaded(runs: di
 @pytest.mark.slow
 def test_torchtitans_qwen_3_runs_in_fp8(runs: dict[str, Any]) -> None:
     assert {recipe for _, recipe in runs["qwen3"]["gemms"]} == {"tensorwise"}
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_losses_with_generated_code_are_those_of_its_own_inductor(runs: dict[str, Any]) -> None:
+    for found, expected in zip(runs["inductor fp8"]["losses"], runs["inductor"]["losses"], strict=True):
+        assert abs(found - expected) < 0.001 * expected
+    assert {recipe for _, recipe in runs["inductor fp8"]["gemms"]} == {"tensorwise"}
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_tensor_parallelism_gathers_fp8_under_full_names(runs: dict[str, Any]) -> None:
+    for found, expected in zip(runs["parallel"]["losses"], runs["parallel bf16"]["losses"], strict=True):
+        assert abs(found - expected) < 0.002 * expected
+    assert {*runs["parallel"]["gemms"]} == {*runs["whole"]["gemms"]}
+    sent = r"all_gather +\d+ +forward +layers\.\*\.attention\.qkv_linear\.wqkv input +uint8"
+    assert re.search(sent, runs["parallel"]["report"])
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_deepseek_v3_keeps_its_router_and_attention_in_high_precision(runs: dict[str, Any]) -> None:
+    for found, expected in zip(runs["deepseek"]["losses"], runs["deepseek bf16"]["losses"], strict=True):
+        assert abs(found - expected) < 0.002 * expected
+    left = {fqn for fqn, recipe in runs["deepseek"]["gemms"] if recipe is None}
+    assert left == {"layers.1.moe.router.gate", *(f"layers.{i}.attention.inner_attention" for i in (0, 1))}
+    assert ("layers.1.moe.routed_experts.inner_experts", "tensorwise") in runs["deepseek"]["gemms"]
+    assert runs["deepseek"]["report"].startswith("51 of 66 GEMMs in FP8, 93 % of their FLOPs")
 
 
 @needs_torchtitan

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import fp8graph
 
@@ -43,6 +44,8 @@ class Run:
     layers: int = 2
     steps: int = 3
     checkpointed: bool = True  # activations, torchtitan's default
+    tensor_parallel: int = 1  # ranks
+    saved: bool = True  # a checkpoint is written after two steps
     exclude: list[str] = field(default_factory=list[str])  # from loading
 
 
@@ -61,8 +64,9 @@ def configured(run: Run) -> Any:
         layer.attention.inner_attention = titan("models.common.attention").ScaledDotProductAttention.Config()
     config.training.seq_len, config.training.disable_cuda_graphs = 64, True
     config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.tensor_parallel_degree = run.tensor_parallel
     config.compile = titan("config").CompileConfig(enable=True, backend=run.backend, components=["model"])
-    config.checkpoint.enable, config.checkpoint.interval = True, 2
+    config.checkpoint.enable, config.checkpoint.interval = run.saved, 2
     config.checkpoint.exclude_from_loading = run.exclude
     if not run.checkpointed:
         config.activation_checkpoint = None
@@ -71,6 +75,12 @@ def configured(run: Run) -> Any:
     model.update_from_config(config=config)
     titan("config.override").apply_overrides(config.override, config)
     return config
+
+
+def _loss(results: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    if isinstance(results, DTensor):  # of tensor parallelism
+        results = results.full_tensor()
+    return torch.nn.functional.cross_entropy(results.float().flatten(0, 1), labels.flatten())
 
 
 def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
@@ -110,9 +120,9 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     )
     manager.load()
     while state.step < run.steps:
-        generator = torch.Generator().manual_seed(10 * state.step + rank)
+        generator = torch.Generator().manual_seed(10 * state.step + (0 if run.tensor_parallel > 1 else rank))
         ids = torch.randint(0, 64, (2, 65), generator=generator)
-        loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = _loss(model(ids[:, :-1]), ids[:, 1:])
         loss.backward()
         optimizers.step()
         schedule.step()

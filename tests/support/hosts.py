@@ -1,0 +1,128 @@
+"""Run the tests of a library that trains models, in an environment of its own: ``make test-hosts``.
+
+A host is one entry of :data:`HOSTS`. Its environment has this checkout, the host in the pinned version and what its
+tests import; the pins of ``constraints.txt`` hold, but for those packages that the host pins otherwise. The result goes
+into ``tests/data/hosts.json``, and from there into the table of docs/support.md.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+ROOT: Final = Path(__file__).parents[2]
+DATA: Final = ROOT / "tests" / "data" / "hosts.json"
+PAGE: Final = ROOT / "docs" / "support.md"
+_HEAD: Final = "| trainer | torch | Python | tests of its own code | when |\n|---|---|---|---|---|\n"
+_TESTS: Final = ("pytest", "pytest-randomly", "pytest-timeout", "hypothesis", "numpy", "safetensors", "transformers")
+_LAST_LINE: Final = re.compile(r"^=* ?(\d+ (?:passed|failed|skipped|error).*) in [\d.]+s", re.MULTILINE)
+_VERSIONS: Final = """
+import importlib.metadata, platform, sys, torch
+print(importlib.metadata.version(sys.argv[1]), torch.__version__.partition("+")[0], platform.python_version())
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A library that trains models."""
+
+    version: str
+    tests: tuple[str, ...]  # files that run its own code
+    pins: tuple[str, ...] = ()  # packages that it pins otherwise than constraints.txt
+    needs: tuple[str, ...] = ()  # further packages
+
+
+HOSTS: Final[dict[str, Host]] = {
+    "torchtitan": Host(
+        version="0.3.0",
+        tests=("tests/integrations/test_torchtitan.py",),
+        pins=("fsspec",),
+        needs=("torchao", "triton"),
+    ),
+}
+
+
+def environment(name: str, host: Host) -> Path:
+    """The Python of the host's environment, which is made the first time."""
+    folder = ROOT / f".venv-host-{name}"
+    python = folder / "bin" / "python"
+    asked = [f"{name}=={host.version}", *host.needs, *_TESTS]
+    ready = folder / "ready"
+    if not ready.exists() or ready.read_text(encoding="utf-8") != repr(asked):
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [pin for pin in pins if pin.partition("==")[0].lower() not in host.pins]
+        (folder / "constraints.txt").write_text("".join(kept), encoding="utf-8")
+        install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "-c", str(folder / "constraints.txt"), "-e", str(ROOT), *asked], check=True)
+        ready.write_text(repr(asked), encoding="utf-8")
+    return python
+
+
+def ran(name: str, host: Host, python: Path) -> tuple[dict[str, Any], int]:
+    """Run the host's tests, slow ones included: the row for the data file, and the exit code."""
+    found = subprocess.run([python, "-c", _VERSIONS, name], check=True, capture_output=True, text=True)
+    version, torch, of_python = found.stdout.split()
+    command = [str(python), "-m", "pytest", "-q", "-rs", "-m", "not release and not gpu", *host.tests]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    said = _LAST_LINE.findall("".join(lines))
+    result = said[-1] if said else f"ended with exit code {process.returncode}"
+    today = f"{datetime.datetime.now(tz=datetime.UTC):%B %-d, %Y}"
+    return {
+        "version": version,
+        "torch": torch,
+        "python": of_python,
+        "result": result,
+        "when": today,
+    }, process.returncode
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """The table of docs/support.md: one row for each host that ran."""
+    cells = (
+        (f"{name} {row['version']}", row["torch"], row["python"], row["result"], row["when"])
+        for name, row in sorted(rows.items())
+    )
+    return _HEAD + "".join(f"| {' | '.join(each)} |\n" for each in cells)
+
+
+def with_table(page: str, rows: dict[str, dict[str, str]]) -> str:
+    """``page`` with the table of these rows. Raises ValueError if it has none, or several."""
+    before, *after = page.split(_HEAD)
+    if len(after) != 1:
+        raise ValueError("docs/support.md has no table of trainers, or several.")
+    return before + table(rows) + re.sub(r"\A(?:\|.*\n)*", "", after[0])
+
+
+def recorded() -> dict[str, dict[str, str]]:
+    """The last run of each host, by its name."""
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def main(names: list[str]) -> int:
+    if unknown := [name for name in names if name not in HOSTS]:
+        print(f"{unknown[0]} is not a host. Hosts: {', '.join(HOSTS)}.", file=sys.stderr)
+        return 2
+    worst = 0
+    for name in names or HOSTS:
+        row, code = ran(name, HOSTS[name], environment(name, HOSTS[name]))
+        rows = {**recorded(), name: row}
+        DATA.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        worst = max(worst, code)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
