@@ -48,7 +48,13 @@ RUNS: Final = (
 )
 
 # libraries that train models, by their distributions, and the versions whose own code the tests ran
-HOSTS: Final = {"accelerate": "1.15.0", "lightning": "2.6.6", "torchtitan": "0.3.0"}
+HOSTS: Final = {
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "lightning": "2.6.6",
+    "ray": "2.60.0",
+    "torchtitan": "0.3.0",
+}
 
 
 def hosts() -> list[tuple[str, str]]:

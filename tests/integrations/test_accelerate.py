@@ -164,7 +164,7 @@ TorchDynamoPlugin(backend="fp8grph")
 def test_accelerate_takes_the_command_of_the_page() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    page = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"`accelerate launch ([^`]*)`", page)
     found = launch_command_parser().parse_args(command.split())
     assert (found.use_fsdp, found.fsdp_version, found.dynamo_backend) == (True, "2", None)

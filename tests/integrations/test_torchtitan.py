@@ -263,7 +263,7 @@ def test_torchtitan_refuses_names_where_it_has_flex_attention_until_it_is_patche
 @needs_torchtitan
 @pytest.mark.slow
 def test_torchtitan_takes_the_command_of_the_page() -> None:
-    page = (PATCH.parents[1] / "distributed.md").read_text(encoding="utf-8")
+    page = (PATCH.parents[1] / "trainers.md").read_text(encoding="utf-8")
     command = shlex.split(re.findall(r"^torchrun [^`]*", page.replace("\\\n", ""), re.MULTILINE)[0])
     config = titan("config").ConfigManager().parse_args(command[command.index("--module") :])
     assert config.compile.enable
@@ -289,7 +289,7 @@ def test_torchtitans_graph_trainer_runs_the_pipeline_of_the_page(
         titan(f"experiments.graph_trainer.{name}")
         for name in ("trainer", "make_fx_tracer", "passes", "registry", "remove_noop_passes", "inductor_passes")
     )
-    page = (PATCH.parents[1] / "distributed.md").read_text(encoding="utf-8")
+    page = (PATCH.parents[1] / "trainers.md").read_text(encoding="utf-8")
     exec(page.split("### Its graph trainer")[1].split("```python\n")[1].split("```")[0], {})
     normal = [normalizing.eliminate_dead_code_pass, normalizing.canonicalize_graph_pass]
     monkeypatch.setattr(passes, "construct_default_graph_passes", lambda *_, **__: normal)  # the others need a GPU

@@ -39,6 +39,8 @@ class Host:
 
 
 HOSTS: Final[dict[str, Host]] = {
+    "deepspeed": Host(version="0.19.8", tests=("tests/integrations/test_deepspeed.py",)),
+    "ray": Host(version="2.60.0", tests=("tests/integrations/test_ray.py",), needs=("ray[train]",)),
     "torchtitan": Host(
         version="0.3.0",
         tests=("tests/integrations/test_torchtitan.py",),
