@@ -192,6 +192,36 @@ def test_a_forward_in_bf16_late_in_a_run_compiles_once_more() -> None:
     assert recipes == [{("fprop", "nvfp4"), *backwards}] * CHANGE + [{("fprop", None), *backwards}] * 3
 
 
+def continued(name: str) -> tuple[Policy, Policy]:
+    """The policy with the change, and one that has been what it is since the first step."""
+    return LATE[name], Policy([Rule("*", {"nvfp4": "nvfp4", "delayed": DELAYED}[name], fprop=None)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        pytest.param("nvfp4", {"checkpointed": True}, id="checkpointed"),
+        pytest.param("delayed", {"compiler": "inductor"}, id="generated"),
+        pytest.param("nvfp4", {"compiler": "inductor"}, id="nvfp4, generated", marks=pytest.mark.release),
+    ],
+)
+def test_after_the_change_a_run_is_one_under_the_new_precision(name: str, how: dict[str, Any], tmp_path: Path) -> None:
+    changed, fresh = changing.change_and_continue(0, CHANGE, *continued(name), tmp_path, **how)
+    assert changed == fresh
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_after_the_change_two_ranks_are_under_the_new_precision(tmp_path: Path) -> None:
+    calls = {name: (changing.change_and_continue, (CHANGE, *continued(name), tmp_path / name)) for name in LATE}
+    first, second = run_ranks(run_each, 2, tmp_path, calls)
+    for name in LATE:
+        for changed, fresh in (first[name], second[name]):
+            assert changed == fresh
+        assert first[name] != second[name]  # each has its data
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 def test_a_new_process_resumes_before_and_after_the_change(tmp_path: Path) -> None:
