@@ -54,6 +54,7 @@ HOSTS: Final = {
     "lightning": "2.6.6",
     "ray": "2.60.0",
     "torchtitan": "0.3.0",
+    "trl": "1.16.0",
 }
 
 

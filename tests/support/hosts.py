@@ -47,6 +47,7 @@ HOSTS: Final[dict[str, Host]] = {
         pins=("fsspec",),
         needs=("torchao", "triton"),
     ),
+    "trl": Host(version="1.16.0", tests=("tests/integrations/test_trl.py",), needs=("accelerate",)),
 }
 
 
