@@ -202,7 +202,9 @@ class Report:
 
     def notes(self) -> list[str]:
         """Further facts, one sentence each."""
-        waiting = [] if self.in_force else ["no graph yet: nothing is compiled before the model is called"]
+        waiting = (
+            [] if self.in_force else ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
+        )
         without = [m[1] for g in self.gemms if (m := re.search(rf"emulated: (\w+) {NO_FP8}", g.reason))]
         lines = waiting + [
             f"{name} {NO_FP8}: FP8 is emulated there, for its numerics; bf16 is faster" for name in sorted(set(without))

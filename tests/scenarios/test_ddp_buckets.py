@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fp8graph import Backend, DelayedScaling, Fp8CoverageError, Policy, Rule
+from fp8graph import Backend, DelayedScaling, Fp8CoverageError, Policy, Rule, backend_of
 from fp8graph.numerics import sqnr_db
 from helpers import first_fast
 from parallelism import Net
@@ -124,3 +124,14 @@ def test_generated_code() -> None:
     assert parts.backend.state_dict().keys() == whole.backend.state_dict().keys()
     for expected, got in zip(whole.gradients, parts.gradients, strict=True):
         assert sqnr_db(expected, got) > 40
+
+
+def test_a_bare_sequential_stays_in_eager_and_the_report_is_empty() -> None:
+    """Dynamo compiles none of torch's own modules where DDP's hooks break the graph around them."""
+    torch._dynamo.reset()
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 32)))
+    compiled = torch.compile(model, backend="fp8graph", options={"compiler": "eager"})
+    compiled(torch.randn(16, 32)).sum().backward()
+    report = backend_of(compiled).report
+    assert report.gemms == []
+    assert report.notes() == ["no graph: the model has not been called yet, or Dynamo compiled nothing of it"]
