@@ -366,14 +366,6 @@ def experts(**settings: Any) -> Any:
     return made.requires_grad_(False)
 
 
-def test_adapters_of_experts_are_not_merged() -> None:
-    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
-    model: Any = nn.ModuleDict({"experts": experts()})
-    model = fp8graph.adopt(peft.get_peft_model(model, peft.LoraConfig(r=4, target_parameters=["experts.gate_up_proj"])))
-    with pytest.raises(fp8graph.ConfigError, match="FP8Experts: PEFT adds adapters of experts to their FP8 numbers"):
-        model.merge_adapter()
-
-
 def routed() -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, 256, generator=random).to(BF16)
