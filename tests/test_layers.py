@@ -23,7 +23,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("runtime", "report"),
     ("passes",),
     ("backend",),
-    ("tools", "planning", "integrations"),
+    ("tools", "planning"),
+    ("integrations",),
     ("cli",),
     ("face",),  # every public name
     ("__main__", ""),  # "": fp8graph/__init__.py, which loads the face when it is needed

@@ -55,6 +55,7 @@ HOSTS: Final = {
     "ray": "2.60.0",
     "torchtitan": "0.3.0",
     "trl": "1.16.0",
+    "verl": "0.9.1",
 }
 
 

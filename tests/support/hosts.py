@@ -48,6 +48,11 @@ HOSTS: Final[dict[str, Host]] = {
         needs=("torchao", "triton"),
     ),
     "trl": Host(version="1.16.0", tests=("tests/integrations/test_trl.py",), needs=("accelerate",)),
+    "verl": Host(
+        version="0.9.1",
+        tests=("tests/integrations/test_verl.py",),
+        pins=("huggingface_hub", "tokenizers", "transformers"),
+    ),
 }
 
 

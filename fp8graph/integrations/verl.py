@@ -1,0 +1,85 @@
+"""verl: its FSDP2 engine in FP8, which hands a rollout the bytes that the trainer multiplies.
+
+A module that ``actor_rollout_ref.model.external_lib`` names registers the engine::
+
+    from fp8graph.integrations.verl import register
+
+    register(recipe="blockwise")
+
+verl takes it where the environment of its workers has ``VERL_ENGINE_VENDOR=fp8graph``, and the strategy is "fsdp2".
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fp8graph.backend.backend import Backend
+from fp8graph.backend.entry import backend_of, compile
+from fp8graph.errors import ConfigError
+from fp8graph.tools.export import AUTO, quantized_state
+
+__all__ = ["register"]
+
+_VENDOR: Final = "fp8graph"
+_FILE: Final = "fp8graph.pt"  # beside verl's own files of a checkpoint
+
+
+def register(*, format: str = AUTO, **arguments: Any) -> type[Any]:  # noqa: A002
+    """Register verl's engine for language models under FSDP2 with layers that fp8graph compiles.
+
+    The model is compiled layer by layer after it is sharded, the reference policy as well as the actor, so that both
+    compute in FP8. Weights for the rollout are those of :func:`fp8graph.quantized_state`: load them as an FP8
+    checkpoint, without verl's own quantization. The scaling state goes into verl's checkpoints (``fp8graph.pt``).
+
+    Args:
+        format: of the weights, as :func:`fp8graph.export` takes it.
+        arguments: of :func:`fp8graph.compile`.
+
+    Returns:
+        The class of the engine.
+
+    Raises:
+        ConfigError: (a ``ValueError``) for arguments that cannot be used; when the engine is built, for a config with
+            LoRA, whose weights verl merges into numbers in high precision, or with ``param_offload``, which moves the
+            model by ``model.to()``: that swaps tensors, which torch refuses where something refers to them weakly.
+    """
+    Backend(**{name: value for name, value in arguments.items() if name != "regions"})  # raises early
+    engines: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
+
+    class FP8Engine(engines.FSDPEngineWithLMHead):
+        def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
+            if self._is_lora:
+                raise ConfigError(
+                    "verl's LoRA with the engine of fp8graph: its weights are merged in high precision, and would not "
+                    "be those that the trainer multiplied. Set lora_rank to 0, or leave VERL_ENGINE_VENDOR out."
+                )
+            if self._is_offload_param and not self.engine_config.forward_only:
+                raise ConfigError(
+                    "verl's param_offload with the engine of fp8graph: it moves sharded weights by model.to(), which "
+                    "torch refuses for weights of a compiled model. Set offload_policy=True (FSDP2's own offloading)."
+                )
+            chosen: dict[str, Any] = {"regions": "auto", **arguments}
+            return compile(super()._build_fsdp_module(module), **chosen)
+
+        def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
+            return quantized_state(self.module, format), None
+
+        def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+            super().save_checkpoint(local_path, *args, **kwargs)
+            if dist.get_rank() == 0:
+                torch.save(dict(backend_of(self.module).state_dict()), Path(local_path, _FILE))
+
+        def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+            backend_of(self.module).load_state_dict(torch.load(Path(local_path, _FILE), weights_only=True))
+            super().load_checkpoint(local_path, *args, **kwargs)
+
+    registry: Any = importlib.import_module("verl.workers.engine.base").EngineRegistry
+    kind = {"model_type": "language_model", "backend": "fsdp2", "device": ["cuda", "cpu"], "vendor": _VENDOR}
+    return registry.register(**kind)(FP8Engine)
