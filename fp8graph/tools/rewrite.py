@@ -59,7 +59,8 @@ def rewrite(
 
     Args:
         graph_module: nodes of backward are known by what AOTAutograd (``partitioner_tag``) or the autograd engine
-            (``autograd_backward``) left in their metadata. Without both, all is taken for forward.
+            (``autograd_backward``; not on torch 2.11) left in their metadata. Without both, all is taken for
+            forward.
         inputs: of one call, real or fake: only shapes, dtypes and devices matter.
         names: the full names of the parameters among the inputs, in order, and None for inputs that are none (buffers,
             batches, gradients). The list may end with the last parameter.

@@ -131,7 +131,9 @@ def test_names_and_directions_come_from_the_marks_of_other_tracers() -> None:
     assert {gemm.fqn for gemm in reports[0].gemms} == {"gate", "up", "down"}  # from the names of the weights
     assert {gemm.fqn for gemm in reports[1].gemms} == {"layers.7.feed_forward"}
     added = [node for node in marked.graph.nodes if node.name not in {other.name for other in graph.graph.nodes}]
-    assert any(node.meta.get("autograd_backward") for node in added)
+    engine_marks = any(node.meta.get("autograd_backward") for node in graph.graph.nodes)
+    assert engine_marks or torch.__version__ < "2.13"  # 2.11 has no such marks: all is taken for forward
+    assert any(node.meta.get("autograd_backward") for node in added) == engine_marks
     assert any(not node.meta.get("autograd_backward") for node in added)
 
 
