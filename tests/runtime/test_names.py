@@ -67,6 +67,19 @@ def test_torch_refuses_to_swap_a_bound_parameter() -> None:
     model.to(torch.float64)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.usefixtures("group_of_two")
+def test_torch_converts_sharded_parameters_by_a_swap() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = MLP()
+    fully_shard(model)
+    model.to("cpu")
+    fp8graph.compile(model, compiler="eager")
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        model.to("cpu")
+
+
 def test_the_modules_of_bound_models_and_their_own_matrices() -> None:
     names, model = Names(Epoch()), nn.Sequential(nn.Linear(2, 2))
     model.scale, model.mixing = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, 2))
