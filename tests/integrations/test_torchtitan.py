@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ import fp8graph
 from fp8graph.integrations import torchtitan
 from helpers import MLP, first_fast, same_bits
 from ranks import run_each, run_ranks
-from torchtitan_on_ranks import Run, configured, titan, trained
+from torchtitan_on_ranks import Run, configured, refused, titan, trained
 
 PATCH = Path(__file__).parents[2] / "docs" / "patches" / "torchtitan-0.3.0.patch"
 NAME = "fp8graph.integrations.torchtitan.fp8"
@@ -158,6 +159,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     unsaved: dict[str, Any] = {"saved": False, "checkpointed": False}
     delayed = Run(fp8={"policy": BY_LAYER, **ARGUMENTS})
+    staged = Run(fp8={"recipe": "delayed", **ARGUMENTS}, pipeline=2, **unsaved)
     asked = {
         "bf16": (Run(backend="aot_eager"), "bf16"),
         "whole": (delayed, "whole"),
@@ -169,10 +171,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "deepseek": (Run(model="deepseek_v3", fp8=ARGUMENTS, **unsaved), "deepseek"),
         "parallel bf16": (Run(backend="aot_eager", tensor_parallel=2, **unsaved), "parallel bf16"),
         "parallel": (Run(fp8={"policy": BY_LAYER, **ARGUMENTS}, tensor_parallel=2, **unsaved), "parallel"),
+        "stages bf16": (Run(backend="aot_eager", pipeline=2, **unsaved), "stages bf16"),
+        "stages": (staged, "stages"),
         "inductor": (Run(layers=1, **unsaved), "inductor"),
         "inductor fp8": (Run(layers=1, fp8={}, **unsaved), "inductor fp8"),
     }
-    calls = {name: (trained, (run, str(folder / where))) for name, (run, where) in asked.items()}
+    calls: dict[str, Any] = {name: (trained, (run, str(folder / where))) for name, (run, where) in asked.items()}
+    calls["stages, saved"] = (refused, (replace(staged, saved=True), str(folder / "stages, saved")))
     return run_ranks(run_each, 2, folder, calls, seconds=1500, collective_seconds=300)[0]
 
 
@@ -224,6 +229,17 @@ def test_torchtitans_tensor_parallelism_gathers_fp8_under_full_names(runs: dict[
     assert {*runs["parallel"]["gemms"]} == {*runs["whole"]["gemms"]}
     sent = r"all_gather +\d+ +forward +layers\.\*\.attention\.qkv_linear\.wqkv input +uint8"
     assert re.search(sent, runs["parallel"]["report"])
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_torchtitans_pipeline_runs_in_fp8_and_its_scaling_state_is_not_saved_under_one_name(
+    runs: dict[str, Any],
+) -> None:
+    for found, expected in zip(runs["stages"]["losses"], runs["stages bf16"]["losses"], strict=True):
+        assert abs(found - expected) < 0.002 * expected
+    assert {fqn.split(".")[1] for fqn, recipe in runs["stages"]["gemms"] if recipe == "delayed"} == {"0"}  # this rank's
+    assert 'Save and load each under a name of its own, here "fp8graph-stage0"' in runs["stages, saved"]
 
 
 @needs_torchtitan

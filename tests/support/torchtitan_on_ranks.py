@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,7 @@ class Run:
     steps: int = 3
     checkpointed: bool = True  # activations, torchtitan's default
     tensor_parallel: int = 1  # ranks
+    pipeline: int = 1  # stages, one on each rank
     saved: bool = True  # a checkpoint is written after two steps
     exclude: list[str] = field(default_factory=list[str])  # from loading
 
@@ -65,6 +67,9 @@ def configured(run: Run) -> Any:
     config.training.seq_len, config.training.disable_cuda_graphs = 64, True
     config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.tensor_parallel_degree = run.tensor_parallel
+    config.parallelism.pipeline_parallel_degree = run.pipeline
+    config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_microbatch_size = "1F1B", 1
+    config.training.local_batch_size = 2
     config.compile = titan("config").CompileConfig(enable=True, backend=run.backend, components=["model"])
     config.checkpoint.enable, config.checkpoint.interval = run.saved, 2
     config.checkpoint.exclude_from_loading = run.exclude
@@ -83,6 +88,26 @@ def _loss(results: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(results.float().flatten(0, 1), labels.flatten())
 
 
+def _pair(results: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """As torchtitan's pipelines take a loss: with what is logged beside it."""
+    return _loss(results, labels), None
+
+
+def _step(model: torch.nn.Module, pipeline: Any, ids: torch.Tensor) -> float:
+    """Forward and backward; the loss, which of a pipeline the last rank has and tells the others."""
+    if pipeline is None:
+        loss = _loss(model(ids[:, :-1]), ids[:, 1:])
+        loss.backward()
+        return loss.item()
+    last = dist.get_world_size() - 1
+    losses: list[torch.Tensor] = []
+    given: dict[str, Any] = {"target": ids[:, 1:], "losses": losses} if dist.get_rank() == last else {}
+    pipeline.step(*([ids[:, :-1]] if dist.get_rank() == 0 else []), **given)
+    mean = torch.stack(losses).mean().detach() if losses else torch.zeros(())
+    dist.broadcast(mean, last)
+    return mean.item()
+
+
 def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     """Train; from the checkpoint in ``folder``, if there is one. One is written after two steps."""
     torch._dynamo.reset()
@@ -90,15 +115,26 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     dims = titan("distributed").ParallelDims.from_config(config.parallelism, dist.get_world_size())
     with torch.device("meta"):
         model = config.model_spec.model.build()
-    model = config.model_spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=folder,
-    )
+    arguments: dict[str, Any] = {
+        "parallel_dims": dims,
+        "training": config.training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": config.activation_checkpoint,
+        "dump_folder": folder,
+    }
+    pipeline = None
+    if run.pipeline > 1:
+        pipeline, (model,), *_ = config.model_spec.pipelining_fn(
+            model,
+            **arguments,
+            device=torch.device("cpu"),
+            model_config=config.model_spec.model,
+            parallelize_fn=config.model_spec.parallelize_fn,
+            loss_fn=_pair,
+        )
+    else:
+        model = config.model_spec.parallelize_fn(model, **arguments)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -120,15 +156,14 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     )
     manager.load()
     while state.step < run.steps:
-        generator = torch.Generator().manual_seed(10 * state.step + (0 if run.tensor_parallel > 1 else rank))
-        ids = torch.randint(0, 64, (2, 65), generator=generator)
-        loss = _loss(model(ids[:, :-1]), ids[:, 1:])
-        loss.backward()
+        same = run.tensor_parallel * run.pipeline > 1  # data on all ranks
+        generator = torch.Generator().manual_seed(10 * state.step + (0 if same else rank))
+        loss = _step(model, pipeline, torch.randint(0, 64, (2, 65), generator=generator))
         optimizers.step()
         schedule.step()
         optimizers.zero_grad()
         state.step += 1
-        losses.append(loss.item())
+        losses.append(loss)
         manager.save(state.step)
     manager.close()
     found: dict[str, Any] = {"losses": losses}
@@ -138,3 +173,12 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
         found["report"] = str(backend.report)
         found["state"] = dict(backend.state_dict())
     return found
+
+
+def refused(rank: int, run: Run, folder: str) -> str:
+    """The message with which the checkpoint of a training ends."""
+    try:
+        trained(rank, run, folder)
+    except CheckpointException as error:
+        return str(error)
+    return ""
