@@ -283,7 +283,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(fp8graph.ConfigError, match="no weight of LlamaForCausalLM is multiplied in FP8 by what is"):
         fp8graph.export(model, tmp_path / "out")
     with pytest.raises(fp8graph.ConfigError, match="was not compiled with the fp8graph backend"):
-        fp8graph.export(nn.Linear(4, 4), tmp_path / "out")
+        fp8graph.export(nn.Sequential(nn.Linear(4, 4)), tmp_path / "out")
     model = trained("blockwise", steps=1)
     with pytest.raises(
         fp8graph.ConfigError, match="format must be one of auto, fp8, compressed-tensors, modelopt, mxfp8, not"
