@@ -132,6 +132,7 @@ MAY_NAME_A_VENDOR = {
     "offline.generate": "Inductor's code for NVIDIA's GPUs, which need not be present",
     "offline.fake_gpu": "the same",
     "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
+    "integrations.verl": "verl registers an engine for each device, by its name",
     "runtime.contents": "a CUDA graph is being captured",
 }
 VENDORS_NAMES = ("cuda", "hip", "xpu", "mps", "is_cuda")
