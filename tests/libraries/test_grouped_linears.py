@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations import finegrained_fp8
@@ -26,6 +25,7 @@ from fp8graph import Policy, Rule
 from fp8graph.libraries.stored_linear import StoredGroupedLinear
 from fp8graph.numerics import sqnr_db
 from helpers import first_fast, same_bits
+from parallelism import compiled_block, sharded_block
 from ranks import run_ranks
 
 GROUPS, N, K = 4, 128, 256
@@ -167,22 +167,11 @@ def trained(model: nn.Module, parts: Sequence[int]) -> tuple[list[float], list[T
     return losses, [(x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for x in learned]
 
 
-def compiled(model: nn.Sequential) -> Any:
-    torch._dynamo.reset()  # its limit of recompilations counts those of every model
-    return fp8graph.compile(model, compiler="eager", regions=[type(model[0]).__name__])  # fully_shard makes a subclass
-
-
-def sharded(**settings: Any) -> Any:
-    model = nn.Sequential(Net())
-    fully_shard(model[0], **settings)
-    return fully_shard(model, **settings)
-
-
 def on_ranks(rank: int) -> Any:
-    losses, whole = trained(compiled(nn.Sequential(Net())), range(RANKS))
+    losses, whole = trained(compiled_block(nn.Sequential(Net())), range(RANKS))
     found = {"alone": (losses[rank::RANKS], whole)}
-    found["ddp"] = trained(DistributedDataParallel(compiled(nn.Sequential(Net())), init_sync=False), [rank])
-    found["fsdp"] = trained(compiled(sharded()), [rank])
+    found["ddp"] = trained(DistributedDataParallel(compiled_block(nn.Sequential(Net())), init_sync=False), [rank])
+    found["fsdp"] = trained(compiled_block(sharded_block(Net())), [rank])
     return found
 
 

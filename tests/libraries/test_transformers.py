@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as checkpoint_of
 from transformers import (
@@ -35,6 +35,7 @@ from fp8_checkpoints import BF16, CONFIG, E4M3, E8M0, F32, IDS, any_device
 from fp8graph import Policy, Rule
 from fp8graph.numerics import sqnr_db
 from helpers import bits, first_fast, first_slow, same_bits
+from parallelism import compiled_block, sharded_block
 from ranks import run_ranks
 
 pytestmark = [
@@ -508,28 +509,17 @@ def trained(model: nn.Module, parts: Sequence[int]) -> tuple[list[float], list[T
     return losses, [p.detach() for p in whole]
 
 
-def compiled_block(model: nn.Sequential) -> Any:
-    torch._dynamo.reset()  # its limit of recompilations counts those of every model
-    return fp8graph.compile(model, compiler="eager", regions=[type(model[0]).__name__])  # fully_shard makes a subclass
-
-
-def sharded(**settings: Any) -> Any:
-    model = nn.Sequential(Routed())
-    fully_shard(model[0], **settings)
-    return fully_shard(model, **settings)
-
-
 def on_ranks(rank: int) -> Any:
     alone = trained(compiled_block(nn.Sequential(Routed())), range(RANKS))
     wrapped = DistributedDataParallel(compiled_block(nn.Sequential(Routed())), init_sync=False)  # gloo has no FP8
     found = {"alone": (alone[0][rank::RANKS], alone[1])}
     found["ddp"] = trained(wrapped, [rank])
-    found["fsdp"] = trained(compiled_block(sharded()), [rank])
+    found["fsdp"] = trained(compiled_block(sharded_block(Routed())), [rank])
     by_hand, x = Routed(), rows(rank)[0]
     for linear in (by_hand.before, by_hand.router):
         linear.to(BF16)
     with torch.no_grad():
-        cast_for_gathers = compiled_block(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=BF16)))(x)
+        cast_for_gathers = compiled_block(sharded_block(Routed(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16)))(x)
         expected = compiled_block(nn.Sequential(by_hand))(x.to(BF16))
     return found, cast_for_gathers, expected
 

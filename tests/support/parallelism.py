@@ -208,3 +208,15 @@ def run_in_pairs(rank: int, recipe: Any) -> dict[str, Tensor]:
     with fp8graph.autocast(amax_reduction_group=pairs[rank // 2]):
         train(compiled, owner, data_of("ddp", rank, ranks, data))
     return dict(backend.state_dict())
+
+
+def compiled_block(model: nn.Sequential) -> Any:
+    """``model`` of one block, which is compiled alone, as one of many is."""
+    torch._dynamo.reset()  # its limit of recompilations counts those of every model
+    return fp8graph.compile(model, compiler="eager", regions=[type(model[0]).__name__])  # fully_shard makes a subclass
+
+
+def sharded_block(block: nn.Module, **settings: Any) -> Any:
+    """A model of this block alone, sharded by FSDP2, as are both."""
+    fully_shard(block, **settings)
+    return fully_shard(nn.Sequential(block), **settings)
