@@ -140,7 +140,7 @@ def _scale_rows(gradient: fx.Node, scale_inv: fx.Node) -> None:
 def _use_static_scale(activations: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``activations`` be quantized with ``scale_inv`` [] or [1], not with a scale of their own amax."""
     one = _insert(activations, aten.view.default, scale_inv, [1, 1])
-    table = [_insert(activations, aten.reciprocal.default, one), one]  # scale and scale_inv
+    table = [one, _insert(activations, aten.reciprocal.default, one)]  # formats.table_of
     QuantizeNode(activations).ask(scales=_insert(activations, aten.cat.default, table, 1))
     for node in (activations, *activations.users):
         update_value(node)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.errors import ConfigError, expect
+from fp8graph.numerics.formats import table_of
 from fp8graph.numerics.quantization import (
     decoding_kwargs,
     dequantize_data,
@@ -92,7 +93,7 @@ def quantize(
         raise ConfigError(f"quantize(scale=...): scale is for DelayedScaling, and {recipe.name} makes its own.")
     extra = quantizer_kwargs(quantizer)
     if scale is not None:
-        extra["scales"] = torch.stack([scale, scale.reciprocal()]).reshape(1, 2)
+        extra["scales"] = table_of(scale, scale.reciprocal()).reshape(1, 2)
     if quantizer.stochastic:
         extra["seed"] = torch.tensor([seed], device=x.device)
     keep: tuple[list[int], list[int]] = ([1, 1], [])

@@ -6,11 +6,23 @@ leaves to extern kernels (E8M0, E2M1).
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from fp8graph.numerics import hints
 from fp8graph.recipes import FLT_MAX, FP8_MAX
+
+# Columns of a table of scales, a row per tensor. cuBLASLt reads a scale_inv where it is, and refuses addresses that are
+# not multiples of 16 bytes (measured on an H200, CUDA 13.0): it comes first, and rows are multiples of 16 bytes.
+SCALE_INV: Final = 0
+SCALE: Final = 1
+
+
+def table_of(scale: Tensor, scale_inv: Tensor) -> Tensor:
+    """[..., 2]: the columns of a table of scales."""
+    return torch.stack([scale_inv, scale], -1)
 
 
 def amax_of(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool = False) -> Tensor:

@@ -1,9 +1,9 @@
 """The arithmetic of delayed scaling: scales and amax histories, as plain functions that ``lower`` traces.
 
-A page holds the state of some tensors, FP32 [tensors, 2 + length]: the scale, its inverse (stored, so that no kernel
-computes it), the amax history. One tensor's state is contiguous: an update is one reduction over rows. Slot 0 of a
-history is the staging slot of the current step; slots 1 ... length - 1 go from the oldest to the newest earlier step.
-This is Transformer Engine's order.
+A page holds the state of some tensors, FP32 [tensors, 4 + length]: the inverse of the scale (stored, so that no kernel
+computes it), the scale, two zeros that align the rows, the amax history. One tensor's state is contiguous: an update is
+one reduction over rows. Slot 0 of a history is the staging slot of the current step; slots 1 ... length - 1 go from the
+oldest to the newest earlier step. This is Transformer Engine's order.
 
 One update of a page, at the end of forward or of backward::
 
@@ -34,11 +34,11 @@ from torch import Tensor
 
 from fp8graph.compat import autograd
 from fp8graph.numerics.experts import not_empty
-from fp8graph.numerics.formats import inverse
+from fp8graph.numerics.formats import SCALE, SCALE_INV, inverse
 from fp8graph.numerics.hints import divide
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
 
-HEADER = 2  # columns of a page before the history: scale, scale_inv
+HEADER = 4  # columns of a page before the history: scale_inv, scale, 0, 0
 
 
 def page_shape(length: int, tensors: int) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> T
     """A page before the first step: scales 1, empty histories."""
     with torch.inference_mode(False), torch.no_grad():  # a page used in evaluation may be trained with later
         page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
-        page[:, :HEADER] = 1.0
+        page[:, [SCALE_INV, SCALE]] = 1.0
     return page
 
 
@@ -57,18 +57,23 @@ def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
     """Give a tensor another state, scale [1] and history [length], in place."""
     # an autograd graph may hold the page for a later backward, which must read the new scales
     with torch.no_grad(), autograd.unnoticed_writes(page):
-        page[row, :1] = scale.to(page.device)
-        page[row, 1:2] = scale.reciprocal().to(page.device)
+        write_scale(page[row], scale.reshape(()).to(page.device))
         page[row, HEADER:] = history.to(page.device)
 
 
+def write_scale(rows: Tensor, scale: Tensor) -> None:
+    """Give ``rows`` [..., columns] of a page other scales [...], in place."""
+    rows[..., SCALE], rows[..., SCALE_INV] = scale, scale.reciprocal()
+
+
 def read_scales(page: Tensor, copy: bool) -> Tensor:
-    """[tensors, 2]: scale and scale_inv; as a copy if they are needed after the update of the page.
+    """[tensors, 4]: the table of scales; as a copy if they are needed after the update of the page, or if rows of the
+    page are not aligned.
 
     The copy is not a ``clone``, which Inductor removes: it would save a view of the page for backward, which would
     then read the updated scales. Scales are positive, so the clamp changes nothing.
     """
-    return page[:, :HEADER].clamp_min(0.0) if copy else page[:, :HEADER]
+    return page[:, :HEADER].clamp_min(0.0) if copy or page.shape[1] % HEADER else page[:, :HEADER]
 
 
 def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float) -> Tensor:
@@ -111,11 +116,11 @@ def updated_page(
 
     ``amaxes``: for each tensor FP32 of any shape; or, if ``packed``, one tensor [tensors].
     """
-    old_scale = page[:, 0]
+    old_scale = page[:, SCALE]
     amax = amaxes[0] if packed else _largest(amaxes)
     seen = (amax > 0.0) & (amax <= FLT_MAX)
     columns = page.shape[1]
-    column = torch.arange(columns, device=page.device)  # [2 + length]; all over the whole page: one kernel
+    column = torch.arange(columns, device=page.device)  # [4 + length]; all over the whole page: one kernel
     if amax_compute_algo == "max":
         newest = torch.maximum(torch.where(column > HEADER, page, 0.0).amax(1), amax)
     elif amax_compute_algo == "most_recent":
@@ -130,5 +135,5 @@ def updated_page(
     shifted = torch.constant_pad_nd(page[:, 1:], [0, 1])  # slot i + 1 at i
     new = torch.where(column == columns - 1, amax, shifted)
     new = torch.where(column == HEADER, 0.0, new)  # the staging slot; with length 1 it is the only one
-    new = torch.where(column == 1, inverse(scale), new)
-    return torch.where(seen, torch.where(column == 0, scale, new), page)
+    new = torch.where(column < HEADER, torch.where(column == SCALE, scale, 0.0), new)
+    return torch.where(seen, torch.where(column == SCALE_INV, inverse(scale), new), page)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
-from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax
+from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
 from fp8graph.numerics.hints import divide, materialize
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
 from fp8graph.numerics.transforms import transformed
@@ -55,9 +55,9 @@ def _reducible(amax: Tensor) -> Tensor:
 
 
 def scales_of_amax(amax: Tensor, dtype: torch.dtype, power_2_scale: bool, amax_epsilon: float) -> Tensor:
-    """[1, 2]: scale and scale_inv of a tensor with ``amax`` [1], as :func:`quantize_layouts` takes them."""
+    """[1, 2]: scale_inv and scale of a tensor with ``amax`` [1], as :func:`quantize_layouts` takes them."""
     scale = scale_from_amax(amax, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
-    return torch.stack([scale, inverse(scale)], -1)
+    return table_of(scale, inverse(scale))
 
 
 def output_names(scaling: str, layouts: Sequence[Layout], *, keep_scales: bool = False) -> list[str]:

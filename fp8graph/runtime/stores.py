@@ -187,7 +187,7 @@ class KeptScales(Store):
         raise NotImplementedError
 
     def scales_in(self, tensor: Tensor) -> Tensor:
-        """[rows, 2]: copies of the scales, and their inverses, in a tensor of this store."""
+        """A table of the scales in a tensor of this store, as a copy: see ``numerics.formats.table_of``."""
         raise NotImplementedError
 
     def stage(self, tensors: Sequence[Tensor], amaxes: Sequence[Sequence[Tensor]]) -> None:

@@ -16,7 +16,7 @@ is not changed; it is traced again with enough of them.
 
 The ops, beside those of ``ir/ops.py``:
 
-    read_scales(page, copy) -> [tensors, 2];  stage_amaxes(page, amaxes) -> page
+    read_scales(page, copy) -> [tensors, 4];  stage_amaxes(page, amaxes) -> page
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Refuses to record amaxes of code that runs without gradients: the whole graph (``records_amaxes``), or a

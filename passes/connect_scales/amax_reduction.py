@@ -50,7 +50,7 @@ _LARGEST: Final = 1 << 24  # FP32 has all integers below
 class StagedPage:
     """A page whose amaxes are to be reduced."""
 
-    tensor: Tensor  # FP32 [rows, 2 + length]
+    tensor: Tensor  # FP32 [rows, 4 + length]
     layout: PageLayout
     names: Sequence[tuple[str, ...]]  # names of each row: a tensor that is quantized for several layers has several
 

@@ -23,6 +23,7 @@ from fp8graph.compat import autograd, checkpointing
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.numerics import history
+from fp8graph.numerics.formats import SCALE
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.saved import SavedRow, recipe_text, rescaled
 from fp8graph.recipes import DelayedScaling, OperandName
@@ -86,7 +87,7 @@ class Tokens:
 
 @dataclass(eq=False)
 class Page:
-    tensor: Tensor  # FP32 [rows, 2 + length]
+    tensor: Tensor  # FP32 [rows, 4 + length]
     layout: PageLayout  # of the graph that it was made for
     moved: bool = False  # another page now holds some of the rows
 
@@ -99,8 +100,7 @@ class Page:
         """A copy of the rows ``taken`` for a page of ``layout``, whose device may have other FP8 types."""
         rows = self.tensor[list(taken)].to(layout.device)
         if self.layout.fp8_max != layout.fp8_max:
-            rows[:, 0] = rescaled(rows[:, 0], self.layout.fp8_max, layout.fp8_max)
-            rows[:, 1] = rows[:, 0].reciprocal()
+            history.write_scale(rows, rescaled(rows[:, SCALE], self.layout.fp8_max, layout.fp8_max))
         return rows
 
 
@@ -154,9 +154,8 @@ class WeightRow:
                 checkpointing.without_modes(), autograd.unnoticed_writes(page),
             ):  # fmt: skip
                 amax = torch.stack([x.detach().abs().amax().float() for x in owners]).amax().to(page.device)
-                old, recipe = page[self.row.index, 0], self.layout.recipe
-                scale = history.delayed_scale(amax, old, self.layout.fp8_max, recipe.margin)
-                page[self.row.index, : history.HEADER] = torch.stack([scale, scale.reciprocal()])
+                row, recipe = page[self.row.index], self.layout.recipe
+                history.write_scale(row, history.delayed_scale(amax, row[SCALE], self.layout.fp8_max, recipe.margin))
 
 
 def _state(owners: Sequence[Tensor]) -> Any:
@@ -193,7 +192,7 @@ def keep_scales(call: Checkpointed, layouts: Sequence[PageLayout], pages: Sequen
 
 
 def _first_scales(call: Checkpointed, page: Tensor) -> Tensor | None:
-    """[rows, 2]: what the call that this one repeats has read."""
+    """[rows, 4]: what the call that this one repeats has read."""
     known = call.first.noted if call.first is not None else []
     return next((scales for other, scales in known if other is page), None)
 
@@ -231,6 +230,6 @@ def as_first(
 
 
 def _write(page: Tensor, scales: Tensor) -> None:
-    """Give a page other scales [rows, 2], which backwards that hold it read, too."""
+    """Give a page other scales [rows, 4], which backwards that hold it read, too."""
     with torch.no_grad(), autograd.unnoticed_writes(page):
         page[:, : history.HEADER] = scales

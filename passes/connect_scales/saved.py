@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fp8graph.compat import distributed
 from fp8graph.numerics import history
+from fp8graph.numerics.formats import SCALE
 from fp8graph.recipes import FLT_MAX, FP8_MAX, DelayedScaling, Format, OperandName
 from fp8graph.runtime.state_dict import has_numbers, refusal
 
@@ -40,7 +41,7 @@ class SavedRow:
     def of(row: Tensor, fp8_max: float) -> SavedRow:
         """A copy of a row of a page."""
         row = row.detach().cpu()
-        return SavedRow(row[:1].clone(), row[history.HEADER :].clone(), fp8_max)
+        return SavedRow(row[SCALE : SCALE + 1].clone(), row[history.HEADER :].clone(), fp8_max)
 
     def under(self, fp8_max: float) -> tuple[Tensor, Tensor]:
         """Scale and history for a type whose maximum is ``fp8_max``. Amaxes do not depend on it."""

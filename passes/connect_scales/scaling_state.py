@@ -21,7 +21,7 @@ from fp8graph.compat import autograd, checkpointing, ops
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.sites import Use
-from fp8graph.numerics.history import HEADER, new_page, read_scales, write_row
+from fp8graph.numerics.history import HEADER, new_page, read_scales, write_row, write_scale
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
@@ -296,7 +296,7 @@ class ScalingState(KeptScales):
         made = new_page(asked.recipe.amax_history_len, 1, owners[0].device)
         rows = (self.row(owner, "weight", asked.recipe) for owner in owners)
         if (row := next(filter(None, rows), None)) is not None:
-            made[0, 0], made[0, 1] = row.scale, row.scale.reciprocal()
+            write_scale(made[0], row.scale.reshape(()))
         return made
 
     def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:

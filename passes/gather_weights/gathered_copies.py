@@ -18,6 +18,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.nodes import aten, nodes
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.weight_graphs import WeightGraph
+from fp8graph.numerics.formats import SCALE_INV
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments, Scaling
 from fp8graph.recipes import LAYOUTS
 
@@ -52,7 +53,7 @@ class GatheredCopies:
 
         Args:
             outs: bytes [rows, columns], and the scales of rows or tiles if the weight has them.
-            scales: else [1, 2], scale and scale_inv.
+            scales: else a table of one row.
             backward: make dgrad's copy, too.
             fetched: not by FSDP2, into memory of their own.
         """
@@ -65,7 +66,7 @@ class GatheredCopies:
         writes = [] if alone else [(self.tensors["rowwise"][rows], data)]
         if self._kind.one_scale:
             assert scales is not None
-            writes.append((self.tensors["scale_inv"], scales[0, 1].reshape(self.tensors["scale_inv"].shape)))
+            writes.append((self.tensors["scale_inv"], scales[0, SCALE_INV].reshape(self.tensors["scale_inv"].shape)))
         else:
             first = start // (self._asked.block[0] if self._kind.tiled else 1)
             writes.append((self.tensors["rowwise_scale_inv"][first : first + outs[1].shape[0]], outs[1]))
@@ -93,7 +94,7 @@ class GatheredCopies:
             writes.append((target[:, first : first + outs[1].shape[0]], outs[1].t()))
         else:
             assert scales is not None
-            writes.append((target, scales[0, 1]))
+            writes.append((target, scales[0, SCALE_INV]))
         self._write(writes)
         fsdp.free(data)
 

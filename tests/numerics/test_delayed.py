@@ -15,7 +15,8 @@ import delayed_oracle
 import oracle
 from fp8graph import DelayedScaling, Float8CurrentScaling, numerics
 from fp8graph.numerics import quantization
-from fp8graph.numerics.history import delayed_scale, new_page, read_scales, updated_page
+from fp8graph.numerics.formats import SCALE, SCALE_INV
+from fp8graph.numerics.history import HEADER, delayed_scale, new_page, read_scales, updated_page
 from fp8graph.recipes import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -50,8 +51,8 @@ def test_scale_table(amax: float, expected: float | None, fp8_max: float) -> Non
 def test_margin(margin: float) -> None:
     page = update(new_page(4, 1), 3.0, margin=margin)
     top = oracle.round_to_float32(448.0 * 2.0**-margin)
-    assert page[0, 0].item() == oracle.round_to_float32(top / 3.0)
-    assert page[0, 1].item() == oracle.round_to_float32(1.0 / page[0, 0].item())
+    assert page[0, SCALE].item() == oracle.round_to_float32(top / 3.0)
+    assert page[0, SCALE_INV].item() == oracle.round_to_float32(1.0 / page[0, SCALE].item())
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -61,27 +62,34 @@ def test_four_steps_of_constant_tensors(length: int, algorithm: str) -> None:
     page, seen = new_page(length, 1), list[float]()
     for number in (3.0, 1.0, 2.0, 5.0):
         q = quantization.quantize_layouts(
-            torch.full((16, 16), number), E4M3, False, 0.0, [1, 1], [], scaling="delayed", scales=page[:, :2].clone()
+            torch.full((16, 16), number),
+            E4M3,
+            False,
+            0.0,
+            [1, 1],
+            [],
+            scaling="delayed",
+            scales=page[:, :HEADER].clone(),
         )
-        old_scale = page[0, 0].item()
+        old_scale = page[0, SCALE].item()
         assert q[0].float().unique().item() == torch.tensor(number * old_scale).clamp(max=448.0).to(E4M3).float().item()
         page = updated_page(page, [q[-1]], 448.0, 0.0, algorithm)  # pyright: ignore[reportArgumentType]
         seen.append(number)
         window = seen[-1:] if algorithm == "most_recent" else seen[-length:]
-        assert page[0, 0].item() == oracle.round_to_float32(448.0 / max(window))
+        assert page[0, SCALE].item() == oracle.round_to_float32(448.0 / max(window))
         slots = [0.0] * (length - len(seen[-(length - 1) :] if length > 1 else [])) if length > 1 else [0.0]
         expected = [*slots, *(seen[-(length - 1) :] if length > 1 else [])]
-        assert page[0, 2:].tolist() == expected
+        assert page[0, HEADER:].tolist() == expected
 
 
 def test_the_order_of_the_slots() -> None:
     """new[i] = old[i + 1], new[length - 1] = this step's amax, new[0] = 0."""
     page = new_page(4, 1)
-    page[0, 2:] = torch.tensor([0.0, 7.0, 5.0, 6.0])  # staging, oldest ... newest
+    page[0, HEADER:] = torch.tensor([0.0, 7.0, 5.0, 6.0])  # staging, oldest ... newest
     new = update(page, 2.0)
-    assert new[0, 2:].tolist() == [0.0, 5.0, 6.0, 2.0]
-    assert new[0, 0].item() == 448.0 / 7.0  # the slot that is dropped still counts
-    assert update(new, 1.0)[0, 0].item() == oracle.round_to_float32(448.0 / 6.0)
+    assert new[0, HEADER:].tolist() == [0.0, 5.0, 6.0, 2.0]
+    assert new[0, SCALE].item() == 448.0 / 7.0  # the slot that is dropped still counts
+    assert update(new, 1.0)[0, SCALE].item() == oracle.round_to_float32(448.0 / 6.0)
 
 
 @pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
@@ -91,7 +99,7 @@ def test_a_step_that_saw_nothing_or_too_much_changes_nothing(bad: float, length:
     page = update(update(new_page(length, 2), 3.0, 4.0), 1.0, 2.0)
     new = update(page, bad, 8.0, algorithm=algorithm)
     assert torch.equal(new[0], page[0])
-    assert new[1, 0].item() == 56.0
+    assert new[1, SCALE].item() == 56.0
     assert torch.isfinite(new).all()
 
 
@@ -123,8 +131,8 @@ def test_any_sequence_against_the_oracle(data: st.DataObject) -> None:
             history.now = amax
             history.end_of_step()
     for row, history in enumerate(histories):
-        assert page[row, 0].item() == history.scale
-        assert page[row, 2:].tolist() == history.slots()
+        assert page[row, SCALE].item() == history.scale
+        assert page[row, HEADER:].tolist() == history.slots()
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])

@@ -16,6 +16,7 @@ import fp8graph
 from fp8graph import hardware, offline
 from fp8graph.models import policy_for
 from fp8graph.numerics import history
+from fp8graph.recipes import DelayedScaling
 from fp8graph.tools.explain import Generating
 from generated import (
     OF_ONE_INDUCTOR,
@@ -29,7 +30,7 @@ from generated import (
     triton_kernels,
     write_weights,
 )
-from helpers import NONE, first_fast, first_slow, needs_library
+from helpers import MLP, NONE, first_fast, first_slow, needs_library, step
 from tiny_models import TINY, model_and_inputs
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
@@ -146,6 +147,23 @@ def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]
         [buffers[name] if name else (numbers(sizes), numbers(strides)) for _, sizes, strides, name in views]
         for views in groups
     ]
+
+
+@first_slow(
+    ("recipe", "settings"),
+    [(DelayedScaling(amax_history_len=3), {}), ("delayed", {}), ("tensorwise", {"save": "memory"})],
+)
+def test_scales_are_at_addresses_that_cublas_reads(recipe: Any, settings: dict[str, Any]) -> None:
+    """Multiples of 16 bytes: at others an H200 refuses the GEMM (CUBLAS_STATUS_NOT_SUPPORTED, CUDA 13.0)."""
+    backend = Generating(fp8graph.Policy(default=recipe, min_speedup=0), target="sm_90", **settings)
+    step(torch.compile(MLP(64, 128).bfloat16(), backend=backend), torch.randn(32, 64, dtype=torch.bfloat16))
+    gemms = [line for _, code in backend.generator.code for line in code.splitlines() if "._scaled_mm(" in line]
+    offsets = [
+        int(n) for gemm in gemms for n in re.findall(r"reinterpret_tensor\(\w+, \(1, \), \(1, \), (\d+)\)", gemm)
+    ]
+    assert gemms
+    assert offsets
+    assert [offset for offset in offsets if offset % 4] == []
 
 
 @first_slow(("inputs", "outputs", "training"), [(8960, 384, True), (1536, 128, False), (11008, 128, False)])

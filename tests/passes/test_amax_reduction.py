@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8graph import DelayedScaling, StateError
+from fp8graph.numerics.formats import SCALE
 from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
@@ -45,7 +46,7 @@ def history(page: StagedPage, row: int) -> list[float]:
 def test_staged_amaxes_enter_scales_and_histories(reduction: Reduction) -> None:
     page = page_of(2.0, 4.0, names=[("a",), ("b",)])
     reduction.commit([page])
-    assert page.tensor[:, 0].tolist() == [224.0, 112.0]
+    assert page.tensor[:, SCALE].tolist() == [224.0, 112.0]
     assert [history(page, 0), history(page, 1)] == [[0, 0, 0, 2], [0, 0, 0, 4]]
     assert reduction.order == {"a": 0, "b": 1}
 
@@ -63,7 +64,7 @@ def test_an_overflow_is_recorded_nowhere_and_forgotten(reduction: Reduction, bad
     page = page_of(bad, 4.0, names=[("a",), ("b",)])
     reduction.commit([page])
     assert history(page, 0) == [0, 0, 0, 0]
-    assert page.tensor[0, 0] == 1.0
+    assert page.tensor[0, SCALE] == 1.0
     assert history(page, 1) == [0, 0, 0, 4]
 
 
@@ -84,7 +85,7 @@ def test_a_custom_algorithm_sees_the_reduced_amaxes(reduction: Reduction) -> Non
     page.tensor[0, HEADER] = 1.0
     reduction.commit([page])
     assert history(page, 0) == [0, 0, 2, 1]
-    assert page.tensor[0, 0] == 448.0
+    assert page.tensor[0, SCALE] == 448.0
 
 
 def test_a_function_without_a_name_does_not_travel(reduction: Reduction) -> None:
@@ -93,7 +94,7 @@ def test_a_function_without_a_name_does_not_travel(reduction: Reduction) -> None
     layout = PageLayout(recipe=recipe, fp8_max=448.0, backward=False, device=CPU, rows=((),), group="0")
     page = StagedPage(tensor=page_of(2.0, names=[("a",)]).tensor, layout=layout, names=[("a",)])
     reduction.commit([page])
-    assert page.tensor[0, 0] == 224.0
+    assert page.tensor[0, SCALE] == 224.0
 
 
 @pytest.mark.parametrize("other", [4, 5, 7])

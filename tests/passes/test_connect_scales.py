@@ -33,24 +33,24 @@ def test_one_read_and_one_update_a_direction() -> None:
     before, after = view.stages["share"], view.stages["connect_scales"]
     assert "scales" not in before
     assert lines(brief(after), "fp8graph", "aten.copy_") == [
-        "scales: f32[2, 2] = fp8graph.read_scales(primals_3, copy=True)",
+        "scales: f32[2, 4] = fp8graph.read_scales(primals_3, copy=True)",
         "quantize_input: (e4m3[16, 32], e4m3[32, 16], f32[1], f32[16]) = fp8graph.quantize(primals_2, dtype=e4m3, "
         "rowwise=[1, 16], columnwise=[16, 16], scaling=delayed, scales=scales)",
         "quantize_weight: (e4m3[48, 32], f32[1], f32[48]) = fp8graph.quantize(primals_1, dtype=e4m3, "
         "rowwise=[16, 16], columnwise=[], scaling=delayed, scales=scales, row=1)",
         "fprop: f32[16, 48] = fp8graph.scaled_mm(input_rowwise, weight_rowwise, input_scale_inv, weight_scale_inv, "
         "bias=None, out_dtype=f32, use_fast_accum=True, scaling=delayed)",
-        "scales_1: f32[1, 2] = fp8graph.read_scales(primals_4, copy=False)",
+        "scales_1: f32[1, 4] = fp8graph.read_scales(primals_4, copy=False)",
         "quantize_grad_output: (e5m2[48, 16], f32[1], f32[16]) = fp8graph.quantize(tangents_1, dtype=e5m2, "
         "rowwise=[], columnwise=[1, 16], scaling=delayed, scales=scales_1)",
         "wgrad: f32[48, 32] = fp8graph.scaled_mm(grad_output_columnwise, input_columnwise_1, grad_output_scale_inv, "
         "input_scale_inv, bias=None, out_dtype=f32, use_fast_accum=False, scaling=delayed)",
-        "updated_page: f32[2, 6] = fp8graph.update_page(primals_3, amaxes=[amax, amax_1], fp8_max=448.0, margin=1.0, "
+        "updated_page: f32[2, 8] = fp8graph.update_page(primals_3, amaxes=[amax, amax_1], fp8_max=448.0, margin=1.0, "
         "amax_compute_algo=max)",
-        "copy__default: f32[2, 6] = aten.copy_(primals_3, updated_page)",
-        "updated_page_1: f32[1, 6] = fp8graph.update_page(primals_4, amaxes=[amax_2], fp8_max=57344.0, margin=1.0, "
+        "copy__default: f32[2, 8] = aten.copy_(primals_3, updated_page)",
+        "updated_page_1: f32[1, 8] = fp8graph.update_page(primals_4, amaxes=[amax_2], fp8_max=57344.0, margin=1.0, "
         "amax_compute_algo=max)",
-        "copy__default_1: f32[1, 6] = aten.copy_(primals_4, updated_page_1)",
+        "copy__default_1: f32[1, 8] = aten.copy_(primals_4, updated_page_1)",
     ]
 
 
@@ -62,10 +62,10 @@ def test_a_page_per_recipe_type_and_direction() -> None:
     # gate and down, up: weights and inputs forward, gradients backward
     assert sorted(match[0] for match in sizes if match) == sorted(
         [
-            ("4, 6", "448", "max"),
-            ("2, 6", "57344", "max"),
-            ("2, 9", "448", "most_recent"),
-            ("1, 9", "448", "most_recent"),
+            ("4, 8", "448", "max"),
+            ("2, 8", "57344", "max"),
+            ("2, 11", "448", "most_recent"),
+            ("1, 11", "448", "most_recent"),
         ]
     )
 
@@ -92,7 +92,7 @@ def test_a_no_grad_region_is_read_only() -> None:
         return y + x @ w.T
 
     (line,) = [line for line in state_lines(Weight(body, 32, 32), torch.randn(16, 32)) if "448" in line]
-    assert line.startswith("updated_page: f32[2, 6]")  # one input and the weight: the region reads the same rows
+    assert line.startswith("updated_page: f32[2, 8]")  # one input and the weight: the region reads the same rows
 
 
 def test_amaxes_under_no_grad_are_not_recorded() -> None:
@@ -147,7 +147,7 @@ def test_the_view_of_a_graph_with_state_runs() -> None:
         (view,) = backend.report.graphs
         for scale in (1.0, 8.0):
             page = history.new_page(4, 2)
-            page[:, 0], page[:, 1] = scale, 1 / scale
+            history.write_scale(page, torch.tensor(scale))
             (got,) = view.module(*inputs_of(view, module, x), page)
             assert torch.equal(got, expected) == (scale == 1.0)
 

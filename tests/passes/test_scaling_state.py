@@ -16,6 +16,7 @@ import delayed_oracle
 import fp8graph
 from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
 from fp8graph.ir.sites import Use
+from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.history import HEADER, write_row
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
@@ -413,7 +414,7 @@ def test_a_deep_copied_model_has_its_own_state() -> None:
     backend.bind(net)
     torch.compile(twin, backend=backend, dynamic=False)(batch(0) * 9)
     scales = {
-        row.page.tensor[row.index, 0].item()
+        row.page.tensor[row.index, SCALE].item()
         for key, row in backend.store(ScalingState)._rows.items()
         if key.operand == "input"
     }
@@ -513,6 +514,6 @@ def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> No
     write_row(page, 0, torch.tensor([112.0]), torch.tensor([0.0, 1.0, 2.0, 4.0][: RECIPE.amax_history_len]))
     (moved,) = state.tensors(layouts[1], [weight])
     assert moved is not page
-    assert moved[0, :2].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
+    assert moved[0, [SCALE, SCALE_INV]].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
     assert torch.equal(moved[0, HEADER:], page[0, HEADER:])
     assert state.entries()["a.input|delayed(amax_history_len=4)|fp8_max"].tolist() == [240.0]

@@ -94,7 +94,7 @@ def test_one_layer_twice_where_only_the_recomputation_records() -> None:
     calls = Calls()
     run(calls, *inputs(2), reentrant=True)
     assert calls.scales == [1.0, 1.0, 1.0, 1.0]
-    assert calls.page[0].tolist() == [2.0, 2.0, 3.0, 3.0, 3.0]  # the second began with the scales of forward
+    assert calls.page[0].tolist() == [2.0] * HEADER + [3.0] * 3  # the second began with the scales of forward
 
 
 def test_a_recomputation_that_records_nothing_leaves_newer_scales() -> None:

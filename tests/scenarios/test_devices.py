@@ -265,19 +265,19 @@ def test_few_rows(recipe: str, rows: int, device: torch.device) -> None:
             assert numerics.sqnr_db(expected, model(x)) >= EXACT_DB
 
 
-@on_devices("offset", 1, 2, 3)
-def test_scales_at_any_address(offset: int, device: torch.device) -> None:
-    """The rows of delayed scaling's page start at 4-byte addresses; cuBLASLt reads one FP32 number there."""
+@on_devices("offset", 4, 8, 12)
+def test_scales_inside_a_page(offset: int, device: torch.device) -> None:
+    """The rows of delayed scaling's page start at multiples of 16 bytes; cuBLASLt reads one FP32 number there."""
     a, b = (batch(number, device, 64, 128).to(torch.float8_e4m3fn) for number in range(2))
-    page = torch.rand(8, device=device) + 0.5
+    page = torch.rand(20, device=device) + 0.5
     results = [
         torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
         for scales in (
-            (page[offset : offset + 1], page[offset + 3 : offset + 4]),
-            (page[offset : offset + 1].clone(), page[offset + 3 : offset + 4].clone()),
+            (page[offset : offset + 1], page[offset + 4 : offset + 5]),
+            (page[offset : offset + 1].clone(), page[offset + 4 : offset + 5].clone()),
         )
     ]
-    assert page[offset:].data_ptr() % 16
+    assert page[offset:].data_ptr() % 64
     assert same_bits(results[:1], results[1:])
 
 

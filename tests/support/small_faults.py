@@ -221,8 +221,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "delayed scaling reads the first row of its table",
         f"{_NUMERICS}/scalings/untiled.py",
-        "return scales[row, 0],",
-        "return scales[0, 0],",
+        "return scales[row, SCALE],",
+        "return scales[0, SCALE],",
         (
             "tests/numerics/test_delayed.py",
             "tests/passes/test_connect_scales.py",

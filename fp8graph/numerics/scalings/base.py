@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Generic, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.formats import inverse, scale_from_amax
+from fp8graph.numerics.formats import SCALE, SCALE_INV, inverse, scale_from_amax
 from fp8graph.numerics.hints import materialize
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, Layout
 
@@ -39,7 +39,7 @@ class QuantizeArguments(Generic[T]):
             [..., rows, columns / 2] with the columns padded to a multiple of 16.
         rowwise, columnwise: empty for "not needed", else two multiples to which the sizes of the *result* are
             padded with zeros (GEMMs need 16).
-        scales, row: for "delayed": [tensors, 2], scale and scale_inv, and the row of this tensor; None is 1. Its
+        scales, row: for "delayed": [tensors, 2 or more], a table of scales, and the row of this tensor; None is 1. Its
             ``scale_inv`` has shape [1], and one amax per row is returned. For other kinds with ``takes_scale``,
             ``scales`` replace those from amaxes: of all rows or tiles, or nvfp4's scale of the whole tensor.
         keep_scales: for "tensor": return ``scales`` as well, so that it can be quantized again without an amax.
@@ -254,7 +254,7 @@ def fp8_scales(amax: Tensor, asked: Asked, *, largest: float = FLT_MAX) -> tuple
     Given scales (``QuantizeArguments.scales``) replace them: the same for every amax.
     """
     if asked.scales is not None:
-        scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (0, 1))
+        scale, scale_inv = (asked.scales[asked.row, i].expand(amax.shape) for i in (SCALE, SCALE_INV))
         return scale, scale_inv.clone()
     scale = scale_from_amax(
         amax,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fp8graph.numerics.experts import not_empty
 from fp8graph.numerics.formats import (
+    SCALE,
+    SCALE_INV,
     amax_of,
     cast_to_e2m1,
     cast_to_e2m1_stochastically,
@@ -48,7 +50,8 @@ class NVFP4(Tiled):
 
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
         if asked.scales is not None:
-            return Shared(global_scale=asked.scales[asked.row, 0], scale_inv=asked.scales[asked.row, 1])
+            row = asked.scales[asked.row]
+            return Shared(global_scale=row[SCALE], scale_inv=row[SCALE_INV])
         if asked.row_scaled:
             (whole,) = parts
             return _shared(amax_of(whole, -1, keepdim=True), asked)

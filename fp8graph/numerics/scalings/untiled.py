@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import Span, amaxes_of_columns, amaxes_of_groups, group_of_rows
-from fp8graph.numerics.formats import amax_of, narrow_amax_of, overflow_as_nan, saturating_cast
+from fp8graph.numerics.formats import (
+    SCALE,
+    SCALE_INV,
+    amax_of,
+    narrow_amax_of,
+    overflow_as_nan,
+    saturating_cast,
+    table_of,
+)
 from fp8graph.numerics.hints import materialize
 from fp8graph.numerics.scalings.base import Asked, Groups, LayoutRequest, Scaling, Shared, fp8_scales
 from fp8graph.numerics.tiles import join, largest_of, padding_needed, with_padding
@@ -88,7 +96,7 @@ class Tensorwise(_OneScale):
 
     def shared_outputs(self, shared: Shared, asked: Asked) -> list[Tensor]:
         scale, scale_inv = cast(Tensor, shared.scale), cast(Tensor, shared.scale_inv)
-        kept = [torch.stack([scale, scale_inv.reshape(())]).reshape(1, 2)] if asked.keep_scales else []
+        kept = [table_of(scale, scale_inv.reshape(())).reshape(1, 2)] if asked.keep_scales else []
         return [scale_inv, *kept]
 
     def scale_of_group(self, scale_inv: Tensor, span: Span, index: int | slice) -> Tensor:
@@ -184,8 +192,8 @@ def _earlier(asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def _of_table(scales: Tensor, row: int) -> tuple[Tensor, Tensor]:
-    """``(scale, scale_inv)`` of a row of [tensors, 2], [] and [1].
+    """``(scale, scale_inv)`` of a row of a table, [] and [1].
 
     ``scale_inv`` is a slice of the table: a GEMM reads it where it is (Inductor cannot give it a 0-dim one).
     """
-    return scales[row, 0], scales[row, 1:2].clone()
+    return scales[row, SCALE], scales[row, SCALE_INV : SCALE_INV + 1].clone()
