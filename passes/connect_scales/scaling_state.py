@@ -120,7 +120,7 @@ class ScalingState(KeptScales):
             weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]
             found = calls[key] = FoundPages(asked, alive, pages, keys, weights)
         found.turn = self._turn = self._turn + 1
-        if not autograd.in_backward():
+        if found.weights and not autograd.in_backward() and not self.ranks.rehearses():
             for weight in found.weights:
                 weight.follow(args)
         return [page.tensor for page in found.pages]

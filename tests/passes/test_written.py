@@ -13,6 +13,7 @@ from torch.nn.utils import parametrize, prune
 
 import fp8graph
 from fp8graph.numerics import sqnr_db
+from fp8graph.runtime.rank_groups import RankGroups
 from helpers import MLP, eager_backend, first_fast
 
 LARGER = 40.0
@@ -50,6 +51,22 @@ def test_its_own_scale_at_once(write: Callable[[nn.Module], None], trained_next:
         assert sqnr_db(model(x).detach(), out.detach()) > 25
         if train:
             out.sum().backward()
+
+
+def test_a_rehearsal_of_a_stage_sees_no_weight_whose_scale_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 gathers weights once more after it: they are not taken for written, and keep the loaded scale."""
+    model, x = nn.Linear(64, 64, bias=False), torch.randn(32, 64)
+    state = dict(fp8graph.backend_of(warm(model, x)).state_dict())
+    name = next(key for key in state if ".weight|" in key and key.endswith("|scale"))
+    backend = eager_backend(None, recipe="delayed", cache_weights=True)
+    backend.load_state_dict({**state, name: state[name] / 2})
+    with monkeypatch.context() as patch:
+        patch.setattr(RankGroups, "rehearses", lambda _: True)
+        (run := torch.compile(model, backend=backend))(x)
+    with torch.no_grad():
+        model.weight.copy_(model.weight.clone())
+        run(x)
+    assert torch.equal(backend.state_dict()[name], state[name] / 2)
 
 
 def test_a_step_of_an_optimizer_keeps_the_history() -> None:
