@@ -201,22 +201,7 @@ class Compiler:
 
     def _found(self, situation: Situation, joint: JointPass) -> Stored:
         """The findings of passes that ran."""
-        view = GraphView(
-            name=self._graph.name,
-            training=joint.training,
-            inputs=joint.inputs,
-            gemms=joint.records or (),
-            others=joint.others,
-            collectives=joint.collectives,
-            refusals=joint.refusals,
-            before=joint.before,
-            after=list(joint.stages.values())[-1],
-            stages=joint.stages,
-            origins=joint.origins,
-            saved=joint.saved,
-            policy=situation.policy,
-        )
-        return Stored(view=view, findings=joint.findings)
+        return Stored(view=joint.view(self._graph.name, situation.policy), findings=joint.findings)
 
     def _identity(self, situation: Situation, names: tuple[str, ...]) -> str:
         """The part of the cache key that torch does not know: our code, the policy, and the names it is applied to."""

@@ -33,7 +33,7 @@ from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
 from fp8graph.records import CollectiveRecord, GemmRecord, Origin, OtherRecord, RefusalRecord, SiteRecord
-from fp8graph.report.graph_view import add_origins, collective_records, input_origins
+from fp8graph.report.graph_view import GraphView, add_origins, collective_records, input_origins
 from fp8graph.runtime.stores import accelerator_of
 
 GraphPass = Callable[[fx.Graph], None]
@@ -217,6 +217,25 @@ class JointPass(_Pass):
                 current = [texts.get(each.name, text) for texts, text in zip(self._texts, current, strict=True)]
                 found[each.name] = "\n\n".join(current)
         return found
+
+    def view(self, name: str, policy: str) -> GraphView:
+        """The findings as the report has them: of the graph called ``name``, compiled with a policy, as text."""
+        stages = self.stages
+        return GraphView(
+            name=name,
+            training=self.training,
+            inputs=self.inputs,
+            gemms=self.records or (),
+            others=self.others,
+            collectives=self.collectives,
+            refusals=self.refusals,
+            before=self.before,
+            after=list(stages.values())[-1],
+            stages=stages,
+            origins=self.origins,
+            saved=self.saved,
+            policy=policy,
+        )
 
     def noting_saved(
         self, inner_compile: Callable[..., Any], *, tell: bool, then: Callable[[], None] | None = None

@@ -32,7 +32,7 @@ from fp8graph.ir.nodes import (
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
 from fp8graph.recipes import Recipe, RecipeLike
-from fp8graph.report import GraphView, Report
+from fp8graph.report import Report
 from fp8graph.runtime.policies import Policies, PolicyLike
 
 _SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears")
@@ -112,21 +112,7 @@ def rewrite(
             spares = found.wanted
     _restore(graph_module.graph, module.graph)
     module.recompile()
-    view = GraphView(
-        name=f"{type(graph_module).__name__} {'training' if training else 'inference'}",
-        training=training,
-        inputs=joint.inputs,
-        gemms=joint.records or (),
-        others=joint.others,
-        collectives=joint.collectives,
-        refusals=joint.refusals,
-        before=joint.before,
-        after=list(joint.stages.values())[-1],
-        stages=joint.stages,
-        origins=joint.origins,
-        saved=joint.saved,
-        policy=identity,
-    )
+    view = joint.view(f"{type(graph_module).__name__} {'training' if training else 'inference'}", identity)
     report = Report(graphs=[view], policy=policies.asked, identities=frozenset({identity}))
     if asked.strict:
         report.check()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8graph
+from helpers import findings
 from sent import Counting
 from tiny_models import causal_lm
 
@@ -125,8 +126,5 @@ def _found(run: Run, model: Any, losses: list[float]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": losses}
     found["weights"] = {name: value.to_local() for name, value in model.state_dict().items()}
     if run.fp8 is not None:
-        backend = fp8graph.backend_of(model)
-        found["gemms"] = sorted({(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}, key=str)
-        found["report"] = str(backend.report)
-        found["state"] = dict(backend.state_dict())
+        found |= findings(model)
     return found

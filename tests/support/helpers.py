@@ -299,3 +299,13 @@ def through_torch_save(model: Any) -> Any:
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def findings(model: nn.Module) -> dict[str, Any]:
+    """The rows, the text of the report and the scaling state of a compiled model, for another process to read."""
+    backend = fp8graph.backend_of(model)
+    return {
+        "gemms": sorted({(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}, key=str),
+        "report": str(backend.report),
+        "state": dict(backend.state_dict()),
+    }
