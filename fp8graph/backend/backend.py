@@ -218,8 +218,8 @@ class Backend:
         )
         entries = {VERSION_KEY: torch.tensor([VERSION]), **of_stage, **shared.schedule.entries(), **others}
         not_shared = next(filter(None, (store.not_shared() for store in stores)), "")
-        place = shared.groups.in_stage.stage if of_stage and shared.groups.in_stage is not None else None
-        return BackendState(entries, not_shared, place)
+        place = None if shared.groups.in_stage is None else shared.groups.in_stage.stage
+        return BackendState(entries, not_shared, place, of_stage)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | BackendState) -> None:
         """Load the result of :meth:`state_dict`, all or nothing, before the first step or later.

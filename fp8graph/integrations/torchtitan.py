@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -22,6 +23,7 @@ from fp8graph.backend import NAMED
 from fp8graph.backend.backend import Backend
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError
+from fp8graph.runtime.state_dict import BackendState
 
 __all__ = ["fp8"]
 
@@ -40,7 +42,7 @@ def fp8(config: Any, **arguments: Any) -> Any:
         arguments: of :class:`~fp8graph.Backend`.
 
     Returns:
-        The same config, for a manager whose checkpoints have the scaling state under "fp8graph".
+        The same config, for a manager whose checkpoints have the scaling state under "fp8graph", block by block.
 
     Raises:
         ConfigError: (a ``ValueError``) for arguments that cannot be used; or, when the manager is built, if no block
@@ -61,9 +63,24 @@ def fp8(config: Any, **arguments: Any) -> Any:
     return importlib.import_module("torchtitan.config.override").derive(config, Config)
 
 
-def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> Backend:
+@dataclass(frozen=True, eq=False)
+class _State:
+    """A backend in checkpoints: a value per block under its full name, as a stage of a pipeline has some of them."""
+
+    backend: Backend
+    blocks: Sequence[str]
+
+    def state_dict(self) -> dict[str, BackendState]:
+        return self.backend.state_dict().by_layer(self.blocks)
+
+    def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
+        self.backend.load_state_dict({name: x for part in state_dict.values() for name, x in part.items()})
+
+
+def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> _State:
     """Compile again, with one backend, the blocks of the model's ``parts`` (one, or several stages of a pipeline)."""
-    found = {block: backend for part in parts for block in part.modules() if (backend := wrappers.orig_backend(block))}
+    modules = {module: name for part in parts for name, module in part.named_modules()}
+    found = {block: backend for block in modules if (backend := wrappers.orig_backend(block))}
     names = sorted({str(getattr(backend, "compiler_name", backend)) for backend in found.values()})
     if not names:
         raise ConfigError(
@@ -81,7 +98,7 @@ def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> Backend:
         backend.bind(part)
     for block in found:
         block.compile(backend=backend, fullgraph=True)
-    return backend
+    return _State(backend, [wrappers.name_in_original(modules[block]) for block in found])
 
 
 if importlib.util.find_spec("torchtitan") is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, Protocol
 
@@ -19,6 +19,7 @@ from fp8graph.errors import StateError
 
 VERSION: Final = 1
 VERSION_KEY: Final = "fp8graph.state_version"
+OTHERS: Final = "backend"  # the name of the entries that are of no layer
 
 
 class Keeper(Protocol):
@@ -85,16 +86,35 @@ class BackendState:
     Args:
         entries: the tensors.
         not_shared: why other ranks may have different tensors under these names; "" if all ranks have the same.
-        stage: the stage of a pipeline, by its place, whose layers these are; None: there are no others.
+        stage: the stage of a pipeline, by its place, that this rank runs; None: it runs the whole model.
+        of_stage: the names of those entries that are of this stage's layers.
     """
 
-    def __init__(self, entries: Mapping[str, Tensor], not_shared: str = "", stage: int | None = None) -> None:
-        self._entries, self._not_shared, self._stage = dict(entries), not_shared, stage
+    def __init__(
+        self,
+        entries: Mapping[str, Tensor],
+        not_shared: str = "",
+        stage: int | None = None,
+        of_stage: Collection[str] = (),
+    ) -> None:
+        self._entries, self._not_shared = dict(entries), not_shared
+        self._stage, self._of_stage = stage, frozenset(of_stage)
 
     @property
     def not_shared(self) -> str:
         """Reason why other ranks may have other tensors; "" if they have not."""
         return self._not_shared
+
+    def by_layer(self, layers: Iterable[str]) -> dict[str, BackendState]:
+        """A value for each of ``layers``, by its full name, and one for all other entries, as :data:`OTHERS`.
+
+        Ranks that run other layers save under other names then, and whoever runs a layer later finds it.
+        """
+        left, found = dict(self._entries), dict[str, BackendState]()
+        for layer in layers:
+            own = {name: left.pop(name) for name in [*left] if name.startswith(f"{layer}.")}
+            found[layer] = BackendState(own, self._not_shared)
+        return {**found, OTHERS: BackendState(left, self._not_shared, self._stage, self._of_stage)}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._entries[name]
@@ -125,7 +145,7 @@ class BackendState:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BackendState:
         """DCP makes this copy before it saves in the background: it is still one value."""
-        return BackendState(copy.deepcopy(self._entries, memo), self._not_shared, self._stage)
+        return BackendState(copy.deepcopy(self._entries, memo), self._not_shared, self._stage, self._of_stage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A file can be read without fp8graph, also with ``weights_only=True``."""
@@ -147,7 +167,8 @@ class BackendState:
                 f"{self._not_shared}. Nothing was saved. Let each rank save its own, "
                 "torch.save(backend.state_dict(), path_of_this_rank), or reduce amaxes over all ranks."
             )
-        if self._stage is not None and not fqn.endswith(f"stage{self._stage}"):
+        of_stage = self._stage is not None and not self._of_stage.isdisjoint(self._entries)
+        if of_stage and not fqn.endswith(f"stage{self._stage}"):
             raise StateError(
                 f"torch.distributed.checkpoint would keep the scaling state of one stage of the pipeline as {fqn!r}, "
                 "and lose that of the others. Nothing was saved. Save and load each under a name of its own, here "
@@ -158,7 +179,7 @@ class BackendState:
 
 def _to_another_process(state: BackendState) -> tuple[Any, ...]:
     """Stay one value in another process, too: DCP may save in one (``AsyncCheckpointerType.PROCESS``)."""
-    return BackendState, (state._entries, state._not_shared, state._stage)
+    return BackendState, (state._entries, state._not_shared, state._stage, state._of_stage)
 
 
 ForkingPickler.register(BackendState, _to_another_process)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ import fp8graph
 from fp8graph.integrations import torchtitan
 from helpers import MLP, first_fast, same_bits
 from ranks import run_each, run_ranks
-from torchtitan_on_ranks import Run, configured, refused, titan, trained
+from torchtitan_on_ranks import Run, configured, titan, trained
 
 PATCH = Path(__file__).parents[2] / "docs" / "patches" / "torchtitan-0.3.0.patch"
 NAME = "fp8graph.integrations.torchtitan.fp8"
@@ -63,7 +63,7 @@ def overridden(**arguments: Any) -> Any:
         return torchtitan.fp8(ManagerConfig(), **arguments)
 
 
-def managed(backend: str | None, **arguments: Any) -> tuple[nn.Module, fp8graph.Backend]:
+def managed(backend: str | None, **arguments: Any) -> tuple[nn.Module, Any]:
     """A model as the override leaves it, and the state that goes into checkpoints."""
     model = Blocks()
     if backend is not None:
@@ -78,14 +78,31 @@ def managed(backend: str | None, **arguments: Any) -> tuple[nn.Module, fp8graph.
 def test_blocks_have_full_names_and_policies_tell_them_apart(name: str) -> None:
     recipe = "delayed" if name == "inductor" else "rowwise"
     policy = {**BY_LAYER, "default": recipe}
-    model, backend = managed(name, policy=policy)
+    model, _ = managed(name, policy=policy)
     model(torch.randn(16, 32, requires_grad=True)).sum().backward()
-    assert fp8graph.backend_of(model) is backend
+    backend = fp8graph.backend_of(model)
     found = {(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}
     wanted = {(f"layers.{i}.{part}", None if i else recipe) for i in (0, 1) for part in ("gate", "up", "down")}
     assert found == wanted
     layers = {key.split("|")[0].rpartition(".")[0] for key in backend.state_dict() if "|" in key}
     assert layers == ({f"layers.0.{part}" for part in ("gate", "up", "down")} if recipe == "delayed" else set())
+
+
+def test_a_checkpoint_has_a_value_per_block_from_which_a_rank_with_other_blocks_takes_its_own() -> None:
+    model, saved = managed("inductor", recipe="delayed")
+    model(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    whole = dict(fp8graph.backend_of(model).state_dict())
+    values: dict[str, Any] = saved.state_dict()
+    assert [*values] == ["layers.0", "layers.1", "backend"]
+    assert [*values["backend"]] == ["fp8graph.state_version"]
+    for layer in ("layers.0", "layers.1"):
+        assert {*values[layer]} == {name for name in whole if name.startswith(f"{layer}.")}
+    model, fresh = managed("inductor", recipe="delayed")
+    model.layers = nn.ModuleDict({"1": cast(Blocks, model).layers["1"]})
+    fresh.load_state_dict({name: dict(values[name]) for name in ("layers.1", "backend")})
+    found = fp8graph.backend_of(model).state_dict()
+    assert {*found} == {*values["layers.1"], *values["backend"]}
+    assert same_bits(found.values(), [whole[name] for name in found])
 
 
 def test_layers_whose_forward_is_replaced_keep_their_names() -> None:
@@ -159,7 +176,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("ranks")
     unsaved: dict[str, Any] = {"saved": False, "checkpointed": False}
     delayed = Run(fp8={"policy": BY_LAYER, **ARGUMENTS})
-    staged = Run(fp8={"recipe": "delayed", **ARGUMENTS}, pipeline=2, **unsaved)
+    staged = replace(delayed, layers=4, pipeline=2, checkpointed=False)
+    interleaved = replace(staged, schedule="Interleaved1F1B")
+    high: dict[str, Any] = {"fp8": None, "backend": "aot_eager", "saved": False}
     asked = {
         "bf16": (Run(backend="aot_eager"), "bf16"),
         "whole": (delayed, "whole"),
@@ -171,14 +190,19 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "deepseek": (Run(model="deepseek_v3", fp8=ARGUMENTS, **unsaved), "deepseek"),
         "parallel bf16": (Run(backend="aot_eager", tensor_parallel=2, **unsaved), "parallel bf16"),
         "parallel": (Run(fp8={"policy": BY_LAYER, **ARGUMENTS}, tensor_parallel=2, **unsaved), "parallel"),
-        "stages bf16": (Run(backend="aot_eager", pipeline=2, **unsaved), "stages bf16"),
+        "stages bf16": (replace(staged, **high), "stages bf16"),
+        "interleaved bf16": (replace(interleaved, **high), "interleaved bf16"),
         "stages": (staged, "stages"),
+        "stages, resumed": (staged, "stages"),
+        "interleaved": (interleaved, "interleaved"),
+        "interleaved, resumed": (interleaved, "interleaved"),
+        "interleaved, cut anew": (staged, "interleaved"),
         "inductor": (Run(layers=1, **unsaved), "inductor"),
         "inductor fp8": (Run(layers=1, fp8={}, **unsaved), "inductor fp8"),
     }
     calls: dict[str, Any] = {name: (trained, (run, str(folder / where))) for name, (run, where) in asked.items()}
-    calls["stages, saved"] = (refused, (replace(staged, saved=True), str(folder / "stages, saved")))
-    return run_ranks(run_each, 2, folder, calls, seconds=1500, collective_seconds=300)[0]
+    first, second = run_ranks(run_each, 2, folder, calls, seconds=1500, collective_seconds=300)
+    return first | {"other rank": second}
 
 
 @needs_torchtitan
@@ -233,13 +257,31 @@ def test_torchtitans_tensor_parallelism_gathers_fp8_under_full_names(runs: dict[
 
 @needs_torchtitan
 @pytest.mark.slow
-def test_torchtitans_pipeline_runs_in_fp8_and_its_scaling_state_is_not_saved_under_one_name(
-    runs: dict[str, Any],
-) -> None:
-    for found, expected in zip(runs["stages"]["losses"], runs["stages bf16"]["losses"], strict=True):
+@pytest.mark.parametrize("name", ["stages", "interleaved"])
+def test_torchtitans_pipelines_run_in_fp8_and_resume_bit_identically(runs: dict[str, Any], name: str) -> None:
+    for found, expected in zip(runs[name]["losses"], runs[f"{name} bf16"]["losses"], strict=True):
         assert abs(found - expected) < 0.002 * expected
-    assert {fqn.split(".")[1] for fqn, recipe in runs["stages"]["gemms"] if recipe == "delayed"} == {"0"}  # this rank's
-    assert 'Save and load each under a name of its own, here "fp8graph-stage0"' in runs["stages, saved"]
+    layers = {"stages": ("01", "23"), "interleaved": ("02", "13")}[name]
+    for of_rank, own in zip((runs, runs["other rank"]), layers, strict=True):
+        whole, resumed = of_rank[name], of_rank[f"{name}, resumed"]
+        assert {fqn.split(".")[1] for fqn, _ in whole["gemms"]} == {*own}
+        assert {fqn.split(".")[1] for fqn, recipe in whole["gemms"] if recipe == "delayed"} == {*own} - {"1"}
+        assert resumed["losses"] == whole["losses"][2:]
+        assert whole["state"].keys() == resumed["state"].keys()
+        assert same_bits(whole["state"].values(), resumed["state"].values())
+
+
+@needs_torchtitan
+@pytest.mark.slow
+def test_a_checkpoint_of_torchtitans_pipeline_goes_on_under_another_cut(runs: dict[str, Any]) -> None:
+    """Layers 0 and 2, 1 and 3 become 0 and 1, 2 and 3: the third step is the same, bit for bit."""
+    states: dict[str, dict[str, torch.Tensor]] = {}
+    for name in ("interleaved", "interleaved, cut anew"):
+        states[name] = {**runs[name]["state"], **runs["other rank"][name]["state"]}
+        assert runs[name]["losses"][-1] == runs["interleaved"]["losses"][2]
+    whole, anew = states.values()
+    assert whole.keys() == anew.keys()
+    assert same_bits(whole.values(), [anew[key] for key in whole])
 
 
 @needs_torchtitan

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import fp8graph
+from helpers import findings
 
 
 @dataclass
@@ -46,7 +45,8 @@ class Run:
     steps: int = 3
     checkpointed: bool = True  # activations, torchtitan's default
     tensor_parallel: int = 1  # ranks
-    pipeline: int = 1  # stages, one on each rank
+    pipeline: int = 1  # ranks
+    schedule: str = "1F1B"  # of the pipeline; "Interleaved1F1B" has two stages on each rank
     saved: bool = True  # a checkpoint is written after two steps
     exclude: list[str] = field(default_factory=list[str])  # from loading
 
@@ -68,8 +68,8 @@ def configured(run: Run) -> Any:
     config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.tensor_parallel_degree = run.tensor_parallel
     config.parallelism.pipeline_parallel_degree = run.pipeline
-    config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_microbatch_size = "1F1B", 1
-    config.training.local_batch_size = 2
+    config.parallelism.pipeline_parallel_schedule = run.schedule
+    config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = 1, 2
     config.compile = titan("config").CompileConfig(enable=True, backend=run.backend, components=["model"])
     config.checkpoint.enable, config.checkpoint.interval = run.saved, 2
     config.checkpoint.exclude_from_loading = run.exclude
@@ -125,7 +125,7 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     }
     pipeline = None
     if run.pipeline > 1:
-        pipeline, (model,), *_ = config.model_spec.pipelining_fn(
+        pipeline, parts, *_ = config.model_spec.pipelining_fn(
             model,
             **arguments,
             device=torch.device("cpu"),
@@ -134,20 +134,21 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
             loss_fn=_pair,
         )
     else:
-        model = config.model_spec.parallelize_fn(model, **arguments)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    optimizers = config.optimizer.build(model_parts=[model])
+        parts = [config.model_spec.parallelize_fn(model, **arguments)]
+    for place, part in enumerate(parts):
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        part.to_empty(device="cpu")
+        torch.manual_seed(place if pipeline is None else 10 * rank + place)  # the stages are parts of one model
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+    optimizers = config.optimizer.build(model_parts=parts)
     schedule = config.lr_scheduler.build(optimizers=optimizers, training_steps=10)
     state, losses = Steps(), list[float]()
     manager = config.checkpoint.build(
         dataloader=Steps(),
-        model_parts=[model],
+        model_parts=parts,
         optimizers=optimizers,
         lr_schedulers=schedule,
         states={"train_state": state},
@@ -158,7 +159,7 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     while state.step < run.steps:
         same = run.tensor_parallel * run.pipeline > 1  # data on all ranks
         generator = torch.Generator().manual_seed(10 * state.step + (0 if same else rank))
-        loss = _step(model, pipeline, torch.randint(0, 64, (2, 65), generator=generator))
+        loss = _step(parts[0], pipeline, torch.randint(0, 64, (2, 65), generator=generator))
         optimizers.step()
         schedule.step()
         optimizers.zero_grad()
@@ -168,17 +169,5 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     manager.close()
     found: dict[str, Any] = {"losses": losses}
     if run.fp8 is not None:
-        backend = fp8graph.backend_of(model)
-        found["gemms"] = sorted({(gemm.fqn, gemm.recipe) for gemm in backend.report.gemms}, key=str)
-        found["report"] = str(backend.report)
-        found["state"] = dict(backend.state_dict())
+        found |= findings(parts[0])
     return found
-
-
-def refused(rank: int, run: Run, folder: str) -> str:
-    """The message with which the checkpoint of a training ends."""
-    try:
-        trained(rank, run, folder)
-    except CheckpointException as error:
-        return str(error)
-    return ""
