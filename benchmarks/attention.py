@@ -44,26 +44,44 @@ class Embedded(nn.Module):
 
 def llama(layers: int, hidden: int, attention: str, device: torch.device) -> nn.Module:
     """Decoder layers with the proportions of Llama-3-8B (``hidden`` 4096) in bf16."""
-    from transformers import LlamaConfig, LlamaModel
+    from transformers import LlamaModel
+
+    with device:
+        model: Any = LlamaModel(_config(layers, hidden, 256, attention))
+    return Embedded(model.to(torch.bfloat16))
+
+
+def llama_with_head(layers: int, hidden: int, vocabulary: int, attention: str, device: torch.device) -> Any:
+    """:func:`llama` with embeddings and a head: tokens [batch, tokens] -> ``.logits``."""
+    from transformers import LlamaForCausalLM
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # in FP32 first, it would need twice the memory
+    try:
+        with device:
+            return LlamaForCausalLM(_config(layers, hidden, vocabulary, attention))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _config(layers: int, hidden: int, vocabulary: int, attention: str) -> Any:
+    from transformers import LlamaConfig
 
     if attention == CAUSAL:
         register_causal_attention()
     head = min(128, hidden // 4)
     settings: dict[str, Any] = {"attn_implementation": attention}  # not among the arguments that it declares
-    config = LlamaConfig(
+    return LlamaConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
         intermediate_size=hidden * 7 // 2,
         num_attention_heads=hidden // head,
         num_key_value_heads=hidden // head // 4,
-        vocab_size=256,
+        vocab_size=vocabulary,
         max_position_embeddings=8192,
         use_cache=False,
         **settings,
     )
-    with device:
-        model: Any = LlamaModel(config)
-    return Embedded(model.to(torch.bfloat16))
 
 
 class Linears(nn.Module):

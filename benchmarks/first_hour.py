@@ -5,6 +5,7 @@
     quant    bandwidth of the kernels that quantize          decode   one token, with and without CUDA graphs
     sweep    one linear, 256 ... 8192 tokens                 train    steps with fused AdamW
     host     host time of a call against layers (on any machine)
+    table    Llama-3-8B trained whole: tokens per second, memory, compile time, power; beside torchao
 
 Each measurement is one JSON line of FOLDER/<UTC time>.jsonl, written at once. What fails is a line, and the next goes
 on. The sections share the budget evenly; what one leaves, the others get. ``benchmarks.report`` makes tables of the
@@ -25,12 +26,12 @@ import torch
 import fp8graph
 from benchmarks import records
 from benchmarks.records import RESULTS, Run
-from benchmarks.sections import host, inference, limits, quantization, training
+from benchmarks.sections import host, inference, limits, quantization, training, whole
 
 SECTIONS: Final[dict[str, Callable[[Run], None]]] = {
     "facts": limits.facts, "gemm": limits.gemm, "quant": quantization.quant, "linears": training.linears,
     "layers": training.layers, "decode": inference.decode, "train": training.train, "sweep": training.sweep,
-    "host": host.host,
+    "host": host.host, "table": whole.table,
 }  # fmt: skip
 ANYWHERE: Final = ("host",)  # the others measure a GPU
 RECOMPILE_LIMIT: Final = 256  # contenders share one forward: with torch's 8 the ninth would run in eager, silently

@@ -45,6 +45,12 @@ def speedups(lines: Iterable[Line], section: str, weights: str = "kept") -> dict
     }
 
 
+def whole_speedups(lines: Iterable[Line]) -> dict[str, float]:
+    """Times as many tokens per second as bf16, per contender of ``table``."""
+    found = {line["contender"]: line["tokens_per_s"] for line in lines if "tokens_per_s" in line}
+    return {name: rate / found["bf16"] for name, rate in found.items()} if "bf16" in found else {}
+
+
 def is_profile(line: Line, section: str) -> bool:
     """Whether ``line`` has the kernels of a contender of ``section``, its weights kept."""
     alone = line["section"] == section and line.get("measure") == "alone"
@@ -102,6 +108,11 @@ def judge(lines: list[Line]) -> list[Goal]:
     goals.append(_over("stack, tensorwise over bf16", STACK_OVER_BF16, ours))
     ratio = ours / theirs if ours and theirs else None
     goals.append(_over("stack, tensorwise over torchao tensorwise", STACK_OVER_TORCHAO, ratio))
+    whole = whole_speedups(lines)
+    ours, theirs = whole.get("tensorwise"), whole.get("torchao tensorwise")
+    ratio = ours / theirs if ours and theirs else None
+    goals.append(_over("Llama-3-8B, tensorwise over bf16", STACK_OVER_BF16, ours))
+    goals.append(_over("Llama-3-8B, tensorwise over torchao tensorwise", STACK_OVER_TORCHAO, ratio))
     decoded = decoding(lines)
     for batch in sorted({batch for batch, _ in decoded}) or [1]:
         of_batch: dict[str, float] = {name: value for (b, name), value in decoded.items() if b == batch}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final
 
 import torch
@@ -124,6 +127,22 @@ def profile(run: Call, calls: int = 3, longest: int = LONGEST) -> dict[str, Any]
             run()
         synchronize()
     return kernels_of(recorded.key_averages(), calls, longest)
+
+
+@contextlib.contextmanager
+def power() -> Generator[list[float]]:
+    """Watts that the GPU draws meanwhile, five times a second; there at the end. Empty without nvidia-smi."""
+    watts: list[float] = []
+    if (tool := shutil.which("nvidia-smi")) is None:
+        yield watts
+        return
+    command = [tool, "--query-gpu=power.draw", "--format=csv,noheader,nounits", "-lms", "200"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        try:
+            yield watts
+        finally:
+            reader.terminate()
+            watts += [float(line) for line in reader.communicate()[0].split() if line.replace(".", "", 1).isdigit()]
 
 
 def allocated() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import plots, tables
-from benchmarks.goals import Line, speedups
+from benchmarks.goals import Line, speedups, whole_speedups
 from benchmarks.records import RESULTS, console
 
 ROOT: Final = Path(__file__).parent.parent
@@ -24,6 +24,7 @@ PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
 NO_GPU: Final = "Not run on a GPU yet: no GPU result exists, and no speed is claimed."
 COMPARED: Final = {"linears": "The linears of one layer", "layers": "Two Llama-3-8B layers"}
 OTHERS: Final[dict[str, tuple[str, Callable[[list[Line]], str]]]] = {
+    "table": ("Llama-3-8B, trained whole on one GPU", tables.whole),
     "decode": ("Decode", tables.decode),
     "train": ("Steps with fused AdamW", tables.train),
     "sweep": ("One linear, forward and backward", tables.sweep),
@@ -97,14 +98,16 @@ def _shown(pictures: Iterable[Path]) -> list[str]:
 
 def short(lines: list[Line]) -> str:
     """README's lines: the speedups of the recipes."""
-    columns = [speedups(lines, section) for section in COMPARED]
-    names = [name for name in columns[0] | columns[1] if "," not in name]  # no ablations
+    columns = {title: speedups(lines, section) for section, title in COMPARED.items()}
+    columns["Llama-3-8B, whole"] = whole_speedups(lines)
+    columns = {title: column for title, column in columns.items() if column}
+    names = list(dict.fromkeys(name for column in columns.values() for name in column if "," not in name))
     if not names:
         return "Not compared with bf16 on a GPU yet." if lines else NO_GPU
-    where = next(line["machine"] for line in lines if line["section"] in COMPARED)
+    where = next(line["machine"] for line in lines if line["section"] in (*COMPARED, "table"))
     head = f"Times as fast as bf16 with `torch.compile`, forward and backward, {where['gpu']}, torch {where['torch']}:"
-    rows = [(name, *(column.get(name) for column in columns)) for name in names]
-    return f"{head}\n\n{tables.table(('', *COMPARED.values()), rows)}"
+    rows = [(name, *(column.get(name) for column in columns.values())) for name in names]
+    return f"{head}\n\n{tables.table(('', *columns), rows)}"
 
 
 def blocks(folder: Path) -> dict[str, str]:

@@ -103,6 +103,21 @@ def decode(lines: list[Line]) -> str:
     return table(titles, rows)
 
 
+def whole(lines: list[Line]) -> str:
+    """A row per contender of ``table``."""
+    found = of_section(lines, "table", "tokens_per_s")
+    profiles = {line["contender"]: line["profile"] for line in of_section(lines, "table", "profile")}
+    plain = next((line["tokens_per_s"] for line in found if line["contender"] == "bf16"), None)
+    rows = [
+        (line["contender"], f"{line['tokens_per_s']:,.0f}", plain and line["tokens_per_s"] / plain,
+         f"{line['peak_mib']:,.0f}", f"{line['compile_s']:.1f}", line["watts"] and f"{line['watts']:.0f}",
+         f"{line['losses'][-1]:.4f}", (profiles.get(line["contender"]) or {}).get("launches"))
+        for line in found
+    ]  # fmt: skip
+    titles = ("", "tokens/s", "times bf16", "peak MiB", "first step's extra s", "W", "last loss", "launches")
+    return table(titles, rows)
+
+
 def train(lines: list[Line]) -> str:
     rows = [
         (line["contender"], line["wall_ms"], line["host_ms"], (line.get("profile") or {}).get("gpu_ms"),
@@ -156,9 +171,17 @@ def compile_time(results: dict[str, Any]) -> str:
 
 def left_out(lines: Iterable[Line]) -> Iterator[str]:
     """Rows of the parts that failed, were stopped or were skipped."""
-    told = ("contender", "variant", "scaling", "producer", "recipe", "options", "m", "n", "k", "tokens", "inputs")
+    named = ("contender", "variant", "scaling", "producer", "recipe", "options")
+    sized = ("m", "n", "k", "tokens", "inputs")
+    found: dict[tuple[str, str], list[str]] = {}
     for line in lines:
         for word in ("failed", "stopped", "skipped"):
             if word in line:
-                what = ", ".join(str(line[key]) for key in told if key in line)
-                yield f"* {line['section']} {what}: {word}: {str(line[word]).splitlines()[0][:200]}"
+                names, sizes = ([str(line[key]) for key in keys if key in line] for keys in (named, sized))
+                reason = str(line[word]).splitlines()[0]
+                case = f"{line['section']} {', '.join(names)}".rstrip(), f"{word}: {reason[:100]}"
+                found.setdefault(case, []).append(" x ".join(sizes) + (reason[100:200] if not sizes else ""))
+    for (what, reason), cases in found.items():
+        sizes = [case for case in cases if case]
+        where = f" ({', '.join(sizes[:3])}{', ...' if len(sizes) > 3 else ''})" if " x " in "".join(sizes) else ""
+        yield f"* {what}: {reason}{'' if where else cases[0]}{where}"

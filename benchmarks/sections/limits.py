@@ -60,7 +60,6 @@ def fp8_gemm(
     *,
     dtype: torch.dtype = E4M3,
     tiles_of_b: bool = True,
-    aligned: bool = True,
 ) -> Callable[[], Any]:
     """The same two in FP8, by torch's own op and with the layouts that ``numerics.scaled_mm`` gives it.
 
@@ -68,13 +67,11 @@ def fp8_gemm(
         fast: accumulate inside the tensor cores, in fewer bits.
         dtype: of a.
         tiles_of_b: under block scaling: 128x128, as weights have them; False: 1x128, as in wgrad.
-        aligned: False: scales at addresses that are multiples of 4 bytes only, like those in a page of delayed scaling.
     """
     pairs = [(fp8_data(m, k, dtype=dtype), fp8_data(n, k)) for _ in range(2)]
     tiles = -(-k // 128)
     if scaling == "tensor":
-        page = torch.ones(8, device=DEVICE)
-        scales = (torch.ones((), device=DEVICE),) * 2 if aligned else (page[1:2], page[3:4])
+        scales = (torch.ones((), device=DEVICE),) * 2
     elif scaling == "row":
         scales = torch.ones(m, 1, device=DEVICE), torch.ones(1, n, device=DEVICE)
     else:
@@ -98,8 +95,6 @@ def variants(m: int, n: int, k: int) -> Iterator[tuple[str, Callable[[], Callabl
     if m % 4 == 0:
         yield "block 1x128, 128x128", lambda: fp8_gemm(m, n, k, "block", False)
         yield "block 1x128, 1x128", lambda: fp8_gemm(m, n, k, "block", False, tiles_of_b=False)
-    if m <= 2048:
-        yield "tensor fast, scales aligned to 4 bytes", lambda: fp8_gemm(m, n, k, "tensor", True, aligned=False)
 
 
 def gemm(run: Run) -> None:

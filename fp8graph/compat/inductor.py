@@ -230,6 +230,24 @@ def lower_to_stored(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(stored)
 
 
+def lower_to_join(op: Any) -> None:
+    """``op(parts, dim)`` is their ``torch.cat``; each part that takes arithmetic is computed by its own loop."""
+
+    def join(parts: Sequence[Any], dim: int) -> Any:
+        if parts[0].get_device().type == "cpu" or not any(map(_is_computed, parts)):
+            return lowerings[torch.ops.aten.cat.default](parts, dim)
+        return ir.TensorBox(ir.ConcatKernel.create(parts, dim % len(parts[0].get_size())))
+
+    register_lowering(op, type_promotion_kind=None)(join)
+
+
+def _is_computed(x: Any) -> bool:
+    """Whether ``x`` is an expression that is not in memory, and more than a cast."""
+    while isinstance(x, (ir.TensorBox, ir.StorageBox, ir.BaseView)):
+        x = x.data
+    return isinstance(x, ir.Pointwise) and x.inner_fn_opcount().num_ops > 2
+
+
 def lower_to_exact_quotient(op: Any) -> None:
     """``op(a, b)`` is a / b, elementwise, one IEEE division on every device."""
 

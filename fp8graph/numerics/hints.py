@@ -6,6 +6,7 @@ On a CPU and in eager mode, none of them changes a number.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -18,6 +19,9 @@ _library: Final = torch.library.Library("fp8graph_hints", "DEF")
 _library.define("materialize(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 _library.impl("materialize", torch.clone, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::materialize", torch.empty_like, lib=_library)
+_library.define("join(Tensor[] parts, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("join", torch.cat, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_hints::join", torch.cat, lib=_library)
 _library.define("divide(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
 _library.impl("divide", torch.div, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
@@ -46,6 +50,15 @@ def materialize(x: Tensor) -> Tensor:
     that ``_scaled_mm`` reads from memory, and would store the tensor for each of them.
     """
     return torch.ops.fp8graph_hints.materialize(x)
+
+
+def join(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """``torch.cat(parts, dim)``, each part computed by a loop of its own size, where it is computed at all.
+
+    Inductor gives a ``cat`` one loop in which each element computes all parts, and selects: on an H200 the rotary
+    embedding's backward took 0.60 ms for q, k and v of Llama-3-8B with 8192 tokens, and bf16's two loops take 0.23 ms.
+    """
+    return torch.ops.fp8graph_hints.join(list(parts), dim)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -78,5 +91,6 @@ def visible(x: Tensor) -> Tensor:
 
 inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
 inductor.lower_to_stored(torch.ops.fp8graph_hints.materialize.default)
+inductor.lower_to_join(torch.ops.fp8graph_hints.join.default)
 inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
 inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

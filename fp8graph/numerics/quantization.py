@@ -29,6 +29,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8graph.numerics import hints
 from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
 from fp8graph.numerics.hints import divide, materialize
@@ -102,7 +103,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     kind, dim, offs = SCALINGS[asked.scaling], asked.dim, asked.offs
     parts, group = asked.parts, None if asked.offs is None else group_of_rows(asked.offs, asked.x.shape[0])
     if any(part.shape != asked.x.shape for part in parts) or (asked.row_scaled and len(parts) > 1):
-        parts = [torch.cat(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
+        parts = [hints.join(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
     if offs is None or group is None:
         shared = kind.shared(parts, asked)
     else:
