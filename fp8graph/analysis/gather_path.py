@@ -32,7 +32,7 @@ class Path:
 
     gathered: fx.Node  # the all-gather
     waited: fx.Node
-    steps: Sequence[fx.Node]  # ops from there to the tensor, in order, without casts
+    steps: Sequence[fx.Node]  # ops from there to the tensor, in order, without casts and views of the same shape
     casts: Sequence[torch.dtype]  # on the way, in order
     nodes: frozenset[fx.Node]  # all of them
 
@@ -76,6 +76,8 @@ def path_of(tensor: fx.Node) -> Path | None:
             return Path(gathered=gathered, waited=node, steps=steps[::-1], casts=casts[::-1], nodes=all_nodes)
         if node.target is _CAST:
             casts.append(cast(torch.dtype, node.args[1]))
+        elif _changes_nothing(node):
+            pass
         elif node.target is aten.cat.default:
             parts = _parts_of_one_split(node)
             if parts is None:
@@ -90,6 +92,14 @@ def path_of(tensor: fx.Node) -> Path | None:
             return None
         node = cast(fx.Node, node.args[0])
     return None
+
+
+def _changes_nothing(node: fx.Node) -> bool:
+    """Whether ``node`` is a view of all of its first argument in the same shape, as DTensor leaves them."""
+    if node.target not in (*_VIEWS, aten.slice.Tensor):
+        return False
+    before, after = value(cast(fx.Node, node.args[0])).shape, value(node).shape
+    return len(before) == len(after) and all(map(known_equal, before, after))
 
 
 def keeps_rows(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 import fp8graph
 import parallelism
 from fp8graph import Policy
-from gathers import Rows, Sequence, Sharded, Turned, reasons_of, report_of
+from gathers import Rows, Sequence, Sharded, Turned, gather, reasons_of, report_of
 from generated import OF_ONE_INDUCTOR
 from helpers import brief, first_fast
 
@@ -96,6 +96,20 @@ def test_square_tiles_travel_once_for_both_directions() -> None:
     report = report_of(Sharded().bfloat16(), torch.randn(32, 128).bfloat16(), "blockwise")
     sent = [(c.dtype, c.shape) for c in report.collectives if c.kind == "all_gather"]
     assert sent == [("uint8", (128, 128)), ("float32", (1, 1))]
+
+
+def test_views_of_the_whole_in_the_same_shape_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DTensor takes all rows of a gathered weight, and views them as they are."""
+
+    def sliced(x: Any, dim: int) -> Any:
+        whole = gather(x, dim)
+        return torch.ops.aten.slice.Tensor(whole, 0, 0, whole.shape[0]).view(whole.shape)
+
+    monkeypatch.setattr("gathers.gather", sliced)
+    for recipe in ("tensorwise", "blockwise"):
+        report = report_of(Sharded().bfloat16(), torch.randn(32, 128).bfloat16(), recipe)
+        assert "aten.slice" in report.graphs[0].before
+        assert reasons_of(report)[0] == "quantized before it is sent, 32768 bytes otherwise"
 
 
 def test_a_shard_of_a_weight_is_kept_in_fp8() -> None:
