@@ -64,6 +64,7 @@ class Known:
     subgraph: bool = False  # the body of a higher-order op
     training: bool = False  # the graph has a backward
     amax_group: str | None = None  # name of the group over which amaxes are reduced; None: this rank alone
+    reduces_in_graph: bool = False  # amaxes, by collectives of the graph; else after the step
     records_amaxes: bool = True  # False: gradients are off, and scales are read but never changed
     spares: SpareInputs = field(default_factory=SpareInputs)  # inputs that passes can take; counts how many they want
 

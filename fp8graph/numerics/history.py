@@ -88,6 +88,16 @@ def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:
     return torch.where(torch.arange(page.shape[1], device=page.device) == HEADER, staged, page)
 
 
+def largest_to_send(amaxes: Sequence[Tensor]) -> Tensor:
+    """[tensors]: the largest number of each, for a reduction over ranks."""
+    return without_nan(_largest(amaxes))
+
+
+def without_nan(amaxes: Tensor) -> Tensor:
+    """NaN becomes inf, which survives any reduction: a step that overflowed on one rank is recorded on none."""
+    return torch.where(amaxes <= FLT_MAX, amaxes, torch.inf)
+
+
 def _largest(amaxes: Sequence[Tensor]) -> Tensor:
     """[tensors]: the largest number of each. Tensors of one length are reduced by one kernel."""
     positions: dict[Any, list[int]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
-import torch
 from torch import Tensor, fx
 
 from fp8graph.backend.coverage import check_records
@@ -13,7 +12,7 @@ from fp8graph.backend.dynamo_graph import module_classes
 from fp8graph.backend.inductor_passes import JointPass, LowerPass, TooFewInputs, add_spare_inputs
 from fp8graph.compat import aot
 from fp8graph.compat.fakes import fake_values
-from fp8graph.errors import ConfigError, UnsupportedRecipeError, expect
+from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.extra_inputs import SpareInputs
 from fp8graph.ir.naming import Parameter
@@ -31,12 +30,14 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
-from fp8graph.recipes import Recipe, RecipeLike
+from fp8graph.recipes import Recipe, RecipeLike, autocast
 from fp8graph.report import Report
 from fp8graph.runtime.policies import Policies, PolicyLike
+from fp8graph.runtime.rank_groups import agree
 
 _SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears")
 _WHOLE: Final = (aten.linear.default, aten.matmul.default, aten.einsum.default)  # matmuls before decomposition
+_HOOKS: Final = ("fsdp", "c10d")  # namespaces of the ops that FSDP2's hooks run
 _ENGINE: Final = "autograd_backward"  # the autograd engine's mark in a node's metadata
 _MODULE: Final = "module_fqn"  # in node.meta["custom"]: the module, as torchtitan and others annotate it
 
@@ -57,6 +58,9 @@ def rewrite(
     of the same ops, and of quantizations and FP8 GEMMs as ops of fp8graph. It runs as it is; partition it, and then
     :func:`lower` each part. The given graph is not changed.
 
+    On several ranks all of them call this, with the same graph: FP8 is gathered, and amaxes are reduced, by collectives
+    in it. ``fp8graph.autocast(amax_reduction_group=...)`` around the call names the ranks, if these are not all.
+
     Args:
         graph_module: nodes of backward are known by what AOTAutograd (``partitioner_tag``) or the autograd engine
             (``autograd_backward``; not on torch 2.11) left in their metadata. Without both, all is taken for
@@ -74,8 +78,9 @@ def rewrite(
         checkpoints. The graph's ``meta["fp8graph_report"]`` is a :class:`Report`.
 
     Raises:
-        ConfigError: (a ``ValueError``) for arguments that cannot be used, or a graph that is not decomposed.
-        UnsupportedRecipeError: for a recipe whose state is reduced over ranks, which only a backend can do.
+        ConfigError: (a ``ValueError``) for arguments that cannot be used, or a graph that is not decomposed or has
+            the collectives of FSDP2's hooks.
+        PolicyError: the other ranks have another policy, or other tensors with scales that are reduced.
     """
     expect("rewrite", "graph_module", graph_module, fx.GraphModule, "a torch.fx.GraphModule")
     _check(graph_module, inputs, names)
@@ -88,7 +93,7 @@ def rewrite(
     if policies.scheduled is not None:
         raise ConfigError("rewrite(policy=...): it has a schedule, and a graph no steps. Pass policy.at_step(step).")
     resolved, identity = policies.now.of(tuple(families_of([*module_classes(graph_module)])))
-    _check_ranks(resolved.recipes())
+    group = autocast.amax_group()
     parameters = {i: Parameter(source=name, index=i, bound=name) for i, name in enumerate(names) if name is not None}
     spares = 0
     while True:
@@ -102,6 +107,8 @@ def rewrite(
             parameters=parameters,
             training=training,
             records_amaxes=training,
+            amax_group=group,
+            reduces_in_graph=True,
             spares=SpareInputs(indices=range(len(inputs), len(inputs) + spares)),
         )
         joint = JointPass(known, None, check=check_records if asked.strict else None)
@@ -110,6 +117,8 @@ def rewrite(
             break
         except TooFewInputs as found:
             spares = found.wanted
+    if group is not None:
+        agree("\n".join(_decided(policies, asked, resolved.recipes(), joint)), group, "rewriting")
     _restore(graph_module.graph, module.graph)
     module.recompile()
     view = joint.view(f"{type(graph_module).__name__} {'training' if training else 'inference'}", identity)
@@ -120,7 +129,7 @@ def rewrite(
     return module, [x for each in joint.findings.extra_inputs for x in each.initial()]
 
 
-def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
+def lower(graph_module: fx.GraphModule, state: Sequence[Tensor] = ()) -> fx.GraphModule:
     """Replace quantizations and FP8 GEMMs in a rewritten graph by aten ops, which Inductor fuses.
 
     Ops of fp8graph remain where they tell Inductor what to keep in memory, and, on a CPU, in products of FP8 numbers.
@@ -130,12 +139,15 @@ def lower(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     Args:
         graph_module: of :func:`rewrite`, or a part of it. It is not changed.
+        state: the tensors that :func:`rewrite` returned, for a caller that passes no more inputs than before. The
+            result keeps them as buffers, in place of its last inputs, and updates them: all of it must be one graph.
 
     Raises:
-        ConfigError: (a ``ValueError``) for something that is not a graph.
+        ConfigError: (a ``ValueError``) for something that is not a graph, or a state that is not of this one.
     """
     expect("lower", "graph_module", graph_module, fx.GraphModule, "a torch.fx.GraphModule")
     module = _copy(graph_module, (), 0)
+    _keep(module, state)
     LowerPass("")(module.graph)
     module.recompile()
     return module
@@ -154,19 +166,46 @@ def _check(graph_module: fx.GraphModule, inputs: Sequence[Any], names: Sequence[
             f"rewrite: node {whole.name} is {whole.target}, which passes do not read. Decompose the graph first: "
             "ExportedProgram.run_decompositions(), or trace it with make_fx or aot_export_joint_with_descriptors."
         )
+    if hook := next((node for node in graph_module.graph.nodes if _space(node) in _HOOKS), None):
+        raise ConfigError(
+            f"rewrite: node {hook.name} is {hook.target}, with which FSDP2's hooks gather into memory of their own. "
+            "Passes cannot tell when weights are there. Trace a model whose gathers are functional collectives "
+            "(DTensors that are redistributed, as torchtitan's simple_fsdp does), or compile its layers with "
+            'backend="fp8graph", which gathers in FP8 under FSDP2.'
+        )
     if any(DECIDED_KEY in node.meta for node in graph_module.graph.nodes):
         raise ConfigError("rewrite: this graph was rewritten before. Pass the graph as it was traced.")
 
 
-def _check_ranks(recipes: Iterable[Recipe]) -> None:
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    for recipe in recipes:
-        if recipe.has_state and recipe.reduces_amax and ranks > 1:
-            raise UnsupportedRecipeError(
-                f"rewrite: the recipe {recipe.name} reduces its amaxes over {ranks} ranks after each step, which a "
-                "graph alone does not do. Pass DelayedScaling(reduce_amax=False), where each rank has scales of its "
-                "own, or a recipe without a state, such as tensorwise."
-            )
+def _decided(policies: Policies, settings: Settings, recipes: Iterable[Recipe], joint: JointPass) -> list[str]:
+    """All that decides which collectives a rewritten graph has, line by line, for a comparison with other ranks."""
+    lines = [*policies.lines(), *(f"{name} {value}" for name, value in settings.decisions().items())]
+    rows = (joint.records or ()) if any(recipe.reduces_amax for recipe in recipes) else ()
+    return lines + [f"{row.name} {row.gemm} {row.recipe}" for row in rows]
+
+
+def _keep(module: fx.GraphModule, state: Sequence[Tensor]) -> None:
+    """Let the module have the tensors of its last inputs as buffers."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    taken = [node for node in placeholders if TAKEN_KEY in node.meta]
+    if state and [node.meta["val"].shape for node in taken] != [x.shape for x in state]:
+        raise ConfigError(
+            f"lower(state=...): {len(state)} tensors, and the graph takes {len(taken)} inputs of scaling state. Pass "
+            "the list that rewrite returned with this graph."
+        )
+    for index, (node, tensor) in enumerate(zip(taken, state, strict=False)):
+        name = f"fp8graph_state_{index}"
+        module.register_buffer(name, tensor, persistent=False)
+        with module.graph.inserting_after(placeholders[-1]):
+            kept = module.graph.get_attr(name)
+        kept.meta = dict(node.meta)
+        node.replace_all_uses_with(kept)
+        module.graph.erase_node(node)
+
+
+def _space(node: fx.Node) -> str:
+    """The namespace of the op of a node."""
+    return str(getattr(node.target, "namespace", ""))
 
 
 def _copy(given: fx.GraphModule, inputs: Sequence[Any], spares: int) -> fx.GraphModule:

@@ -8,11 +8,14 @@
 
     with several ranks                          ->      new = stage_amaxes(page, [qx.amax, qw.amax])
 
+    in a graph without a backend behind it      ->      a = wait(all_reduce([qx.amax, qw.amax], "max", group))
+                                                        new = update_page(page, [a[0], a[1]], ...)
+
 A page is a graph input (``numerics/history.py``); a graph has one per recipe, FP8 type and direction, normally one for
-forward and one for backward. With several ranks, the staged amaxes are reduced after the step
-(``amax_reduction.py``). Forward's scales are saved for backward, since the page changes at the end of forward.
-Backward reads its page when it runs, so that several forwards may come before it. With too few spare inputs the graph
-is not changed; it is traced again with enough of them.
+forward and one for backward. With several ranks, the staged amaxes are reduced after the step (``amax_reduction.py``);
+or in the graph, by one all-reduce per page, where nothing runs after a step. Forward's scales are saved for backward,
+since the page changes at the end of forward. Backward reads its page when it runs, so that several forwards may come
+before it. With too few spare inputs the graph is not changed; it is traced again with enough of them.
 
 The ops, beside those of ``ir/ops.py``:
 
@@ -36,11 +39,21 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8graph.ir import ops
+from fp8graph.ir import collectives, ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
-from fp8graph.ir.nodes import CACHED_KEY, USES_KEY, aten, in_order, is_backward, nodes, runs_without_gradients, value
+from fp8graph.ir.nodes import (
+    CACHED_KEY,
+    PURPOSE_KEY,
+    USES_KEY,
+    aten,
+    in_order,
+    is_backward,
+    nodes,
+    runs_without_gradients,
+    value,
+)
 from fp8graph.ir.ops import define
 from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.ir.sites import Foreseen, Use
@@ -48,6 +61,7 @@ from fp8graph.ir.weight_graphs import WeightGraph
 from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, GEMMS, DelayedScaling, OperandName
 
+ONE_SCALE: Final = "delayed scaling has one scale on all ranks"  # why amaxes are reduced
 _WITH_PAGES: Final[tuple[OperandName, ...]] = ("input", "grad_output")
 
 
@@ -149,7 +163,7 @@ def has_state(graph: fx.Graph, compilation: Compilation) -> bool:
 
 def _takes_part(known: Known) -> bool:
     """Whether the graph takes part in reductions: whoever trains under a recipe that reduces amaxes, and has others."""
-    reduces = any(recipe.reduces_amax for recipe in known.recipes)
+    reduces = any(recipe.reduces_amax for recipe in known.recipes) and not known.reduces_in_graph
     return known.records_amaxes and known.amax_group is not None and reduces
 
 
@@ -181,6 +195,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             if entry is None:
                 entries.append(entry := _Entry(rows))
             entry.users.append(node)
+    in_graph = compilation.known.reduces_in_graph
     layouts = [
         PageLayout(
             number=number,
@@ -189,7 +204,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             backward=backward,
             device=device,
             rows=tuple(tuple(c.rows) for c in entries),
-            group=compilation.known.amax_group if recipe.reduce_amax else None,
+            group=compilation.known.amax_group if recipe.reduce_amax and not in_graph else None,
         )
         for number, ((recipe, fp8_max, backward, device), entries) in enumerate(pages.items())
     ]
@@ -199,6 +214,8 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
         update = _connect(graph, page, layout, entries, record=compilation.known.records_amaxes)
         if update is not None:
+            if in_graph and layout.recipe.reduce_amax and compilation.known.amax_group is not None:
+                _reduce(graph, update, compilation.known.amax_group)
             _record(graph, update)
     if _takes_part(compilation.known):
         compilation.extra_inputs.append(TakesPart())
@@ -237,6 +254,18 @@ def _connect(
         if None in amaxes:
             zero = insert(graph, aten.new_zeros.default, (page, []), like=first, name="not_seen")
     return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
+
+
+def _reduce(graph: fx.Graph, update: _Update, group: str) -> None:
+    """Let the amaxes be the largest of all ranks, which have the same graph."""
+    with _at_the_end(graph, update.like):
+        body = trace(lambda *amaxes: history.largest_to_send(amaxes), update.amaxes)
+        packed = inline(graph, body, update.amaxes, like=update.like)
+        sent = insert(graph, collectives.ALL_REDUCE, (packed, "max", group), like=update.like)
+        sent.meta[PURPOSE_KEY] = ONE_SCALE
+        reduced = insert(graph, collectives.WAIT, (sent,), like=update.like, name="reduced_amaxes")
+        places = range(len(update.amaxes))
+        update.amaxes = [insert(graph, aten.select.int, (reduced, 0, place), like=update.like) for place in places]
 
 
 def _record(graph: fx.Graph, update: _Update) -> None:

@@ -36,7 +36,7 @@ from fp8graph.compat import distributed, ops
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.numerics import history
-from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales import ONE_SCALE, PageLayout
 from fp8graph.recipes import DelayedScaling, has_code
 from fp8graph.records import CollectiveRecord
 from fp8graph.runtime.contents import sent_to_host
@@ -112,7 +112,7 @@ class Reduction:
             shape=(count,),
             ranks=self.ranks,
             bytes_sent=collectives.bytes_sent("all_reduce", 4 * count, self.ranks),
-            reason="delayed scaling has one scale on all ranks",
+            reason=ONE_SCALE,
         )
 
     def _news(self, head: Tensor, step: int) -> bool:
@@ -137,9 +137,7 @@ class Reduction:
         known = [name for name in names if name in self.order]
         packed[0], packed[1], packed[2] = float(len(known) < len(names)), step, -step
         if known:
-            staged = torch.cat([page.tensor[:, history.HEADER].to(device) for page in pages])
-            # NaN becomes inf, which survives any reduction: a step that overflowed on one rank is recorded on none
-            staged = torch.where(staged <= torch.finfo(torch.float32).max, staged, torch.inf)
+            staged = history.without_nan(torch.cat([page.tensor[:, history.HEADER].to(device) for page in pages]))
             rows, places = self._places(pages, device)
             packed.index_copy_(0, places, staged[rows])
         dist.all_reduce(packed, dist.ReduceOp.MAX, group=distributed.process_group(self.group))

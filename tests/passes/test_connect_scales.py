@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import history
 from gathers import two_ranks
-from helpers import MLP, Weight, around, brief, eager_backend, first_fast, inputs_of, view_of
+from helpers import MLP, Weight, around, brief, eager_backend, first_fast, inputs_of, joint, view_of
 
 RECIPE = DelayedScaling(amax_history_len=4, margin=1)
 
@@ -176,3 +177,28 @@ def test_amaxes_are_staged_where_ranks_reduce_them(reduced: bool, op: str) -> No
     text = view.stages["connect_scales"]
     found = re.findall(r"fp8graph\.(?:stage_amaxes|update_page)\(", text)
     assert found == [op] * 2  # forward, backward
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_amaxes_are_reduced_in_a_graph_that_no_backend_runs() -> None:
+    module, x = Weight(lambda w, x: x @ w.T, 48, 32), torch.randn(16, 32)
+    graph = joint(module, x.clone().requires_grad_())
+    with two_ranks():
+        rewritten, _ = fp8graph.rewrite(graph, [module.w, x, torch.randn(16, 48)], ["w"], recipe="delayed")
+    (view,) = rewritten.meta["fp8graph_report"].graphs
+    text = re.sub(r": \S+\[[\d, ]*\] =", " =", view.stages["connect_scales"])
+    text = re.sub(r"max, \w+\)", "max, group)", text)
+    for lines in (
+        """
+        all_reduce_default = _c10d_functional.all_reduce(where, max, group)
+        reduced_amaxes = _c10d_functional.wait_tensor(all_reduce_default)
+        select_int = aten.select.int(reduced_amaxes, 0, 0)
+        select_int_1 = aten.select.int(reduced_amaxes, 0, 1)
+        updated_page = fp8graph.update_page(fp8graph_input_0, amaxes=[select_int, select_int_1], fp8_max=448.0,""",
+        """
+        all_reduce_default_1 = _c10d_functional.all_reduce(where_1, max, group)
+        reduced_amaxes_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
+        select_int_2 = aten.select.int(reduced_amaxes_1, 0, 0)
+        updated_page_1 = fp8graph.update_page(fp8graph_input_1, amaxes=[select_int_2], fp8_max=57344.0,""",
+    ):
+        assert textwrap.dedent(lines) in text

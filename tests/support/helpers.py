@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import io
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -150,6 +152,13 @@ def graph_inputs_for(graph: fx.Graph, args: Iterable[Any]) -> list[Any]:
 def traced(function: Any, *shapes: tuple[int, ...]) -> fx.Graph:
     """``function`` of FP32 tensors of those shapes as an aten graph, with fake values."""
     return make_fx(function, select_decomp_table(), tracing_mode="fake")(*map(torch.empty, shapes)).graph
+
+
+def joint(model: nn.Module, x: Tensor) -> fx.GraphModule:
+    """Forward and backward in one graph, as torch exports them: parameters, ``x`` and the gradient of the result."""
+    with contextlib.ExitStack() as stack:
+        found = aot_export_joint_with_descriptors(stack, model, (x,), decompositions=select_decomp_table())
+        return found.graph_module
 
 
 def eager_backend(policy: Any = ALL, *, cache_weights: Any = False, **kwargs: Any) -> fp8graph.Backend:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import re
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,7 +16,8 @@ import fp8graph
 from fp8graph import Backend, ConfigError, Policy, Rule
 from fp8graph.compat.inductor import select_decomp_table
 from fp8graph.ir.ops import REFERENCE
-from helpers import MLP, RECIPES, first_fast, rounding_to_nearest, same_bits
+from gathers import two_ranks
+from helpers import MLP, RECIPES, first_fast, joint, rounding_to_nearest, same_bits
 
 
 class Layers(nn.Module):
@@ -32,13 +31,6 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def joint(model: nn.Module, x: Tensor) -> fx.GraphModule:
-    """Forward and backward in one graph, as torch exports them: parameters, ``x`` and the gradient of the result."""
-    with contextlib.ExitStack() as stack:
-        found = aot_export_joint_with_descriptors(stack, model, (x,), decompositions=select_decomp_table())
-        return found.graph_module
 
 
 def traced(model: nn.Module) -> tuple[fx.GraphModule, list[Tensor], list[str]]:
@@ -200,11 +192,24 @@ def test_graphs_that_cannot_be_rewritten_are_refused() -> None:
         fp8graph.lower(None)  # pyright: ignore[reportArgumentType]
 
 
-def test_scales_that_ranks_share_are_refused_by_the_name_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amaxes_are_reduced_over_ranks_by_collectives_in_the_graph() -> None:
     graph, inputs, names = one()
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(fp8graph.UnsupportedRecipeError, match="the recipe delayed reduces its amaxes over 2 ranks"):
-        fp8graph.rewrite(graph, inputs, names, recipe="delayed")
-    alone = fp8graph.DelayedScaling(reduce_amax=False)
-    assert len(fp8graph.rewrite(graph, inputs, names, recipe=alone)[1]) == 2
+    with two_ranks():
+        shared, _ = fp8graph.rewrite(graph, inputs, names, recipe="delayed")
+        alone, _ = fp8graph.rewrite(graph, inputs, names, recipe=fp8graph.DelayedScaling(reduce_amax=False))
+    rows = [(row.kind, row.direction, row.shape) for row in shared.meta["fp8graph_report"].collectives]
+    assert rows == [("all_reduce", "forward", (4,)), ("all_reduce", "backward", (2,))]  # gate and up are fused
+    assert not alone.meta["fp8graph_report"].collectives
+
+
+def test_a_lowered_graph_keeps_its_state_and_refuses_that_of_another() -> None:
+    graph, inputs, names = one()
+    rewritten, state = fp8graph.rewrite(graph, inputs, names, recipe="delayed")
+    kept = [page.clone() for page in state]
+    alone, lowered = fp8graph.lower(rewritten, kept), fp8graph.lower(rewritten)
+    with torch.no_grad():
+        for _ in range(2):
+            assert same_bits(lowered(*inputs, *state), alone(*inputs))
+    assert same_bits(state, kept)
+    with pytest.raises(ConfigError, match="1 tensors, and the graph takes 2 inputs of scaling state. Pass the list"):
+        fp8graph.lower(rewritten, state[:1])
