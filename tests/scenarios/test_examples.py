@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 ON_RANKS = {"ddp", "fsdp2", "pipeline", "tensor_parallel"}  # started by torchrun
 # by python; the others run in this process, which has imported torch and transformers. Trainers keep their own state.
 IN_A_PROCESS = ON_RANKS | {"lightning_module", "rl_loop", "trainer"}
-LINES = dict.fromkeys(ON_RANKS, 80) | {"rl_loop": 135}  # at most; the others 50
+LINES = dict.fromkeys(ON_RANKS, 80) | {"rl_loop": 135, "ray_train": 65, "trl_grpo": 60}  # at most; the others 50
 # torch 2.11 first runs the stage without gradients, for its shapes: a graph of its own
 OF_A_STAGE = (
     r"42 of 45 GEMMs in FP8, \d+ % of their FLOPs, in 1 graph"
@@ -53,7 +53,10 @@ def test_every_example_is_run_and_named() -> None:
     files = sorted((ROOT / "examples").glob("*.py"))
     assert [file.stem for file in files] == sorted(SAYS)
     readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    for file in files:
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    by_hosts = sorted((ROOT / "examples" / "trainers").glob("*.py"))  # their tests run the page's commands
+    assert [file.name for file in by_hosts if f"examples/trainers/{file.name}\n```" not in page] == []
+    for file in files + by_hosts:
         assert file.name in readme
         assert len(file.read_text(encoding="utf-8").splitlines()) <= LINES.get(file.stem, 50), file
 

@@ -273,6 +273,11 @@ def same_bits(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
     return all(x.dtype == y.dtype and torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
 
 
+def distance(losses: Iterable[float], expected: Iterable[float]) -> float:
+    """The largest relative difference of two runs' losses."""
+    return max(abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True))
+
+
 def counted_passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Gets one entry each time the passes run over a graph."""
     runs: list[int] = []

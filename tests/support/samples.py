@@ -68,11 +68,14 @@ class Sample:
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * (self.line - 1) + self.code, str(self.page), "exec"), namespace)
         if self.output is not None and torch_version() >= SHOWN_BY:
-            wanted, found = (
-                "\n".join(map(str.rstrip, text.splitlines())) for text in (self.output, printed.getvalue())
-            )
-            same = doctest.OutputChecker().check_output(wanted + "\n", found.rstrip() + "\n", doctest.ELLIPSIS)
-            assert same, f"{self.place} prints\n{found}\nand the page shows\n{wanted}"
+            found = printed.getvalue().rstrip()
+            assert same_output(self.output, found), f"{self.place} prints\n{found}\nand the page shows\n{self.output}"
+
+
+def same_output(wanted: str, found: str) -> bool:
+    """Whether a program printed what a page shows, with "..." for any text; spaces at the end of lines do not count."""
+    wanted, found = ("\n".join(map(str.rstrip, text.rstrip().splitlines())) + "\n" for text in (wanted, found))
+    return doctest.OutputChecker().check_output(wanted, found, doctest.ELLIPSIS)
 
 
 @pytest.fixture
