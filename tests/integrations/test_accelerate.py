@@ -89,7 +89,7 @@ def test_wrong_set_ups_have_the_messages_of_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_the_output_of_its_command() -> None:
-    run_commands("accelerate, Trainer, TRL")
+    run_commands("accelerate, Trainer")
 
 
 BY_LAYER = {
@@ -178,7 +178,7 @@ TorchDynamoPlugin(backend="fp8grph")
 def test_accelerate_takes_the_command_of_the_page() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    (command,) = re.findall(r"`accelerate launch ([^`]*)`", section("accelerate, Trainer, TRL"))
+    (command,) = re.findall(r"`accelerate launch ([^`]*)`", section("accelerate, Trainer"))
     found = launch_command_parser().parse_args(command.split())
     assert (found.use_fsdp, found.fsdp_version, found.dynamo_backend) == (True, "2", None)
 
