@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -176,6 +177,7 @@ def in_turns(run: Run, section: str, steps: Mapping[tuple[str, str], Callable[[]
 def fresh() -> Any:
     """Nothing of another contender: Dynamo's caches and free memory."""
     torch._dynamo.reset()
+    gc.collect()  # compiled modules are in cycles: their memory would count as the next contender's
     torch.manual_seed(0)
     yield
     if DEVICE.type == "cuda":

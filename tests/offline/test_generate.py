@@ -25,6 +25,7 @@ from generated import (
     kernels_of_mlp,
     quantize_after,
     quantize_after_backward,
+    quantize_gradients,
     quantize_inputs,
     report_of_mlp,
     triton_kernels,
@@ -246,6 +247,25 @@ def test_few_rows_are_quantized_by_one_kernel(rows: int, kernels: int) -> None:
     """Their amax, the scale and the cast, behind a decoding step's SwiGLU. More rows want more than one program."""
     function = quantize_after("silu_mul", "tensorwise", "input", True, False)
     assert len(triton_kernels(generate(function, quantize_inputs(rows, 4096)).kernels)) == kernels
+
+
+def test_gradients_of_several_sizes_are_computed_one_by_one() -> None:
+    """As q, k and v after a rotary embedding: in one loop, each element would compute all of them."""
+
+    def rotated(x: Tensor, angles: Tensor) -> Tensor:
+        heads = x.reshape(len(x), -1, 64).transpose(0, 1)
+        a, b = heads.chunk(2, -1)
+        turned = heads * angles.cos() + torch.cat([-b, a], -1) * angles.sin()
+        return turned.transpose(0, 1).reshape(len(x), -1)
+
+    def gradients(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
+        half = y[:, : y.shape[1] // 2]
+        return [rotated(x, weight[:64]), rotated(half, weight[:64]), half]
+
+    kernels = generate(quantize_gradients("tensorwise", gradients), quantize_inputs(64, 256)).kernels
+    computing = [kernel.source for kernel in kernels if "tl_math.sin(" in kernel.source]
+    assert sum(source.count("tl.store(") for source in computing) == 3  # each its own columns
+    assert "maximum" not in "".join(computing)  # the amax reads them from memory
 
 
 @first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])

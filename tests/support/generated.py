@@ -91,10 +91,11 @@ def norm_backward(x: Tensor, weight: Tensor, y: Tensor) -> list[Tensor]:
 
 def quantize_after_backward(producer: str, recipe: str) -> Any:
     """A function of (x, weight, y, scales) that quantizes the gradients that ``producer`` makes, as one tensor."""
-    return _quantize_gradients(recipe, {"swiglu": swiglu_backward, "norm": norm_backward}[producer])
+    return quantize_gradients(recipe, {"swiglu": swiglu_backward, "norm": norm_backward}[producer])
 
 
-def _quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
+def quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
+    """A function of (x, weight, y, scales) that quantizes what ``make(x, weight, y)`` returns side by side."""
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer("grad_output")
@@ -112,7 +113,7 @@ def _quantize_gradients(recipe: str, make: Callable[..., list[Tensor]]) -> Any:
 
 def quantize_joined(recipe: str) -> Any:
     """A function of (x, weight, y, scales) that quantizes silu(x) * y and x * y side by side, as one gradient."""
-    return _quantize_gradients(recipe, lambda x, weight, y: [nn.functional.silu(x) * y, x * y])
+    return quantize_gradients(recipe, lambda x, weight, y: [nn.functional.silu(x) * y, x * y])
 
 
 def joined_weights(recipe: str, a: Tensor, b: Tensor) -> list[Tensor]:
