@@ -22,6 +22,7 @@ from torch.nn import functional
 from fp8graph.compat.distributed import local, mesh_of, offset_of, sharded_over, spread_as
 from fp8graph.ir import ops
 from fp8graph.ir.quantize_node import call, names
+from fp8graph.numerics import group_blocks
 from fp8graph.numerics.formats import amax_of
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
 from fp8graph.numerics.tiles import largest_of, tiles_of
@@ -124,7 +125,7 @@ def quantize_pieces(
     Args:
         asked: its scales are those of earlier steps, and the same on all ranks.
     """
-    asked = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], more=None)
+    asked = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], more=None, rowwise_order="")
     if why_gathered(asked, pieces) is not None:
         parts = [whole(piece.spread(piece.shard, piece.shape)) for piece in pieces]
         made = _quantized(dataclasses.replace(asked, x=parts[0], more=parts[1:] or None))
@@ -145,6 +146,10 @@ def cut_out(
     """The parts of these shapes, without padding, of the weight that they form together."""
     kind, first = SCALINGS[asked.scaling], 0
     scales = made["scale_inv"] if "scale_inv" in made else made[_SCALES]
+    if asked.rowwise_order:
+        *_, rows, columns = made["rowwise"].shape
+        scales = group_blocks.of_matrices(scales, rows, -(-columns * kind.packed // asked.block[1]))
+        scales = scales[..., :: asked.block[0], :]
     for shape in shapes:
         rows, columns = shape[-2:]
         scale_inv = scales

@@ -21,7 +21,7 @@ import torch._inductor
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
-from torch._inductor import ir
+from torch._inductor import ir, scheduler
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -118,6 +118,7 @@ def gpu_codegen_patches() -> dict[str, Any]:
         "combo_kernels_pointwise_only": True,
         "realize_opcount_threshold": 200,
     }
+    fix_nested_scatter()
     known = inductor_config.get_config_copy()
     return {name: value for name, value in patches.items() if name in known}
 
@@ -173,6 +174,35 @@ def fix_cpu_loop_split() -> None:
 
     try_loop_split._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
     CppScheduling.try_loop_split = try_loop_split
+
+
+def fix_nested_scatter() -> None:
+    """Keep Inductor from putting a store to computed places behind the amaxes of tiles of a norm, in one kernel.
+
+    ``nested_reduction`` computes the places for all elements of a row, and stores one for each tile: the code does not
+    compile ("Cannot broadcast", torch 2.13 and 2.15). Without the store, the norm is a kernel of its own. Idempotent.
+    """
+    for name, method in (
+        *(("NestedReduction", "can_fuse"), ("FusedNestedReductions", "can_fuse_with")),  # torch 2.13
+        *(("NestedReduction", "plan"), ("FusedNestedReductions", "_plan_fusion_with")),  # torch 2.15
+    ):
+        owner: Any = getattr(scheduler, name, None)
+        original = getattr(owner, method, None)
+        if original is None or hasattr(original, "_fp8graph_original"):
+            continue
+
+        def fuses(*nodes: Any, _original: Any = original, **settings: Any) -> Any:
+            if any(isinstance(part, scheduler.BaseSchedulerNode) and _stores_to_places(part) for part in nodes):
+                return None
+            return _original(*nodes, **settings)
+
+        fuses._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
+        setattr(owner, method, staticmethod(fuses) if method in ("can_fuse", "plan") else fuses)
+
+
+def _stores_to_places(node: Any) -> bool:
+    """Whether some loop of a scheduler's node stores to places that it computes."""
+    return any(isinstance(getattr(part.node, "data", None), ir.Scatter) for part in node.get_nodes())
 
 
 def fix_flex_attention_packing() -> None:
@@ -266,6 +296,31 @@ def lower_to_maximum(op: Any, few: int) -> None:
             return lowerings[torch.ops.aten.amax.default](x)
 
     register_lowering(op, type_promotion_kind=None)(maximum)
+
+
+def lower_to_kernel(op: Any, kernel: Any, *settings: Any) -> None:
+    """``op(*args)`` is torch's own kernel behind ``kernel(*args, *settings)``, also where Inductor would tune that."""
+
+    def call(*args: Any) -> Any:
+        with inductor_config.patch(max_autotune=False, max_autotune_gemm=False):
+            return lowerings[kernel](*args, *settings)
+
+    register_lowering(op, type_promotion_kind=None)(call)
+
+
+def lower_to_placed(op: Any) -> None:
+    """``op(x, places, size, filled)`` writes each element of x to its place in a new [size], not ``filled``: of zeros.
+
+    ``aten.index_put`` would copy what it writes into.
+    """
+
+    def placed(x: Any, places: Any, size: Any, filled: bool) -> Any:
+        aten, made = torch.ops.aten, {"dtype": x.get_dtype(), "device": x.get_device()}
+        empty, full = lowerings[aten.empty.memory_format], lowerings[aten.full.default]
+        out = empty([size], **made) if filled else full([size], 0, **made)
+        return lowerings[aten.index_put_.default](out, [places], x)
+
+    register_lowering(op, type_promotion_kind=None)(placed)
 
 
 def lower_to_visible(op: Any) -> None:

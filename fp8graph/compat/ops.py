@@ -11,10 +11,13 @@ from torch import Tensor, fx
 from torch._ops import OpOverload as OpOverload
 from torch.utils import _pytree as pytree
 
+from fp8graph.compat import inductor
+
 __all__ = [
     "HAS_SCALED_ADDMM",
     "OpOverload",
     "copy_each",
+    "grouped_mm_of_blocks",
     "named_arguments",
     "pytree",
     "scaled_addmm",
@@ -62,6 +65,37 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """:func:`scaled_mm` for each group of rows, or of columns, that ends where ``ends`` says."""
     return torch._scaled_grouped_mm(a, b, scale_a, scale_b, ends, out_dtype=out_dtype, use_fast_accum=use_fast_accum)
+
+
+_library: Final = torch.library.Library("fp8graph_kernels", "DEF")
+_library.define(
+    "grouped_mm_of_blocks(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor ends) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _grouped_mm_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, ends, out_dtype=torch.bfloat16)
+
+
+_library.impl("grouped_mm_of_blocks", _grouped_mm_of_blocks, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_kernels::grouped_mm_of_blocks", _grouped_mm_of_blocks, lib=_library)
+inductor.lower_to_kernel(
+    torch.ops.fp8graph_kernels.grouped_mm_of_blocks.default,
+    torch.ops.aten._scaled_grouped_mm.default,
+    None,  # bias
+    None,  # scale of the result
+    torch.bfloat16,
+)
+
+
+def grouped_mm_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor) -> Tensor:
+    """:func:`scaled_grouped_mm` with E8M0 scales of 32 elements each, in blocks (``numerics.group_blocks``), in bf16.
+
+    An op of its own: where Inductor tunes ``_scaled_grouped_mm``, its template takes E8M0 scales for those of rows
+    (``_tuned_grouped_mm_common``, torch 2.11 to 2.15).
+    """
+    return torch.ops.fp8graph_kernels.grouped_mm_of_blocks(a, b, scale_a, scale_b, ends)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

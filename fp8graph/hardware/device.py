@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8graph.compat import ops, torch_build
 from fp8graph.hardware.speed import Speed
-from fp8graph.numerics import matmul
+from fp8graph.numerics import group_blocks, matmul
 from fp8graph.numerics.experts import padded_offsets
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import OperandName, Quantizer, Recipe
@@ -100,6 +100,10 @@ class Hardware:
         """Further conditions of torch's kernels on operands and result, by GEMM, beside the kind of scaling."""
         return {}
 
+    def checked_by(self, gemm: str) -> str:
+        """The evidence for a grouped kernel of the device, where no such device has run it; "": one has."""
+        return ""
+
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
         """The same for grouped GEMMs."""
@@ -120,6 +124,11 @@ class Hardware:
     def own_product(cls, gemm: str, out_dtype: torch.dtype) -> Product | None:
         """An op of fp8graph's own that multiplies such operands fastest: of a, b, both scales and the bias."""
         return None
+
+    @classmethod
+    def order_of_groups(cls, gemm: str) -> str:
+        """The order in which that grouped kernel reads the scales of tiles (``group_blocks``); "": one for each row."""
+        return ""
 
     @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -208,19 +217,41 @@ class Hardware:
         global_scale_inv_a: Tensor | None = None,
         global_scale_inv_b: Tensor | None = None,
         multiple: int = 1,
+        order_a: str = "",
+        order_b: str = "",
     ) -> Tensor:
         """:meth:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
         [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; if emulated, rows of no group are zero.
 
-        ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``.
-        ``multiple``: groups of columns are padded to it. ``native``: a kernel multiplies, with one scale per row.
+        ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``, in
+        these orders. ``multiple``: groups of columns are padded to it. ``native``: a kernel multiplies, with one scale
+        per row, or those of tiles in the order that it reads.
         """
         if not (native and cls.multiplies_groups):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
+            orders = order_a, order_b
             return matmul.scaled_grouped_mm(
-                a, b, scale_inv_a, scale_inv_b, offs, out_dtype, scaling, blocks, scalars, multiple
+                a, b, scale_inv_a, scale_inv_b, offs, out_dtype, scaling, blocks, scalars, multiple, orders
             )
         kind, ragged_k = SCALINGS[scaling], b.ndim == 2
+        if (order := cls.order_of_groups(kind.gemm)) != "":
+            ends = padded_offsets(offs, multiple) if ragged_k else offs
+            scales = [
+                scale_inv
+                if given == order
+                else group_blocks.ordered(
+                    scale_inv,
+                    ends // block[1] if ragged_k else ends if data.ndim == 2 else None,
+                    rows=block[0],
+                    columns=ragged_k,
+                )
+                for data, scale_inv, block, given in (
+                    (a, scale_inv_a, block_a, order_a),
+                    (b, scale_inv_b, block_b, order_b),
+                )
+            ]
+            scales_a, scales_b = (scale_inv.view(torch.float8_e8m0fnu) for scale_inv in scales)
+            return ops.grouped_mm_of_blocks(a, b.transpose(-2, -1), scales_a, scales_b, ends)
         return ops.scaled_grouped_mm(
             a,  # [t, k] or [m, t], row-major
             b.transpose(-2, -1),  # column-major: no copy

@@ -18,6 +18,7 @@ from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
+from fp8graph.numerics.group_blocks import BLOCKS
 from fp8graph.numerics.tiles import pad_to_multiple
 from fp8graph.recipes import Quantizer
 
@@ -85,6 +86,8 @@ class NVIDIA(Hardware):
         grouped = {"tensor", "row"} if (major, minor) == (9, 0) else set[str]()
         if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
             scalings |= {"mxfp8", "nvfp4"}
+        if major == 10:
+            grouped |= {"mxfp8"}
         return cls(
             name=target,
             scalings=frozenset(scalings),
@@ -159,7 +162,12 @@ class NVIDIA(Hardware):
 
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
-        return dict.fromkeys(self.grouped, self._groups)
+        return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mx_groups}
+
+    def checked_by(self, gemm: str) -> str:
+        return (
+            "the sources of torch and MSLK, and torch's checks of shapes; not run on a GPU" if gemm == "mxfp8" else ""
+        )
 
     def _groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if out_dtype != torch.bfloat16:
@@ -167,6 +175,18 @@ class NVIDIA(Hardware):
         if torch.float8_e5m2 in (a.dtype, b.dtype):
             return "grouped FP8 GEMMs only take E4M3"
         return None
+
+    def _mx_groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """Source: ``_scaled_grouped_mm_cuda`` in aten/src/ATen/native/cuda/GroupedBlas.cpp and, behind it, MSLK's
+        ``mx8mx8bf16_grouped_mm``, which official builds of torch for CUDA 12.8 and later contain.
+        """
+        if self.cuda is not None and self.cuda < (12, 8):
+            return f"grouped MXFP8 GEMMs need CUDA 12.8 or later, but torch has {'.'.join(map(str, self.cuda))}"
+        return self._groups(a, b, out_dtype)
+
+    @classmethod
+    def order_of_groups(cls, gemm: str) -> str:
+        return BLOCKS if gemm == "mxfp8" else ""
 
     @classmethod
     def adds(cls, gemm: str) -> bool:

@@ -200,7 +200,8 @@ scaled_grouped_mm = define(
     "scaled_grouped_mm",
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor offs, ScalarType out_dtype,"
     ' bool use_fast_accum, bool native, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
-    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1) -> Tensor",
+    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, int multiple=1,"
+    ' str order_a="", str order_b="") -> Tensor',
     reference=hardware.scaled_grouped_mm,
     fake=_shape_of_scaled_grouped_mm,
 )

@@ -10,7 +10,9 @@ Two forms (fprop and dgrad; wgrad), operands contiguous along k as everywhere:
     a [m, t] in groups of columns, b [n, t] in groups of columns    ->  [experts, m, n]
 
 If scales or a GEMM need groups whose sizes along t are multiples of a number, the groups of the columnwise copies are
-padded with zero columns: to t + experts * (multiple - 1) columns at most, which is static.
+padded with zero columns: to t + experts * multiple columns at most, which is static. An empty group has one multiple of
+zeros: kernels for Blackwell write no result for a group that contracts nothing, and the gradient of an expert without
+tokens would be what the memory held before (pytorch#172439).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from fp8graph.numerics.formats import amax_of
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
-    """The largest number of rows of ``groups`` groups that have ``rows`` rows, when each is padded to ``multiple``."""
-    most = rows + groups * (multiple - 1)
-    return (most + multiple - 1) // multiple * multiple  # torch sees that this is a multiple, whatever the data decide
+    """The largest number of rows of ``groups`` groups that have ``rows`` rows, padded as ``padded_offsets`` does."""
+    if multiple == 1:
+        return rows
+    return (rows // multiple + groups) * multiple  # torch sees that this is a multiple, whatever the data decide
 
 
 def not_empty(x: Tensor) -> Tensor:
@@ -37,12 +40,13 @@ def not_empty(x: Tensor) -> Tensor:
     return x if statically_known_true(x.shape[0] > 0) else torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1) + [0, 1])
 
 
-def padded_offsets(offs: Tensor, multiple: int) -> Tensor:
-    """The end of each group after padding to ``multiple``."""
+def padded_offsets(offs: Tensor, multiple: int, *, least: int = 1) -> Tensor:
+    """The end of each group after padding to ``multiple``, an empty one to ``least`` multiples."""
     if multiple == 1:
         return offs
     counts = offs - torch.cat([offs.new_zeros(1), offs[:-1]])
-    return torch.cumsum((counts + (multiple - 1)) // multiple * multiple, 0, dtype=offs.dtype)
+    multiples = ((counts + (multiple - 1)) // multiple).clamp_min(least)
+    return torch.cumsum(multiples * multiple, 0, dtype=offs.dtype)
 
 
 def group_of_rows(offs: Tensor, rows: int) -> Tensor:

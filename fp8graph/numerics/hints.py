@@ -30,6 +30,23 @@ _library.impl("largest", torch.amax, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::largest", torch.amax, lib=_library)
 _library.define("visible(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
 torch.library.register_fake("fp8graph_hints::visible", torch.empty_like, lib=_library)
+_library.define(
+    "placed(Tensor x, Tensor places, SymInt size, bool filled) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+
+
+@torch.library.impl("fp8graph_hints::placed", "CompositeExplicitAutograd", lib=_library)
+def _(x: Tensor, places: Tensor, size: int, filled: bool) -> Tensor:
+    out = x.new_zeros(size)
+    out[places] = x
+    return out
+
+
+def _fake_placed(x: Tensor, places: Tensor, size: int, filled: bool) -> Tensor:
+    return x.new_empty(size)
+
+
+torch.library.register_fake("fp8graph_hints::placed", _fake_placed, lib=_library)
 
 
 @torch.library.impl("fp8graph_hints::visible", "CompositeExplicitAutograd", lib=_library)
@@ -89,8 +106,18 @@ def visible(x: Tensor) -> Tensor:
     return torch.ops.fp8graph_hints.visible(x)
 
 
+def placed(x: Tensor, places: Tensor, size: int, *, filled: bool) -> Tensor:
+    """[size]: each element of ``x`` at its place, of ``places`` with the same shape; zeros where nothing is placed.
+
+    ``filled``: no element of the result that is read is left out; then a GPU writes no zeros. The loop is that of
+    ``x``: the kernel that computes x writes the result.
+    """
+    return torch.ops.fp8graph_hints.placed(x, places, size, filled)
+
+
 inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
 inductor.lower_to_stored(torch.ops.fp8graph_hints.materialize.default)
 inductor.lower_to_join(torch.ops.fp8graph_hints.join.default)
 inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
+inductor.lower_to_placed(torch.ops.fp8graph_hints.placed.default)
 inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

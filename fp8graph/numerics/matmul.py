@@ -12,12 +12,14 @@ the result is rounded, and ``alpha``, with which aten's GEMM does that, is a num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.experts import Span, spans
+from fp8graph.numerics import group_blocks
+from fp8graph.numerics.experts import Span, padded_offsets, spans
 from fp8graph.numerics.scalings import SCALINGS, Scaling
 
 Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
@@ -56,13 +58,18 @@ def scaled_grouped_mm(
     blocks: Blocks,
     scalars: Scalars,
     multiple: int,
+    orders: tuple[str, str] = ("", ""),
 ) -> Tensor:
     """:func:`scaled_mm` for each group: a [t, k] and b [experts, n, k] -> [t, n], or a [m, t] and b [n, t] ->
     [experts, m, n]. Rows of no group are zero.
 
-    ``multiple``: groups of columns are padded to it.
+    ``multiple``: groups of columns are padded to it. ``orders``: of the scales of a and b (``group_blocks``).
     """
     kind, ragged_k = SCALINGS[scaling], b.ndim == 2
+    scale_inv_a, scale_inv_b = (
+        _in_rows(data, scale_inv, kind, block, offs, multiple if ragged_k else 0) if order else scale_inv
+        for data, scale_inv, block, order in zip((a, b), (scale_inv_a, scale_inv_b), blocks, orders, strict=True)
+    )
     sides = ((a, scale_inv_a, blocks[0], scalars[0]), (b, scale_inv_b, blocks[1], scalars[1]))
     shape = (offs.shape[0], a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
     out = a.new_zeros(shape, dtype=out_dtype)
@@ -75,6 +82,19 @@ def scaled_grouped_mm(
         ]
         out[span.group if ragged_k else span.rows] = (values[0] @ values[1].t()).to(out_dtype)
     return out
+
+
+def _in_rows(data: Tensor, blocks: Tensor, kind: Scaling, block: Sequence[int], offs: Tensor, multiple: int) -> Tensor:
+    """Scales that are in blocks as they are without an order; ``multiple``: of groups of columns, 0: others."""
+    *_, rows, columns = data.shape
+    tiles = -(-columns * kind.packed // block[1])
+    if data.ndim == 3:
+        return group_blocks.of_matrices(blocks, rows, tiles)[:, :: block[0]]
+    ends = (padded_offsets(offs, multiple) // block[1] if multiple else offs).tolist()
+    sizes = [end - start for start, end in pairwise([0, *ends])]
+    found = group_blocks.of_groups(blocks, sizes, rows if multiple else tiles, columns=bool(multiple))
+    missing = blocks.new_zeros((rows, tiles - ends[-1]) if multiple else (rows - ends[-1], tiles))  # of no group
+    return torch.cat([*found, missing], 1 if multiple else 0)
 
 
 def _of_rows(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:

@@ -29,8 +29,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.numerics import hints
-from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
+from fp8graph.numerics import group_blocks, hints
+from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_offsets, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
 from fp8graph.numerics.hints import divide, materialize
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
@@ -86,7 +86,10 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
         data.append(([*batch, *kind.data_shape(r, c, block)], asked.dtype))
         shape = kind.scale_shape(r, c, block, groups_of_columns)
         if shape is not None:
-            scales.append(([*batch, *shape], kind.scale_dtype))
+            shape = [*batch, *shape]
+            if asked.order_of(layout):
+                shape = group_blocks.ordered_shape(shape, groups, rows=block[0], columns=layout == "columnwise")
+            scales.append((shape, kind.scale_dtype))
         if kind.scale_of_layout:
             whole.append([*batch, r, 1] if asked.row_scaled else [])
     units = asked.x.shape[0] if asked.per_matrix else groups or None
@@ -134,6 +137,9 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         )
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
+        if scale_inv is not None and asked.order_of(layout):
+            ends = padded_offsets(offs, multiples[1]) // asked.block[1] if offs is not None and transposed else offs
+            scale_inv = group_blocks.ordered(scale_inv, ends, rows=asked.block[0], columns=transposed)
         scales += [] if scale_inv is None else [scale_inv]
         whole.append(of_layout)
     return [*data, *scales, *kind.layout_scales(whole, asked), *kind.shared_outputs(shared, asked)]

@@ -31,6 +31,7 @@ from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
 from fp8graph.ir.sites import Decision, Gemm, Site
 from fp8graph.ir.text import short
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.assign.legality import is_batched, refuse_fused_ops, why_not_in_fp8
 from fp8graph.passes.assign.profit import choices, judge
 from fp8graph.recipes import GEMMS, Recipe
@@ -148,6 +149,10 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
     source = f"{resolution.source} -> {recipe.name}" if resolution.source.startswith("rule") else resolution.source
     notes = [source, *([f"emulated: {obstacle}"] if obstacle else _padding(gemm, recipe, compilation))]
+    if obstacle is None and gemm.node.target in GROUPED:
+        kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]
+        checked = compilation.hardware_of(gemm.node).checked_by(kind.gemm)
+        notes += [f"native by {checked}"] if checked else []
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),

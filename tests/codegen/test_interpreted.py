@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,21 @@ def test_generated_kernels_compute_the_reference(cases: str, count: int) -> None
     Precision casts are emulated: else Inductor casts the producer's FP32 value (``numerics`` says what that changes).
     What the interpreter cannot see: races, FMA contraction, and approximate division, which test_kernels.py excludes.
     """
+    found = interpreted(cases)
+    assert len(found) == count
+    assert all(case["outputs"] >= 2 for case in found)
+    assert [case["case"] for case in found if case["different"]] == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="triton 3.6's interpreter fails with numpy 2.4")
+def test_a_layer_of_experts_computes_its_emulation() -> None:
+    """Forward and backward on sm_100, an expert without tokens included, scales where torch's kernel reads them."""
+    assert interpreted("experts") == [{"case": [10, 0, 37, 3], "outputs": 4, "different": 0}]
+
+
+def interpreted(cases: str) -> list[dict[str, Any]]:
     path = os.pathsep.join(map(str, (ROOT / "tests" / "support", ROOT, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "interpreted", cases],
@@ -38,7 +54,4 @@ def test_generated_kernels_compute_the_reference(cases: str, count: int) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == count
-    assert all(case["outputs"] >= 2 for case in found)
-    assert [case["case"] for case in found if case["different"]] == []
+    return [json.loads(line) for line in done.stdout.splitlines()]

@@ -14,14 +14,19 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.codegen import cpp_flex_attention_template
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.kernel import mm_grouped
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 import fp8graph
-from fp8graph import hardware
+from fp8graph import hardware, offline
 from fp8graph.compat import inductor
-from fp8graph.numerics import sqnr_db
+from fp8graph.ir import ops
+from fp8graph.numerics import quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
+from fp8graph.offline import compile_kernel
+from fp8graph.recipes import resolve_recipe
+from generated import generate, rms_norm, triton_kernels
 from helpers import ALL, compiled_step, eager_backend
 
 AVX512 = torch.cpu._is_avx512_supported()  # asked of torch: what is tested may not decide whether it is
@@ -233,3 +238,37 @@ def test_unused_nodes_are_erased_and_only_they_are_asked_for_effects(monkeypatch
     graphs[1].eliminate_dead_code()
     assert str(graphs[0]) == str(graphs[1])
     assert [name in str(graphs[0]) for name in ("cos", "copy_", "rand")] == [False, True, True]
+
+
+def test_a_kernel_that_inductor_would_tune_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its template for grouped GEMMs takes E8M0 scales of tiles for those of rows."""
+    tuned = inspect.getsource(mm_grouped._tuned_grouped_mm_common)
+    assert "use_triton_template(layout)" in tuned
+    assert "e8m0" not in tuned
+    seen: list[tuple[Any, ...]] = []
+    kernel = torch.ops.aten._scaled_grouped_mm.default
+
+    def lowered(*args: Any) -> None:
+        seen.append((args, inductor_config.max_autotune, inductor_config.max_autotune_gemm))
+
+    monkeypatch.setitem(inductor.lowerings, kernel, lowered)
+    with inductor_config.patch(max_autotune=True, max_autotune_gemm=True):
+        inductor.lowerings[torch.ops.fp8graph_kernels.grouped_mm_of_blocks.default](1, 2, 3, 4, 5)
+    assert seen == [((1, 2, 3, 4, 5, None, None, torch.bfloat16), False, False)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_a_norm_in_front_of_experts_compiles() -> None:
+    """Scales that are stored to computed places, behind the reduction of a row: in one kernel they do not compile."""
+    quantizer = resolve_recipe("mxfp8").quantizer("input")  # pyright: ignore[reportOptionalMemberAccess]
+    settings = {"rowwise_order": "128x4", **quantization.quantizer_kwargs(quantizer)}
+
+    def function(x: Tensor, weight: Tensor, offs: Tensor) -> list[Tensor]:
+        layouts = [1, 32], list[int]()
+        args = (rms_norm(x, weight), *quantization.quantizer_args(quantizer), *layouts)
+        return list(ops.quantize(*args, offs=offs, **settings))
+
+    inputs = torch.ones(50, 96).bfloat16(), torch.ones(96).bfloat16(), torch.tensor([50], dtype=torch.int32)
+    for kernel in triton_kernels(generate(function, inputs, "sm_100").kernels):
+        assert compile_kernel(kernel.source, "sm_100", configuration="first")

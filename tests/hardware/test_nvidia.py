@@ -280,6 +280,28 @@ def test_the_order_of_a_swizzled_block() -> None:
     assert swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
 
 
+@pytest.mark.parametrize(
+    ("target", "cuda", "dtype", "recipe", "reason"),
+    [
+        ("sm_100", (12, 8), torch.bfloat16, "mxfp8", None),
+        ("sm_103", None, torch.bfloat16, "mxfp8", None),
+        ("sm_100", (12, 6), torch.bfloat16, "mxfp8", "grouped MXFP8 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
+        ("sm_100", None, torch.float32, "mxfp8", "grouped FP8 GEMMs only produce bf16 output, not float32"),
+        ("sm_100", None, torch.bfloat16, "nvfp4", "sm_100 has no grouped NVFP4 GEMM"),
+        ("sm_110", None, torch.bfloat16, "mxfp8", "sm_110 has no grouped MXFP8 GEMM"),
+        ("sm_120", None, torch.bfloat16, "mxfp8", "sm_120 has no grouped MXFP8 GEMM"),
+        ("sm_90", None, torch.bfloat16, "mxfp8", "sm_90 has no grouped MXFP8 GEMM"),
+    ],
+)
+def test_grouped_gemms(target: str, cuda: Any, dtype: torch.dtype, recipe: str, reason: str | None) -> None:
+    """``_scaled_grouped_mm_cuda`` and MSLK: devices 10.x, CUDA 12.8, bf16 results."""
+    device: Any = hardware.from_target(target)
+    found = resolve_recipe(recipe)
+    assert found is not None
+    operands = found.quantizer("input"), found.quantizer("weight")
+    assert dataclasses.replace(device, cuda=cuda).obstacle(*operands, dtype, grouped=True) == reason
+
+
 def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:
     a, b = (torch.empty(32, 64, dtype=torch.float8_e4m3fn, device="meta") for _ in range(2))
     one, rows = torch.ones((), device="meta"), torch.ones(31, 1, device="meta")

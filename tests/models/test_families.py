@@ -248,3 +248,17 @@ def test_further_families(name: str) -> None:
     assert fp8graph.numerics.sqnr_db(expected, got) > 18
     flat = [torch.cat([g.float().reshape(-1) for g in gs.values()]) for gs in (gradients, found)]
     assert fp8graph.numerics.sqnr_db(*flat) > 14
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_experts_are_native_on_a_blackwell_gpu(name: str) -> None:
+    """Under its default recipe, forward and backward; the report says by what that is known."""
+    model, inputs = model_and_inputs(name, 2)  # DeepSeek's first layer has no experts
+    policy = fp8graph.Policy(default="mxfp8", min_speedup=0)
+    report = fp8graph.explain(model.to(torch.bfloat16), target="sm_100", policy=policy, **inputs)
+    experts = [gemm for gemm in report.gemms if gemm.op == "grouped_mm"]
+    layers = 1 if name == "deepseek_v3" else 2
+    assert [gemm.gemm for gemm in experts] == ["fprop", "dgrad", "wgrad"] * 2 * layers
+    assert {(gemm.recipe, gemm.execution) for gemm in experts} == {("mxfp8", "native")}
+    assert all("by the sources of torch and MSLK" in gemm.reason for gemm in experts)

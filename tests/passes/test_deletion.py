@@ -27,6 +27,7 @@ FEATURES = (
     "hoist_weights",
     "observe",
     "observe/guard.py",
+    "order_groups.py",
     "prepare_fp4.py",
     "recognize.py",
     "route_in_fp8.py",

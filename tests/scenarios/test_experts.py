@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8graph
+from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.numerics import sqnr_db
 from helpers import eager_backend, first_fast, first_slow, same_bits, step
 
@@ -193,6 +194,10 @@ def test_weights_of_experts_are_quantized_once_per_update() -> None:
         ("sm_90", "tensorwise", ["native", "high precision", "high precision"], "grouped FP8 GEMMs only take E4M3"),
         ("sm_90", "mxfp8", ["high precision"] * 3, "sm_90 has no grouped MXFP8 GEMM"),
         ("sm_100", "rowwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per row"),
+        ("sm_100", "mxfp8", ["native"] * 3, "default; native by the sources of torch and MSLK"),
+        ("sm_103", "mxfp8", ["native"] * 3, "default; native by the sources of torch and MSLK"),
+        ("sm_100", "blockwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per tile"),
+        ("sm_100", "nvfp4", ["high precision"] * 3, "sm_100 has no grouped NVFP4 GEMM"),
     ],
 )
 def test_grouped_gemms_by_gpu_and_recipe(target: str, recipe: str, execution: list[str], reason: str) -> None:
@@ -207,6 +212,41 @@ def test_grouped_gemms_by_gpu_and_recipe(target: str, recipe: str, execution: li
     report = fp8graph.explain(module, x, offs, target=target, policy=named)
     assert all(g.recipe == recipe for g in report.gemms)  # a rule that names them gets the rest emulated
     report.check()
+
+
+class Mixture(nn.Module):
+    """[t, 160] -> [t, 160]: gate and up, SwiGLU and down of four experts, in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 128, 160, dtype=torch.bfloat16) / 8)
+        self.down = nn.Parameter(torch.randn(4, 160, 64, dtype=torch.bfloat16) / 8)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        gate, up = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=offs).chunk(2, -1)
+        return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offs)
+
+
+@first_fast("kept", [True, False], ids=["kept weights", "quantized in the graph"])
+@first_fast("sizes", [[10, 0, 3, 19], [0, 200, 0, 0], [130, 1, 0, 33]], ids=str)
+def test_experts_of_a_blackwell_gpu_compute_what_emulated_ones_do(sizes: list[int], kept: bool) -> None:
+    """Its graph, scales in blocks included, run on this CPU; some tokens are of no expert."""
+    module, tokens = Mixture(), sum(sizes) + 5
+    asked = fp8graph.Policy([fp8graph.Rule("*", "mxfp8", op="*")], default=None, min_speedup=0)
+    x = torch.randn(tokens, 160, dtype=torch.bfloat16, requires_grad=True)
+    results: list[list[Tensor]] = []
+    for target in (None, "sm_100"):
+        torch._dynamo.reset()
+        backend = eager_backend(asked, target=target, cache_weights="update" if kept else False)
+        compiled = torch.compile(module, backend=backend, fullgraph=True)
+        results.append(step(compiled, x, offsets(sizes), parameters=[*module.parameters()]))
+        assert {gemm.execution for gemm in backend.report.gemms} == {"native" if target else "emulated"}
+        text = backend.report.graphs[0].after
+        assert text.count("order_a=128x4") == text.count("order_b=128x4") == (6 if target else 0)
+        made = multiplied_by(backend, module)
+        results[-1] += [x for weight in made for x in (weight.data, weight.scale_inv)]  # as exported: no blocks
+    assert len(results[0]) == 4 + 4
+    assert same_bits(*results)
 
 
 @first_slow("recipe", ["tensorwise", "rowwise"])

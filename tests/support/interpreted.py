@@ -1,8 +1,9 @@
 """Run Inductor's GPU code on the CPU, in Triton's interpreter, and compare it with the reference numerics.
 
-    TRITON_INTERPRET=1 python -m interpreted [all]      one JSON line a case
+    TRITON_INTERPRET=1 python -m interpreted [all | experts]      one JSON line a case
 
-Without ``all``: behind a norm, and gradients of joined linears.
+Without ``all``: behind a norm, and gradients of joined linears. ``experts``: a layer of them, forward and backward, in
+which torch's grouped GEMM is a product of the decoded numbers whose scales are where MSLK's kernel reads them.
 
 A script, because the interpreter is chosen before triton is imported. The generated module runs as it is but for names
 of devices. Replaced in the interpreter: casts between floats, which it gets wrong (fp32 -> bf16 truncates,
@@ -12,6 +13,7 @@ of Inductor's, one Python call an element otherwise.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -21,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
 
@@ -30,6 +32,7 @@ import triton.runtime.interpreter as interpreter  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
 
+import fp8graph  # noqa: E402
 from generated import (  # noqa: E402
     generate,
     joined_weights,
@@ -108,20 +111,26 @@ def load(code: str) -> Callable[[list[Tensor]], Any]:
         code = re.sub(pattern, replacement, code)
     namespace: dict[str, Any] = {"__name__": "generated_code", "__file__": "generated_code.py"}
     exec(compile(code, "generated_code.py", "exec"), namespace)
-    for kernel in namespace.values():
+    whole = dict(re.findall(r"def (\w+)\([^)]*\):\n    xnumel = (\d+)\n(?:    .*\n){2}    xmask = tl\.full\(", code))
+    for name, kernel in namespace.items():
         if type(kernel).__name__.endswith("CachingAutotuner") and kernel.configs:
-            _few_large_programs(kernel)
+            _few_large_programs(kernel, int(whole.get(name, 0)))
     return namespace["call"] if "call" in namespace else namespace["runner"].call
 
 
-def _few_large_programs(kernel: Any) -> None:
-    """The interpreter's cost is per operation of a program; what is computed does not depend on their size."""
+def _few_large_programs(kernel: Any, whole: int) -> None:
+    """The interpreter's cost is per operation of a program; what is computed does not depend on their size.
+
+    ``whole``: the number of elements, if programs must divide it, since nothing is masked.
+    """
     blocks, sizes = kernel.configs[0].kwargs, kernel.size_hints or {}
     if "XBLOCK" in blocks:
         reduced = blocks.get("R0_BLOCK") or sizes.get("r0_", 1)
         blocks["XBLOCK"] = max(1, min(sizes.get("x", 1), (1 << 18) // max(reduced, 1)))
         if "YBLOCK" in blocks:
             blocks["XBLOCK"], blocks["YBLOCK"] = min(sizes["x"], 512), min(sizes["y"], 512)
+        if whole:
+            blocks["XBLOCK"] = min(blocks["XBLOCK"], whole & -whole)
 
 
 CASES: list[tuple[str, str, Any, tuple[bool, bool]]] = [
@@ -190,5 +199,93 @@ def main(*, every: bool) -> None:
         print(json.dumps(case), flush=True)
 
 
+class GroupedKernel:
+    """``torch._scaled_grouped_mm`` for E8M0 scales, as MSLK's kernel finds its operands. Rows of no group are NaN."""
+
+    def _scaled_grouped_mm(
+        self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *, out_dtype: Any, **_settings: Any
+    ) -> Tensor:
+        b = b.transpose(-2, -1)  # [experts, n, k] or [n, t]
+        ragged_k = b.ndim == 2
+        shape = (len(ends), a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
+        out = torch.full(shape, torch.nan, dtype=out_dtype)
+        flat = [scales.view(torch.uint8).flatten() for scales in (scale_a, scale_b)]
+        for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+            if end == start:  # its matrix has scales all the same
+                assert not ragged_k
+                continue
+            if ragged_k:
+                assert (end - start) % 32 == 0
+                x, w, result = a[:, start:end], b[:, start:end], out[group]
+            else:
+                x, w, result = a[start:end], b[group], out[start:end]
+                flat[1] = scale_b.view(torch.uint8)[group]
+            values: list[Tensor] = []
+            for side, data in enumerate((x, w)):
+                count = -(-len(data) // 128) * 128 * -(-data.shape[1] // 128) * 4
+                values.append(decoded(data, flat[side][:count]))
+                flat[side] = flat[side][count:]
+            result.copy_(values[0] @ values[1].t())
+        return out
+
+
+def decoded(data: Tensor, blocks: Tensor) -> Tensor:
+    """The numbers of ``data`` [rows, k] in FP32, with scales in blocks of 128 rows x 4 tiles of 32."""
+    row, tile = torch.arange(data.shape[0]).unsqueeze(1), torch.arange(data.shape[1]) // 32
+    block = row // 128 * -(-data.shape[1] // 128) + tile // 4
+    exponents = blocks[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + tile % 4].to(torch.int32)
+    return data.float() * torch.exp2((exponents - 127).float())
+
+
+class Experts(nn.Module):
+    """Gate and up, SwiGLU and down of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 64, 96, dtype=torch.bfloat16) / 8)
+        self.down = nn.Parameter(torch.randn(4, 96, 32, dtype=torch.bfloat16) / 8)
+
+    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
+        h = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=offs)
+        gate, up = h.chunk(2, -1)
+        return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offs)
+
+
+def experts(sizes: list[int]) -> None:
+    """One step of a layer: its code for sm_100 and the emulation of a CPU. All memory begins as 255: NaN in E8M0."""
+    torch.manual_seed(0)
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    module, x = Experts(), torch.randn(sum(sizes), 96, dtype=torch.bfloat16, requires_grad=True)
+    policy = fp8graph.Policy([fp8graph.Rule("*", "mxfp8", op="*")], default=None, min_speedup=0)
+    graphs: list[Any] = []
+    for target in (None, "sm_100"):
+        torch._dynamo.reset()
+        backend = fp8graph.Backend(policy, compiler="eager", target=target, cache_weights=False)
+        torch.compile(module, backend=backend, fullgraph=True)(x, offs).sum().backward()
+        graphs.append(backend.report.graphs[0].module)
+    given = [node.meta["val"] for node in graphs[0].graph.nodes if node.op == "placeholder"]
+    tensors = [offs if y.dtype == torch.int32 else torch.randn(y.shape).to(y.dtype) for y in given]
+    expected = [y for y in graphs[0](*tensors) if isinstance(y, Tensor)]
+    with inductor_config.patch({"emulate_precision_casts": True}):
+        ((_, code),) = generate(graphs[1], tensors, "sm_100").code
+    call: Any = load(code)
+    names = getattr(call, "__func__", call).__globals__
+    allocate, names["extern_kernels"] = names["empty_strided_cpu"], GroupedKernel()
+
+    def filled(*args: Any) -> Tensor:
+        made = allocate(*args)
+        made.untyped_storage().fill_(255)
+        return made
+
+    names["empty_strided_cpu"] = filled
+    got = [y for y in call(list(tensors)) if isinstance(y, Tensor)]
+    different = sum(different_bytes(a, b) for a, b in zip(got, expected, strict=True))
+    print(json.dumps({"case": sizes, "outputs": len(got), "different": different}), flush=True)
+
+
 if __name__ == "__main__":
-    main(every="all" in sys.argv)
+    if "experts" in sys.argv:
+        prepare()
+        experts([10, 0, 37, 3])
+    else:
+        main(every="all" in sys.argv)

@@ -123,8 +123,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "groups of rows are padded down",
         f"{_NUMERICS}/experts.py",
-        "torch.cumsum((counts + (multiple - 1)) // multiple * multiple",
-        "torch.cumsum(counts // multiple * multiple",
+        "((counts + (multiple - 1)) // multiple)",
+        "(counts // multiple)",
         ("tests/numerics/test_groups.py",),
     ),
     Fault(
@@ -1151,6 +1151,20 @@ FAULTS: Final[tuple[Fault, ...]] = (
         "selected(numbers, rows[places] - offset[0])",
         "selected(numbers, rows[places].sort().values - offset[0])",
         ("tests/tools/test_shards.py",),
+    ),
+    Fault(
+        "an empty group has no columns",
+        f"{_NUMERICS}/experts.py",
+        "least: int = 1",
+        "least: int = 0",
+        ("tests/numerics/test_groups.py",),
+    ),
+    Fault(
+        "the scales of an empty group take a block of rows",
+        f"{_NUMERICS}/group_blocks.py",
+        "padded_offsets(offs, _ROWS, least=0)",
+        "padded_offsets(offs, _ROWS)",
+        ("tests/numerics/test_group_blocks.py",),
     ),
     Fault(
         "merged weights in powers of two saturate",

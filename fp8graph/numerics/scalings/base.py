@@ -37,6 +37,7 @@ class QuantizeArguments(Generic[T]):
             scales of its own unless the tensor has one: "row" FP32 [..., rows, 1]; kinds with tiles
             [..., ceil(rows / block[0]), ceil(columns / block[1])] in ``Scaling.scale_dtype``. nvfp4's data are bytes
             [..., rows, columns / 2] with the columns padded to a multiple of 16.
+        rowwise_order, columnwise_order: the order of the scales of tiles (``group_blocks``); "": that above.
         rowwise, columnwise: empty for "not needed", else two multiples to which the sizes of the *result* are
             padded with zeros (GEMMs need 16).
         scales, row: for "delayed": [tensors, 2 or more], a table of scales, and the row of this tensor; None is 1. Its
@@ -79,6 +80,8 @@ class QuantizeArguments(Generic[T]):
     matrix: T | None = None
     seed: T | None = None
     draw: int = 0
+    rowwise_order: str = ""
+    columnwise_order: str = ""
 
     @property
     def parts(self) -> list[T]:
@@ -90,6 +93,10 @@ class QuantizeArguments(Generic[T]):
         """The requested layouts, with the multiples to which their sizes are padded."""
         both = dict(zip(LAYOUTS, (self.rowwise, self.columnwise), strict=True))
         return {layout: multiples for layout, multiples in both.items() if multiples}
+
+    def order_of(self, layout: Layout) -> str:
+        """The order of the scales of a layout; "": [row tiles, column tiles]."""
+        return self.rowwise_order if layout == "rowwise" else self.columnwise_order
 
 
 Asked: TypeAlias = QuantizeArguments[Tensor]

@@ -1,0 +1,135 @@
+"""Scales of grouped matmuls in the order in which Blackwell's tensor cores read them: blocks of 128 rows x 4 tiles.
+
+A block is 512 scales: rows 0, 32, 64, 96 (4 tiles each), then 1, 33, 65, 97, ... (cuBLAS, "1D block scaling factors
+layout"). The blocks of a matrix follow each other along its tiles, then along its rows. Every group begins with a
+block of its own, and its last rows and tiles are filled up. Where a scale belongs depends on the offsets, which are on
+the device: the kernel that quantizes computes it, and writes each scale to its place.
+
+    rows in groups     [t, tiles]           ->  [rows, tiles], both padded
+    columns in groups  [m, tiles]           ->  [m, tiles], both padded
+    matrices           [experts, n, tiles]  ->  [experts, n * tiles], both padded
+
+Source: ``set_grouped_gemm_args_kernel`` in include/mslk/gemm/cutlass/grouped_common.cuh of meta-pytorch/MSLK, which is
+the kernel behind ``torch._scaled_grouped_mm``, and ``_check_scales_blocked`` in
+aten/src/ATen/native/cuda/GroupedBlas.cpp (torch 2.11 to 2.15).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8graph.numerics.experts import group_of_rows, padded_offsets
+from fp8graph.numerics.hints import placed
+
+BLOCKS: Final = "128x4"
+_ROWS, _TILES = 128, 4
+
+
+def _up(size: int, multiple: int) -> int:
+    return (size + multiple - 1) // multiple * multiple
+
+
+def ordered(scales: Tensor, ends: Tensor | None, *, rows: int = 1, columns: bool) -> Tensor:
+    """The scales of a layout in blocks.
+
+    Args:
+        scales: [t, tiles] of rows in groups, [m, tiles] of columns in groups, or [experts, n, tiles] of matrices.
+        ends: the end of each group, in rows, or in tiles if ``columns``: no group is empty then; None: matrices.
+        rows: the number of rows that share a scale: each gets it.
+    """
+    scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
+    as_bytes = scales.view(torch.uint8)
+    if ends is None:
+        made = _of_matrices(as_bytes)
+    else:
+        made = _of_columns(as_bytes, ends) if columns else _of_rows(as_bytes, ends)
+    return made.view(scales.dtype)
+
+
+def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: bool) -> list[int]:
+    """The shape of what ``ordered`` makes of scales of this shape; ``groups``: 0 for matrices."""
+    *batch, height, tiles = shape
+    height *= rows
+    if batch:
+        return [*batch, _up(height, _ROWS) * _up(tiles, _TILES)]
+    if columns:
+        return [_up(height, _ROWS), _up(tiles + groups * (_TILES - 1), _TILES)]
+    return [_up(height + groups * (_ROWS - 1), _ROWS), _up(tiles, _TILES)]
+
+
+def _in_block(row: Tensor, tile: Tensor) -> Tensor:
+    """The place of a scale in its block."""
+    return row % 32 * 16 + row % _ROWS // 32 * _TILES + tile % _TILES
+
+
+def _of_rows(scales: Tensor, offs: Tensor) -> Tensor:
+    """Of rows whose groups end at ``offs``. Rows of no group follow the last group."""
+    rows, tiles = scales.shape
+    shape = ordered_shape(scales.shape, offs.shape[0], columns=False)
+    row = _moved(torch.arange(rows, device=scales.device), offs, padded_offsets(offs, _ROWS, least=0)).unsqueeze(1)
+    tile = torch.arange(tiles, device=scales.device)
+    places = (row // _ROWS * (shape[1] // _TILES) + tile // _TILES) * (_ROWS * _TILES) + _in_block(row, tile)
+    # scales of rows behind a group are not initialized: they scale results that are not stored
+    return placed(scales, places, shape[0] * shape[1], filled=tiles % _TILES == 0).view(shape)
+
+
+def _of_columns(scales: Tensor, ends: Tensor) -> Tensor:
+    """Of columns whose groups end at ``ends``, in tiles. Tiles of no group follow the last group."""
+    rows, tiles = scales.shape
+    shape = ordered_shape(scales.shape, ends.shape[0], columns=True)
+    in_blocks = padded_offsets(ends, _TILES)
+    tile = torch.arange(tiles, device=scales.device)
+    group = group_of_rows(ends, tiles)  # the number of groups for tiles behind the last one
+    starts = torch.cat([ends.new_zeros(1), in_blocks])
+    first = starts[group]
+    width = torch.cat([in_blocks, ends.new_full((1,), shape[1])])[group] - first
+    tile = _moved(tile, ends, in_blocks) - first
+    row = torch.arange(rows, device=scales.device).unsqueeze(1)
+    block = row // _ROWS * (width // _TILES) + tile // _TILES
+    places = first * shape[0] + block * (_ROWS * _TILES) + _in_block(row, tile)
+    # a group's last tiles scale zeros, and a NaN there would be a NaN in the result
+    return placed(scales, places, shape[0] * shape[1], filled=False).view(shape)
+
+
+def _of_matrices(scales: Tensor) -> Tensor:
+    experts, rows, tiles = scales.shape
+    shape = ordered_shape(scales.shape, 0, columns=False)
+    expert = torch.arange(experts, device=scales.device).reshape(-1, 1, 1)
+    row = torch.arange(rows, device=scales.device).unsqueeze(1)
+    tile = torch.arange(tiles, device=scales.device)
+    block = row // _ROWS * (_up(tiles, _TILES) // _TILES) + tile // _TILES
+    places = expert * shape[1] + block * (_ROWS * _TILES) + _in_block(row, tile)
+    return placed(scales, places, experts * shape[1], filled=tiles % _TILES == 0).view(shape)
+
+
+def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
+    """``position`` in groups that end at ``ends``, after each group was padded and ends at ``padded``."""
+    shift = torch.cat([ends.new_zeros(1), padded - ends])
+    return position + shift[group_of_rows(ends, position.shape[0])]
+
+
+def of_matrices(blocks: Tensor, rows: int, tiles: int) -> Tensor:
+    """The scales [..., rows, tiles] of matrices, of which ``ordered`` made ``blocks`` [..., n]."""
+    batch, height, width = [*blocks.shape[:-1]], _up(rows, _ROWS), _up(tiles, _TILES)
+    split = blocks.reshape(*batch, height // _ROWS, width // _TILES, 32, _ROWS // 32, _TILES)
+    swapped = split.transpose(-4, -2)  # [..., row block, 32-row group, row in it, tile block, tile]
+    return swapped.reshape(*batch, height, width)[..., :rows, :tiles]
+
+
+def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool) -> list[Tensor]:
+    """The scales [rows, tiles] of each group, of which ``ordered`` made ``blocks``.
+
+    ``sizes``: of the groups, in rows, or in tiles if ``columns``; ``other``: the number of tiles, or of rows.
+    """
+    found: list[Tensor] = []
+    flat, first = blocks.reshape(-1), 0
+    for size in sizes:
+        rows, tiles = (other, size) if columns else (size, other)
+        count = _up(rows, _ROWS) * _up(tiles, _TILES)
+        found.append(of_matrices(flat[first : first + count], rows, tiles))
+        first += count
+    return found
