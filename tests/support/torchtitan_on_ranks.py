@@ -10,14 +10,20 @@ in place of FlexAttention, whose backward has no code for CPUs; and sums of grad
 from __future__ import annotations
 
 import importlib
+import json
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8graph.errors import ConfigError
+from fp8graph.numerics import sqnr_db
 from helpers import findings
 
 
@@ -40,6 +46,7 @@ class Run:
 
     model: str = "llama3"
     backend: str = "inductor"
+    compiled: bool = True  # --compile.enable
     fp8: dict[str, Any] | None = None  # arguments of the override; None: without it
     layers: int = 2
     steps: int = 3
@@ -69,8 +76,10 @@ def configured(run: Run) -> Any:
     config.parallelism.tensor_parallel_degree = run.tensor_parallel
     config.parallelism.pipeline_parallel_degree = run.pipeline
     config.parallelism.pipeline_parallel_schedule = run.schedule
+    config.parallelism.pipeline_parallel_first_stage_less_layers = 0  # for embeddings and head: as many in each stage
+    config.parallelism.pipeline_parallel_last_stage_less_layers = 0
     config.parallelism.pipeline_parallel_microbatch_size, config.training.local_batch_size = 1, 2
-    config.compile = titan("config").CompileConfig(enable=True, backend=run.backend, components=["model"])
+    config.compile = titan("config").CompileConfig(enable=run.compiled, backend=run.backend, components=["model"])
     config.checkpoint.enable, config.checkpoint.interval = run.saved, 2
     config.checkpoint.exclude_from_loading = run.exclude
     if not run.checkpointed:
@@ -165,9 +174,74 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
         optimizers.zero_grad()
         state.step += 1
         losses.append(loss)
+        print(f"step {state.step}  loss {loss:.3f}")
         manager.save(state.step)
     manager.close()
     found: dict[str, Any] = {"losses": losses}
     if run.fp8 is not None:
         found |= findings(parts[0])
     return found
+
+
+def refused(rank: int, run: Run, folder: str) -> str:
+    """The message with which a training ends before its first step."""
+    try:
+        trained(rank, run, folder)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def graph_trained(rank: int, page: str, policy: dict[str, Any], folder: str, generated: bool = False) -> dict[str, Any]:
+    """Three calls of the step that the graph trainer's tracer makes of a Llama 3, after the passes of ``page``.
+
+    On several ranks ``simple_fsdp`` shards the model. The trainer's other passes need a GPU, as does its own step.
+
+    Args:
+        policy: for the file that ``page`` names.
+        generated: call it once more, with code by Inductor.
+    """
+    trainer, tracing, passes, registry, normalizing, generating, sharding, common = (
+        titan(f"experiments.graph_trainer.{name}")
+        for name in (
+            "trainer", "make_fx_tracer", "passes", "registry", "remove_noop_passes", "inductor_passes", "simple_fsdp",
+            "common_utils",
+        )
+    )  # fmt: skip
+    os.makedirs(path := os.path.join(folder, f"graph {rank}"))
+    file = os.path.join(path, "policy.json")
+    Path(file).write_text(json.dumps(policy), encoding="utf-8")
+    exec(page.replace("policy.toml", file), {})
+    normal = [normalizing.eliminate_dead_code_pass, normalizing.canonicalize_graph_pass]
+    passes.construct_default_graph_passes = lambda *_, **__: normal
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = configured(Run()).model_spec.model.build()
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    common.annotate_module_fqns(model)
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        types = sharding.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        model = sharding.data_parallel(model, mesh, mode="fully_shard", mp_policy=types)
+    step = trainer.make_fwd_bwd_step(model, lambda pred, labels, **_: _loss(pred, labels))
+    ids = torch.randint(0, 64, (2, 17), generator=torch.Generator().manual_seed(rank))
+    batch = ids[:, :-1], ids[:, 1:], torch.tensor(32), {}
+    traced = tracing.minimal_fx_tracer(step, module=model)(*batch)
+    wanted = tracing.run_traced(traced, module=model)(*batch)
+    pipeline = registry.PASS_PIPELINE_REGISTRY["fp8graph"](traced, None)
+    traced.gm = passes.apply_graph_passes(traced.gm, traced.example_inputs, pipeline)
+    report = traced.gm.meta["fp8graph_report"]
+    found = [tracing.run_traced(traced, module=model)(*batch) for _ in range(3)]
+    if generated:
+        traced.gm = generating.full_inductor_compilation_pass(traced.gm, traced.example_inputs)
+        found.append(tracing.run_traced(traced, module=model)(*batch))
+    pairs = [(high, x) for results in found for high, x in zip(wanted[1:], results[1:], strict=True)]
+    return {
+        "wanted": wanted[0].item(),
+        "losses": [results[0].item() for results in found],
+        "decibels": min(sqnr_db(*(getattr(x, "_local_tensor", x) for x in pair)) for pair in pairs),
+        "gemms": {(gemm.fqn, gemm.recipe) for gemm in report.gemms},
+        "sent": {(row.tensor, row.dtype) for row in report.collectives if row.dtype == "uint8"},
+        "state": [x for name, x in traced.gm.named_buffers() if name.startswith("fp8graph_state")],
+    }
