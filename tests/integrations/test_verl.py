@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 import fp8graph
-from helpers import same_bits
+from helpers import distance, same_bits
 from ranks import run_each, run_ranks
 from tiny_models import causal_lm
+from trainers_page import wrong_set_ups
 from verl_on_ranks import TILES, refused, trained
 
 pytestmark = [
@@ -42,8 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_losses_are_close_to_those_of_verls_own_engine(runs: dict[str, Any]) -> None:
     assert {recipe for name, recipe in runs["tiles"]["recipes"].items() if name != "lm_head"} == {"blockwise"}
-    for loss, expected in zip(runs["tiles"]["losses"], runs["own"]["losses"], strict=True):
-        assert abs(loss / expected - 1) < 0.005
+    assert distance(runs["tiles"]["losses"], runs["own"]["losses"]) < 0.005
 
 
 def test_the_rollout_gets_the_bytes_that_the_trainer_multiplies(runs: dict[str, Any]) -> None:
@@ -64,13 +65,25 @@ def test_a_policy_by_layer_and_a_resumed_run_that_is_bit_identical(runs: dict[st
         assert same_bits(resumed[part].values(), whole[part].values())
 
 
-def test_wrong_set_ups_are_refused(tmp_path: Path) -> None:
+def test_wrong_set_ups_have_the_messages_of_the_page(tmp_path: Path) -> None:
     from fp8graph.integrations.verl import register
 
-    with pytest.raises(fp8graph.ConfigError, match="unknown recipe 'rowise'. Did you mean 'rowwise'?"):
+    typed, *shown = wrong_set_ups("verl")
+    with pytest.raises(fp8graph.ConfigError, match=re.escape(typed)):
         register(recipe="rowise")
     torch.manual_seed(0)
     causal_lm("Llama")(2).save_pretrained(tmp_path / "model")
-    lora, offloaded = run_ranks(refused, 2, tmp_path, str(tmp_path / "saved"))[0]
-    assert "verl's LoRA with the engine of fp8graph: its weights are merged in high precision" in lora
-    assert "Set offload_policy=True" in offloaded
+    for message, found in zip(shown, run_ranks(refused, 2, tmp_path, str(tmp_path / "saved"))[0], strict=True):
+        assert message in found
+
+
+def test_its_trainer_asks_for_gpus_and_its_rollouts_are_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.single_controller.ray import base  # pyright: ignore
+    from verl.workers.rollout.base import get_rollout_class  # pyright: ignore
+
+    node = {"node": {"CPU": 2.0}}
+    monkeypatch.setattr(base.ray._private.state, "available_resources_per_node", lambda: node)
+    with pytest.raises(ValueError, match="Total available GPUs 0 is less than total desired GPUs 2"):
+        base.ResourcePoolManager(resource_pool_spec={"global_pool": [2]}, mapping={}).create_resource_pool()
+    with pytest.raises(AssertionError, match="Rollout hf with mode async not found"):
+        get_rollout_class("hf")
