@@ -59,7 +59,11 @@ def ours(run: Run, recipe: str) -> Compile:
 
 
 def rows(run: Run) -> dict[str, Compile]:
-    found = {"bf16": bf16(run), "tensorwise": ours(run, "tensorwise"), "delayed": ours(run, "delayed")}
+    """With --tiny only two of them."""
+    found = {"bf16": bf16(run), "tensorwise": ours(run, "tensorwise")}
+    if run.tiny:
+        return found
+    found["delayed"] = ours(run, "delayed")
     return found | ({"torchao tensorwise": torchao(run)} if importable("torchao") else {})
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fp8graph
-from fp8graph.numerics.formats import exp2_biased, saturating_cast, unpack_e2m1
+from fp8graph.numerics.formats import SCALE, exp2_biased, saturating_cast, unpack_e2m1
 from fp8graph.numerics.history import HEADER, new_page, updated_page
 from fp8graph.recipes import FP8_MAX, GEMM_LAYOUTS, GEMM_OPERANDS, GemmName
 
@@ -183,7 +183,7 @@ def delayed() -> tuple[list[float], list[float]]:
     amaxes[20] *= 8
     page, room = new_page(LENGTH, 1), list[float]()
     for amax in amaxes:
-        room.append(fp8_max / page[0, 0].item())
+        room.append(fp8_max / page[0, SCALE].item())
         page = updated_page(page, [amax.reshape(1)], fp8_max, 0, "max")
     assert page.shape[1] == HEADER + LENGTH
     return amaxes.tolist(), room

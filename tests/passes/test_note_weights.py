@@ -50,7 +50,7 @@ def test_delayed_scaling_has_a_page_of_its_own() -> None:
     )
     (weight,) = noted(found)
     assert [type(each) for each in weight.asked] == [PageLayout]
-    assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1026]\n")
+    assert graph_text(weight.quantizing).startswith("input0: f32[48, 32]\ninput1: f32[1, 1028]\n")
 
 
 def test_a_weight_that_fsdp2_gathers_is_noted_as_any_other() -> None:

@@ -59,6 +59,11 @@ def lines(*, worst: float = 0.97) -> Iterator[dict[str, Any]]:
     yield from comparison("linears", LINEARS, 27.0)
     yield from comparison("layers", LAYERS, 33.0)
     yield {"section": "layers", "contender": "torchao rowwise", "failed": "RuntimeError: made up"}
+    for name, rate in (("bf16", 1000.0), ("tensorwise", 1310.0), ("torchao tensorwise", 1210.0)):
+        yield {
+            "section": "table", "contender": name, "tokens_per_s": rate, "peak_mib": 2000.0, "compile_s": 12.3,
+            "watts": None, "losses": [2.0, 1.5],
+        }  # fmt: skip
     for batch in (1, 64):
         for name, ms in (("bf16", 4.0), ("tensorwise", 3.2), ("rowwise", 3.0)):
             yield {
