@@ -22,6 +22,7 @@ from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.program import Program
 from fp8graph.compat import dynamo, fakes, wrappers
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.compat.lives import life, remember_modules
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import arguments_of
 from fp8graph.recipes import RECIPE_NAMES
@@ -154,6 +155,7 @@ class ModelBackends:
     def _new(self, model: nn.Module) -> Backend:
         backend = self._models[model] = self._make()
         backend.steps.adapters.watch(model)
+        remember_modules(model)
         return backend
 
     def _backend_of_functions(self) -> Backend:
@@ -170,7 +172,7 @@ class SharedGraph:
         self._first = graph.positions[0] if graph.positions else None
         self._programs: dict[int, tuple[Backend, Program]] = {}  # by the id of the first parameter; 0: without any
         self._variants: Variants = {}
-        self._alive: dict[int, weakref.ref[Tensor]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._find(example_inputs, compiling=True)
 
     def __call__(self, *args: Any) -> Any:
@@ -193,7 +195,7 @@ class SharedGraph:
                 graph._alive.pop(key, None)
 
         if parameter is not None:
-            self._alive[key] = weakref.ref(parameter, forget)
+            self._alive[key] = weakref.ref(life(parameter), forget)
         return self._programs.setdefault(key, (backend, program))
 
 

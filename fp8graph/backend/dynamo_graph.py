@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fp8graph.compat import dynamo, fakes, fsdp
+from fp8graph.compat import dynamo, fakes, fsdp, lives
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import Condition
@@ -71,6 +71,10 @@ class DynamoGraph:
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Dynamo's context, for variants that are compiled after Dynamo has finished with the graph."""
         return tracing(self.context) if self.context is not None else contextlib.nullcontext()
+
+    def let_torch_swap(self) -> None:
+        """Leave no weak reference of Dynamo to parameters, now that it has finished with the graph."""
+        lives.let_torch_swap(self.fake_inputs, self.context)
 
     def tracing_anew(self) -> contextlib.AbstractContextManager[Any]:
         """A context like Dynamo's that knows nothing of earlier compilations."""

@@ -87,12 +87,11 @@ def multiplied_by(
     owners, seen = _owners(model), set[str]()
     for called, findings in _calls(backend):
         for weight in findings.of(WeightGraph):
-            parameters = [called[index] for index in weight.parameters]
-            if "rowwise" in weight.outputs and all(id(x) in owners for x in parameters):
-                owned = [owners[id(x)] for x in parameters]
+            if "rowwise" in weight.outputs and all(called[index] in owners for index in weight.parameters):
+                owned = [owners[called[index]] for index in weight.parameters]
                 new = {owner.name for owner in owned if wanted is None or owner.name in wanted} - seen
                 kept = backend.services.kept_scales(weight.asked)
-                for made in _made(weight, parameters, owned, kept, new, data) if new else ():
+                for made in _made(weight, owned, kept, new, data) if new else ():
                     seen.add(made.parameter)
                     yield made
 
@@ -107,19 +106,23 @@ def matrices_of(backend: Backend, model: nn.Module) -> list[str]:
     """The names of the parameters that are the weights of sites, in FP8 or not."""
     owners = _owners(model)
     indices = [(called, {site.parameter for site in findings.sites}) for called, findings in _calls(backend)]
-    found = (owners.get(id(x)) for called, of_sites in indices for index, x in called.items() if index in of_sites)
+    found = (owners.get(x) for called, of_sites in indices for index, x in called.items() if index in of_sites)
     return list(dict.fromkeys(owner.name for owner in found if owner is not None))
 
 
-def _calls(backend: Backend) -> list[tuple[dict[int, Tensor], Findings]]:
+def _calls(backend: Backend) -> list[tuple[dict[int, int], Findings]]:
     return [call for program in backend.programs for call in program.calls()]
 
 
 class _Owner(NamedTuple):
-    """A parameter as the model has it. ``dtype``: that in which FSDP2 gathers it, if it does."""
+    """A parameter as the model has it, and as a graph was called with it.
+
+    ``dtype``: that in which FSDP2 gathers it, if it does.
+    """
 
     name: str
     parameter: Tensor
+    called: Tensor
     dtype: torch.dtype
 
 
@@ -129,27 +132,23 @@ def _owners(model: nn.Module) -> dict[int, _Owner]:
     for name, p in model.named_parameters():
         taken, dtype = gathered.get(id(p), (p, p.dtype))
         for x in (p, *wrapped_tensors(p), taken, *wrapped_tensors(taken)):
-            found[id(x)] = _Owner(name_in_original(name), p, dtype)
+            found[id(x)] = _Owner(name_in_original(name), p, x, dtype)
     return found
 
 
 def _made(
     weight: WeightGraph,
-    parameters: Sequence[Tensor],
     owners: Sequence[_Owner],
     kept: KeptScales | None,
     wanted: Collection[str],
     data: bool,
 ) -> Iterator[Multiplied]:
-    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours.
-
-    ``parameters``: those of ``owners``, as the graph was called with them.
-    """
+    """The linears of ``weight``, of which several may be joined, without padding and without their neighbours."""
     (node,) = nodes(weight.quantizing, (ops.quantize,))
     asked, placeholders = QuantizeNode(node).asked, weight.quantizing.find_nodes(op="placeholder")
     places = {placeholder: place for place, placeholder in enumerate(placeholders[: len(owners)])}
     sources = [_source(part, places) for part in asked.parts]
-    called = [parameters[place] for place, _ in sources if place is not None]
+    called = [owners[place].called for place, _ in sources if place is not None]
     if not called:
         return
     spread = any(mesh_of(owner.parameter) is not None for owner in owners)
@@ -168,7 +167,7 @@ def _made(
         else:
             made = weight.made_outputs()
             if data:
-                inputs = [*(parameter.detach() for parameter in parameters), *peeked]
+                inputs = [*(owner.called.detach() for owner in owners), *peeked]
                 made = dict(zip(weight.made, fx.GraphModule(nn.Module(), weight.quantizing)(*inputs), strict=True))
             pieces = cut_out(made, asked, [value(part).shape for part in asked.parts])
         quantizer = Quantizer(
@@ -186,7 +185,9 @@ def _made(
                     scale_inv=piece.scale_inv,
                     quantizer=quantizer,
                     global_scale_inv=piece.global_scale_inv,
-                    input_scale_inv=None if kept is None else kept.input_scale_inv(weight.asked[0], parameters[place]),
+                    input_scale_inv=None
+                    if kept is None
+                    else kept.input_scale_inv(weight.asked[0], owners[place].called),
                     flipped=flipped,
                     touched=piece.touched,
                     facts=facts,

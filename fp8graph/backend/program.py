@@ -20,8 +20,9 @@ import torch
 from fp8graph.backend.compiling import Compiler, Shared, Variant, Variants
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Moment, Situation
-from fp8graph.compat import checkpointing, fakes
+from fp8graph.compat import checkpointing, dynamo, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
+from fp8graph.compat.lives import has_no_module, remember_modules
 from fp8graph.ir.compilation import Arrived, Condition, Findings
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
@@ -102,8 +103,8 @@ class Program:
         """The backend that it belongs to."""
         return self._shared.generator
 
-    def calls(self) -> Iterator[tuple[dict[int, torch.Tensor], Findings]]:
-        """The parameters of its calls under the present policy, by input, and the findings about the graph that ran."""
+    def calls(self) -> Iterator[tuple[dict[int, int], Findings]]:
+        """The ids of the parameters of its calls under the present policy, by input, with the findings of its graph."""
         _, present = self._shared.policies.of(self._graph.families)
         for parameters, (policy, findings) in self._called:
             if policy == present:
@@ -111,7 +112,7 @@ class Program:
 
     def runs(self, parameters: Collection[int]) -> bool:
         """Whether it was called with one of the parameters that have these ids."""
-        return any(id(x) in parameters for called, _ in self._called for x in called.values())
+        return any(x in parameters for called, _ in self._called for x in called.values())
 
     def __call__(self, *args: Any) -> Any:
         if fakes.called_to_trace(args):
@@ -176,6 +177,9 @@ class Program:
             except ArrivesOtherwise as found:
                 arrived = {index: owner for index, owner in arrived.items() if index not in found.positions}
         self._called.note(args, (situation.policy, findings))
+        if any(has_no_module(args[index]) for index in self._graph.positions):
+            remember_modules(*dynamo.modules_on_stack())
+        self._graph.let_torch_swap()
         more = [self._empty] * variant.spares
         for slot, places in slots:
             for place, tensor in zip(places, slot.tensors, strict=True):

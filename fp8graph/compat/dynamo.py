@@ -50,7 +50,12 @@ def is_part_of_parameter(source: str) -> bool:
 
 
 def copy_source(node: fx.Node, copy: fx.Node) -> None:
-    """Give a copied node of a graph the source of the original, if that has one."""
+    """Give a copied node of a graph the source of the original, if that has one.
+
+    Dynamo's description of the input is left out, as it is of the original at the end: it refers weakly to the input,
+    whose contents torch then refuses to swap.
+    """
+    copy.meta.pop("grapharg", None)
     if hasattr(node, "_dynamo_source"):
         copy._dynamo_source = node._dynamo_source  # pyright: ignore
 

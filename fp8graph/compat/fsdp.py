@@ -21,7 +21,7 @@ _OWNER: Final = "fp8graph_owner"
 _NEEDED: Final = (
     *("sharded_param", "_unsharded_param", "_orig_size", "mesh_info", "post_forward_mesh_info", "fsdp_placement"),
     *("offload_to_cpu", "is_dtensor", "orig_dtype", "param_dtype", "all_gather_outputs", "_init_extensions"),
-    *("init_all_gather_outputs", "free_unsharded_param"),
+    *("init_all_gather_outputs", "free_unsharded_param", "reset_sharded_param"),
     *("sharded_state", "shard_mesh", "_module_info", "_sharded_param_data", "padded_sharded_param_size"),
     *("_unsharded_inner_tensors",),
 )
@@ -192,15 +192,28 @@ def owner_of(sharded: Any) -> Any:
 def attach(sharded: Any, before: Callable[..., Any], after: Callable[..., Any], owner: Any) -> None:
     """From the next gather on, FSDP2 sends what ``before`` returns, and gives what is gathered to ``after``.
 
-    The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is. The shard
-    keeps ``owner`` alive. The whole parameter stays the same object, by which names and scaling state are found; its
+    The functions are attributes of the plain shard: no class of tensors, and ``state_dict()`` stays as it is. A shard
+    that takes its place (``model.to()``, ``load_state_dict(assign=True)``) gets them, too; FSDP2 keeps ``owner`` alive,
+    as they do. The whole parameter stays the same object, by which names and scaling state are found; its
     memory is up to the caller (:func:`stand_in`).
     """
     setattr(before, _OWNER, owner)
+    reference, take_over = weakref.ref(sharded), type(sharded).reset_sharded_param
+
+    def reset_sharded_param() -> None:
+        if (alive := reference()) is not None:
+            take_over(alive)
+            _set_functions(alive, before, after)
+
+    _set_functions(sharded, before, after)
+    sharded.reset_sharded_param = reset_sharded_param
+    _begin_anew(sharded)
+
+
+def _set_functions(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
     tensor: Any = shard_of(sharded)
     for name, function in ((_BEFORE, before), (_AFTER, after)):
         setattr(tensor, name, function)
-    _begin_anew(sharded)
 
 
 def gather_as_stored(modules: Collection[torch.nn.Module]) -> None:
@@ -243,31 +256,10 @@ def _as_stored(sharded: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return before, after
 
 
-def attach_again(sharded: Any, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """The same for the parameter that the module has now, which FSDP2 is about to take over."""
-    module, name = sharded._module_info.module, sharded._module_info.param_name
-    tensor: Any = getattr(module._parameters[name], SHARD)
-    for attribute, function in ((_BEFORE, before), (_AFTER, after)):
-        setattr(tensor, attribute, function)
-
-
-def after_loading(sharded: Any, owner: Any, call: Callable[[Any], None]) -> None:
-    """Run ``call(owner)``, as long as that lives, after ``load_state_dict`` of the parameter's module."""
-    reference = weakref.ref(owner)
-
-    def loaded(_module: Any, _keys: Any) -> None:
-        if (alive := reference()) is not None:
-            call(alive)
-
-    sharded._module_info.module.register_load_state_dict_post_hook(loaded)
-
-
 def detach(sharded: Any) -> None:
     """Let FSDP2 gather the parameter as it is again."""
-    tensor = shard_of(sharded)
-    for name in (_BEFORE, _AFTER):
-        if hasattr(tensor, name):
-            delattr(tensor, name)
+    for owner, name in ((shard_of(sharded), _BEFORE), (shard_of(sharded), _AFTER), (sharded, "reset_sharded_param")):
+        vars(owner).pop(name, None)
     _begin_anew(sharded)
     if hasattr(sharded, "_unsharded_param"):
         rows, ranks = shard_of(sharded), sharded.shard_mesh.size()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fp8graph.compat.lives import life
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import Epoch, picker
 from fp8graph.runtime.stores import Run, Slot
@@ -30,21 +31,23 @@ class Called:
     def __init__(self, parameters: Sequence[int]) -> None:
         self._positions = parameters
         self._pick = picker(parameters)
-        self._noted: dict[tuple[int, ...], tuple[list[weakref.ref[torch.Tensor]], Any]] = {}  # by their ids
+        self._noted: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], Any]] = {}  # by their ids
 
     def note(self, args: Sequence[Any], note: Any) -> None:
         """Remember a call with ``args``."""
         parameters, noted = self._pick(args), self._noted
         key = tuple(map(id, parameters))
-        alive = noted[key][0] if key in noted else [weakref.ref(x, lambda _: noted.pop(key, None)) for x in parameters]
+        if key in noted:
+            alive, _ = noted[key]
+        else:
+            alive = [weakref.ref(life(x), lambda _: noted.pop(key, None)) for x in parameters]
         noted[key] = alive, note
 
-    def __iter__(self) -> Iterator[tuple[dict[int, torch.Tensor], Any]]:
-        """The parameters by position, and the note of their last call."""
-        for references, note in list(self._noted.values()):
-            alive = [x for reference in references if (x := reference()) is not None]
-            if len(alive) == len(references):
-                yield dict(zip(self._positions, alive, strict=True)), note
+    def __iter__(self) -> Iterator[tuple[dict[int, int], Any]]:
+        """The ids of the parameters by position, and the note of their last call."""
+        for ids, (alive, note) in list(self._noted.items()):
+            if all(reference() is not None for reference in alive):
+                yield dict(zip(self._positions, ids, strict=True)), note
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +92,7 @@ class PreparedCalls:
         self._first = parameters[0] if parameters else None
         self._kept = epoch.now  # the epoch of all calls that are kept
         self._calls: dict[Any, Prepared] = {}
-        self._alive: dict[Any, list[weakref.ref[torch.Tensor]]] = {}  # called when their parameters are freed
+        self._alive: dict[Any, list[weakref.ref[Any]]] = {}  # called when their parameters are freed
 
     def get(self, args: Sequence[Any], situation: Any) -> Prepared | None:
         """The prepared call for ``args`` in ``situation`` (hashable); None if there is none that is still valid."""
@@ -119,7 +122,7 @@ class PreparedCalls:
 
             # an id identifies a parameter as long as that is alive
             watched = self._pick(args) if prepared.parameters else ()
-            alive[key] = [weakref.ref(parameter, forget) for parameter in watched]
+            alive[key] = [weakref.ref(life(parameter), forget) for parameter in watched]
 
     def drop_outdated(self) -> None:
         """Drop the calls that policy, names or state have changed since: they hold the code that they ran."""

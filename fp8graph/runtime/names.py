@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fp8graph.compat import fakes, wrappers
+from fp8graph.compat import fakes, lives, wrappers
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.recipes import FP8_MAX
 from fp8graph.runtime.staleness import Epoch
@@ -28,7 +28,7 @@ class Names:
 
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
-        self._names: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+        self._names: MutableMapping[Any, str] = WeakIdKeyDictionary()  # by the lives of parameters
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._in_graphs: set[str] | None = set()  # names of parameters; None: some graph's were not bound yet
 
@@ -54,28 +54,29 @@ class Names:
         self._epoch.advance()
 
     def _learn(self, model: torch.nn.Module, name: str) -> None:
+        lives.remember_modules(model)
         for fqn, parameter in model.named_parameters(prefix=name):
             for tensor in (parameter, *fakes.wrapped_tensors(parameter)):
-                self._names[tensor] = wrappers.name_in_original(fqn)
+                self._names[lives.life(tensor)] = wrappers.name_in_original(fqn)
 
-    def get(self, parameter: torch.Tensor) -> str:
+    def get(self, parameter: torch.Tensor | lives.Life) -> str:
         """The FQN, or "" for a tensor that was not bound.
 
         The parameters of a bound model may be replaced: FSDP2 puts gathered ones in their place while a layer runs.
         DDPOptimizer compiles with fake ones.
         """
         if isinstance(parameter, FakeTensor):
-            known = ((real, name) for real, name in list(self._names.items()) if name)
-            return next((name for real, name in known if fakes.is_fake_of(parameter, real)), "")
-        if parameter not in self._names:
+            bound = (real for model in list(self._models) for real in model.parameters())
+            return next((self.get(real) for real in bound if fakes.is_fake_of(parameter, real)), "")
+        if (life := lives.life(parameter)) not in self._names:
             for model, name in list(self._models.items()):
                 self._learn(model, name)
-        return self._names.setdefault(parameter, "")  # if none was found: do not search again
+        return self._names.setdefault(life, "")  # if none was found: do not search again
 
     def held(self) -> set[int]:
-        """The ids of the parameters that bound models have now."""
+        """The ids of the lives of the parameters that bound models have now."""
         parameters = (parameter for model in list(self._models) for parameter in model.parameters())
-        return {id(x) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
+        return {id(lives.life(x)) for parameter in parameters for x in (parameter, *fakes.wrapped_tensors(parameter))}
 
     def note_graph(self, names: Iterable[str], *, bound: bool) -> None:
         """Remember that a graph has parameters of these names; not ``bound``: its parameters had no names yet."""

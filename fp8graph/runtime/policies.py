@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph import hardware
 from fp8graph.compat import autograd
+from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import choices
@@ -193,7 +194,7 @@ class Schedule:
         self._policies, self._epoch, self._steps = policies, epoch, steps
         self._start = 0  # the step that was loaded
         self._seen = 0  # of the optimizers' steps
-        self._parameters: MutableMapping[torch.Tensor, None] = WeakTensorKeyDictionary()  # of the compiled models
+        self._parameters: MutableMapping[Any, None] = WeakIdKeyDictionary()  # the lives of those of compiled models
         self.counts = False  # someone asks for the step, whether the policy has a schedule or not
         self._asked: int | None = None  # the optimizers' steps when it was last asked for
         self._now = 0
@@ -212,7 +213,7 @@ class Schedule:
     def meets(self, parameters: Iterable[torch.Tensor]) -> None:
         """Learn which parameters the models train."""
         if self.runs or self.counts:
-            self._parameters.update((parameter, None) for parameter in parameters if parameter.requires_grad)
+            self._parameters.update((life(parameter), None) for parameter in parameters if parameter.requires_grad)
 
     def advance(self) -> None:
         """Take the policy as it is at the present step."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
+from fp8graph.compat.lives import Life, life
 
 _log = logging.getLogger("fp8graph")
 
@@ -52,15 +53,16 @@ class OptimizerSteps:
 
     def __init__(self) -> None:
         self.count = 0  # steps of all optimizers
-        # by id: the last step of its optimizer, and how many steps its optimizers took
-        self.held: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        # by the id of a parameter's life: the last step of its optimizer, and how many steps its optimizers took
+        self.held: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._full = 1024  # length at which freed parameters are dropped
-        autograd.after_optimizer_steps(self, self._after_step)
+        disabled: Any = torch.compiler.disable(self._after_step)  # Dynamo traces the hook where a step is compiled
+        autograd.after_optimizer_steps(self, disabled)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self.count += 1
         for group in optimizer.param_groups:
-            for parameter in group["params"]:
+            for parameter in map(life, group["params"]):
                 reference, _, taken = self.held.get(id(parameter), (None, 0, 0))
                 taken = taken if reference is not None and reference() is parameter else 0
                 self.held[id(parameter)] = weakref.ref(parameter), self.count, taken + 1
@@ -73,8 +75,9 @@ class OptimizerSteps:
 
         What no optimizer was seen to hold and trains may be held in slices: each step counts.
         """
-        reference, step, _ = self.held.get(id(parameter), (None, 0, 0))
-        if reference is not None and reference() is parameter:
+        alive = life(parameter)
+        reference, step, _ = self.held.get(id(alive), (None, 0, 0))
+        if reference is not None and reference() is alive:
             return step
         return self.count if parameter.requires_grad else 0
 
@@ -195,8 +198,8 @@ class WeightUpdates:
 
     def listen(self, listener: Callable[[Optimizer], None]) -> None:
         """Call ``listener`` after each step, as long as this object lives."""
-        disabled: Any = torch.compiler.disable(listener)
-        self._listeners.append(disabled)  # Dynamo traces the hook where a step is compiled
+        disabled: Any = torch.compiler.disable(listener)  # as OptimizerSteps
+        self._listeners.append(disabled)
         if len(self._listeners) == 1:
             reference = weakref.ref(self)
 
@@ -210,8 +213,11 @@ class WeightUpdates:
         """See :meth:`OptimizerSteps.of`."""
         return self.all.of(parameter)
 
-    def taken(self, parameters: Sequence[Tensor]) -> int:
-        """Steps of the optimizers that hold some of ``parameters``, since the last restart; of all, if none does."""
+    def taken(self, parameters: Sequence[Tensor | Life]) -> int:
+        """Steps of the optimizers that hold some of ``parameters`` (their lives), since the last restart.
+
+        Of all, if none does.
+        """
         held = [self.all.held.get(id(parameter)) for parameter in parameters]
         own = [self._since(h) for h, p in zip(held, parameters, strict=True) if h is not None and h[0]() is p]
         return max(own or map(self._since, list(self.all.held.values())), default=0)
@@ -220,7 +226,7 @@ class WeightUpdates:
         """Let :meth:`taken` count anew."""
         self._earlier = dict(self.all.held)
 
-    def _since(self, held: tuple[weakref.ref[Tensor], int, int]) -> int:
+    def _since(self, held: tuple[weakref.ref[Any], int, int]) -> int:
         reference, _, taken = held
         if (parameter := reference()) is None:
             return 0

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph.compat import autograd, checkpointing
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.compat.lives import Life, life
 from fp8graph.numerics import history
 from fp8graph.numerics.formats import SCALE
 from fp8graph.passes.connect_scales import PageLayout
@@ -63,25 +64,26 @@ class Tokens:
 
     def __init__(self, gone: Callable[[int], None]) -> None:
         self._gone = gone
-        self._known: MutableMapping[Tensor, int] = WeakTensorKeyDictionary()
+        self._known: MutableMapping[Any, int] = WeakIdKeyDictionary()  # by the lives of parameters
         self._created = 0
 
     def of(self, parameter: Tensor) -> int:
-        token = self._known.get(parameter)
+        alive = life(parameter)
+        token = self._known.get(alive)
         if token is None:
-            self._created = self._known[parameter] = token = self._created + 1
-            weakref.finalize(parameter, self._gone, token).atexit = False
+            self._created = self._known[alive] = token = self._created + 1
+            weakref.finalize(alive, self._gone, token).atexit = False
         return token
 
     def known(self, parameter: Tensor) -> int | None:
         """Its token; None if nothing has asked for one."""
-        return self._known.get(parameter)
+        return self._known.get(life(parameter))
 
     def alive(self) -> set[int]:
         return set(self._known.values())
 
-    def parameters(self) -> list[tuple[int, Tensor]]:
-        """The parameters that are alive, each after its token."""
+    def parameters(self) -> list[tuple[int, Tensor | Life]]:
+        """The parameters that are alive (:func:`fp8graph.compat.lives.life`), each after its token."""
         return [(token, parameter) for parameter, token in self._known.items()]
 
 
@@ -169,13 +171,14 @@ class FoundPages:
     """The pages of one graph for one set of parameters."""
 
     asked: Sequence[Any]  # kept alive, so that its id is not used again
-    owners: Sequence[weakref.ref[Tensor]]
+    owners: Sequence[weakref.ref[Any]]
     pages: list[Page]
     keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each
     weights: Sequence[WeightRow] = ()  # the rows that are the state of parameters themselves
     turn: int = 0  # grows with each look-up of the backend
 
-    def holds(self, owners: Sequence[Tensor]) -> bool:
+    def holds(self, owners: Sequence[Tensor | Life]) -> bool:
+        """Whether they are of the parameters whose lives are ``owners``."""
         return not any(page.moved for page in self.pages) and all(
             reference() is owner for reference, owner in zip(self.owners, owners, strict=True)
         )

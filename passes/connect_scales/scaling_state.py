@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import autograd, checkpointing, ops
+from fp8graph.compat.lives import life
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
 from fp8graph.ir.sites import Use
@@ -106,15 +107,16 @@ class ScalingState(KeptScales):
             args: its inputs, the parameters among them.
         """
         owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
-        key = id(asked), *map(id, owners)
+        lives = [*map(life, owners)]
+        key = id(asked), *map(id, lives)
         found = self._found.get(key)
-        if found is None or not found.holds(owners):
+        if found is None or not found.holds(lives):
             self._forget_dead_layers()
             anchor = owners[0] if owners else None
             layouts = [each for each in asked if isinstance(each, PageLayout)]
             pages = [self._page(layout, args, anchor) for layout in layouts]
             calls = self._found
-            alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in owners]
+            alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in lives]
             keys = [[self._key(rows[0], args, anchor) for rows in layout.rows] for layout in layouts]
             pairs = zip(layouts, keys, strict=True)
             weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]

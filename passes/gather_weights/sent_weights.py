@@ -255,7 +255,6 @@ class SentWeight:
         sources = [source_of_part(part) for part in self._asked.parts]
         self._parts = [(self.sharded[placeholders.index(source)], casts) for source, casts in sources]
         self._groups = [fsdp.group_of(sharded) for sharded, _ in self._parts]
-        self._functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         self._quantize: dict[int, Callable[..., Any]] = {}  # by part
         self.restored = False  # whole parameters are there, too: a graph reads them
         self._rows: list[dict[str, Tensor]] = []  # quantized rows of this rank, for each part
@@ -291,10 +290,8 @@ class SentWeight:
             self._amaxes = [torch.zeros((), device=fsdp.shard_of(sharded).device) for sharded, _ in self._parts]
         sizes = [sharded._orig_size[0] for sharded, _ in self._parts]
         self._copies = GatheredCopies(self.weight, sizes, fsdp.shard_of(self.sharded[0]).device)
-        self._functions = [self._around(part) for part in range(count)]
-        for (sharded, _), functions in zip(self._parts, self._functions, strict=True):
-            fsdp.attach(sharded, *functions, owner=self)
-            fsdp.after_loading(sharded, self, SentWeight.attach_again)
+        for part, (sharded, _) in enumerate(self._parts):
+            fsdp.attach(sharded, *self._around(part), owner=self)
 
     def _widen(self, weight: WeightGraph) -> None:
         """Make the copies that ``weight`` has in addition."""
@@ -307,11 +304,6 @@ class SentWeight:
             self._rows, self._made_of, self._quantize = [{} for _ in range(count)], [None] * count, {}
             if kept:
                 self.fetch("columnwise")
-
-    def attach_again(self) -> None:
-        """After ``load_state_dict(assign=True)``, which has put other shards in place."""
-        for (sharded, _), functions in zip(self._parts, self._functions, strict=False):
-            fsdp.attach_again(sharded, *functions)
 
     def stand_in(self) -> None:
         """Put NaN in the place of the whole parameters, unless a graph reads them."""
@@ -523,7 +515,7 @@ class SentWeight:
         """Let FSDP2 gather in high precision again. The whole parameters must not be there now."""
         for sharded in self.sharded:
             fsdp.detach(sharded)
-        self._functions, self.restored = [], False
+        self.restored = False
 
 
 def _quantize_node(weight: WeightGraph) -> QuantizeNode:

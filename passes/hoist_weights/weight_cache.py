@@ -39,6 +39,7 @@ from torch import Tensor, fx
 from fp8graph.compat import autograd
 from fp8graph.compat.distributed import local
 from fp8graph.compat.fakes import FakeTensor
+from fp8graph.compat.lives import life
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.nodes import aten
 from fp8graph.passes.hoist_weights import KeptWeight
@@ -56,14 +57,14 @@ class _Copy:
     """One quantized weight. Its tensors keep their addresses, and belong to ``owners``."""
 
     weight: KeptWeight
-    owners: list[weakref.ref[Tensor]]
+    owners: list[weakref.ref[Any]]  # to the lives of parameters
     tensors: dict[str, Tensor]  # by output name
     made_of: Any = None  # the state of the owners when it was made
     contents: list[Any] = field(default_factory=list[Any])  # the fingerprints of the owners when it was made
     recorded: bool = False  # its amax is recorded in the scaling state
 
     def belongs_to(self, parameters: Sequence[Tensor]) -> bool:
-        return all(owner() is p for owner, p in zip(self.owners, parameters, strict=True))
+        return all(owner() is life(p) for owner, p in zip(self.owners, parameters, strict=True))
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class _Found:
     copies: list[_Copy]
     tensors: list[Tensor]
     asked: list[ExtraInput]  # the tensors of another store that quantizing takes: pages of delayed scales
-    alive: list[weakref.ref[Tensor]] = field(default_factory=list[weakref.ref[Tensor]])  # called when they are freed
+    alive: list[weakref.ref[Any]] = field(default_factory=list[weakref.ref[Any]])  # called when they are freed
 
 
 class WeightCache(Store):
@@ -249,7 +250,7 @@ class WeightCache(Store):
             known.setdefault((copy.weight.signature, *map(id, (owner() for owner in copy.owners))), []).append(copy)
         copies: list[_Copy] = []
         for weight, several in zip(weights, owners, strict=True):
-            alike = known.setdefault((weight.signature, *map(id, several)), [])
+            alike = known.setdefault((weight.signature, *map(id, map(life, several))), [])
             copy = next((c for c in alike if covers(c.weight, weight) and c.belongs_to(several)), None)
             if copy is None:
                 if alike:  # other graphs will find this copy, which has more layouts than theirs
@@ -341,7 +342,7 @@ def _new_copy(weight: KeptWeight, owners: Sequence[Tensor]) -> _Copy:
         tensors = {
             name: torch.empty(val.shape, dtype=val.dtype, device=device) for name, val in weight.made_outputs().items()
         }
-    return _Copy(weight, [weakref.ref(owner) for owner in owners], tensors)
+    return _Copy(weight, [weakref.ref(life(owner)) for owner in owners], tensors)
 
 
 def _module(body: fx.Graph, count: int, inputs: int) -> fx.GraphModule:

@@ -83,6 +83,11 @@ def test_modules_of_fsdp2_without_parameters_of_their_own(monkeypatch: pytest.Mo
     assert fsdp.gathered() == {}
 
 
+class _Sharded(_State):
+    def reset_sharded_param(self) -> None:
+        """Take over the shard that the module has now."""
+
+
 def _sharded_parameter(**changed: Any) -> _State:
     """The object that FSDP2 keeps for one parameter [48, 32] on the first of two ranks."""
     mesh = _State(size=lambda: 2, get_group=lambda: _State(group_name="7"))
@@ -97,7 +102,7 @@ def _sharded_parameter(**changed: Any) -> _State:
         "_sharded_param_data": torch.ones(24 * 32), "padded_sharded_param_size": torch.Size((24, 32)),
         "_unsharded_inner_tensors": [],
     }  # fmt: skip
-    return _State(**values | changed)
+    return _Sharded(**values | changed)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +184,28 @@ def test_functions_come_and_go() -> None:
     assert fsdp.whole_of(sharded) is whole  # in the memory that FSDP2 gathers into
     assert whole.data_ptr() == sharded.all_gather_outputs[0].data_ptr()
     assert (whole.shape, whole.sum()) == ((48, 32), 48 * 32)
+
+
+@needs_distributed
+@pytest.mark.usefixtures("group_of_two")
+@pytest.mark.parametrize("how", ["moved", "loaded"])
+def test_another_shard_has_the_functions_too(how: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    module, owner = nn.Linear(8, 8, bias=False), object()
+    fully_shard(module)
+    (sharded,) = (x for x in fsdp._sharded_parameters() if x._module_info.module is module)
+    fsdp.attach(sharded, lambda: None, lambda: None, owner)
+    before = fsdp.shard_of(sharded)
+    if how == "moved":
+        module.to("cpu")
+    else:
+        module.load_state_dict({name: x * 2 for name, x in module.state_dict().items()}, assign=True)
+    assert fsdp.shard_of(sharded) is not before
+    assert fsdp.owner_of(sharded) is owner
+    fsdp.detach(sharded)
+    module.to("cpu")
+    assert fsdp.owner_of(sharded) is None
 
 
 def test_memory_that_several_tensors_share() -> None:

@@ -29,6 +29,7 @@ CASES: dict[int, dict[str, tuple[Any, dict[str, Any]]]] = {
         "delayed, checkpointed": ("delayed", {"checkpointed": True}),
         "delayed, loaded": ("delayed", {"event": "load"}),
         "delayed, assigned": ("delayed", {"event": "assign"}),
+        "delayed, moved": ("delayed", {"event": "move"}),
         "delayed, accumulated": ("delayed", {"accumulated": True}),
         "delayed, kept": ("delayed", {"accumulated": True, "keeps": True}),
         "unseen": ("tensorwise", {"event": "unseen"}),

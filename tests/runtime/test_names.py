@@ -59,7 +59,7 @@ def test_binding_ends_prepared_calls() -> None:
 
 
 def test_torch_refuses_to_swap_a_bound_parameter() -> None:
-    """Names are known by weak references; the README says so. Conversions in place are no swaps."""
+    """Names are known by weak references; docs/troubleshooting.md says so. Conversions in place are no swaps."""
     model = MLP()
     fp8graph.compile(model, compiler="eager")
     with pytest.raises(RuntimeError, match="weakref"):
@@ -72,12 +72,18 @@ def test_torch_refuses_to_swap_a_bound_parameter() -> None:
 def test_torch_converts_sharded_parameters_by_a_swap() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = MLP()
+    names, model = Names(Epoch()), MLP()
     fully_shard(model)
-    model.to("cpu")
-    fp8graph.compile(model, compiler="eager")
-    with pytest.raises(RuntimeError, match="Couldn't swap"):
-        model.to("cpu")
+    names.bind(model)
+    before = list(map(names.get, model.parameters()))
+    model.to(torch.bfloat16)
+    learned = len(names._names)
+    assert model.up.weight.dtype == torch.bfloat16
+    assert list(map(names.get, model.parameters())) == before == ["gate.weight", "up.weight", "down.weight"]
+    assert len(names._names) == learned
+    del model
+    gc.collect()
+    assert not names
 
 
 def test_the_modules_of_bound_models_and_their_own_matrices() -> None:

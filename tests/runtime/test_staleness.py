@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fp8graph.compat.lives import life, remember_modules
 from fp8graph.runtime.staleness import Unchanged, WeightUpdates, storage_of, version
 
 
@@ -112,3 +113,19 @@ def test_memory_that_was_freed_and_is_used_again() -> None:
     assert unchanged(args)
     args[0] = torch.frombuffer(memory, dtype=torch.float32)
     assert not unchanged(args)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+@pytest.mark.usefixtures("group_of_two")
+def test_steps_of_a_parameter_that_torch_swaps_are_counted_on() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_module
+
+    model: nn.Module = distribute_module(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    remember_modules(model)
+    updates, optimizer = WeightUpdates(), torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        optimizer.step()
+        model.to("cpu")
+    assert updates.taken([life(parameter) for parameter in model.parameters()]) == 3
+    assert [updates.of(parameter) for parameter in model.parameters()] == [updates.all.count] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import emulation
 import fp8graph
 import parallelism
 from fp8graph.numerics import sqnr_db
+from helpers import same_bits
 from ranks import run_each, run_ranks
 
 LINEARS = ["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]
@@ -239,6 +241,20 @@ def test_generated_code_trains_as_the_graph_does(how: str, ranks: int, name: str
             # amaxes of what silu or a norm made differ in the last bit; those of the weights do not
             rtol = 0.0 if ".weight" in field else 1e-6
             torch.testing.assert_close(found["state"][field], value, rtol=rtol, atol=0.0)
+
+
+@pytest.mark.slow
+def test_models_that_are_moved_between_steps(tmp_path: Path) -> None:
+    """``model.to()`` swaps DTensors. Their scales and steps are those of the same parameters, and die with them."""
+    calls = {how: (parallelism.moved, (how, delayed())) for how in ("tp", "fsdp")}
+    for rank in run_ranks(run_each, 2, tmp_path, calls):
+        for stayed, moved in rank.values():
+            assert moved["losses"] == stayed["losses"]
+            for kind in ("gradients", "state", "weights"):
+                assert moved[kind].keys() == stayed[kind].keys()
+                assert same_bits(moved[kind].values(), stayed[kind].values())
+            assert all(moved["freed"])
+            assert all(stayed["freed"])
 
 
 def test_without_the_reduction_the_scales_differ(of_ranks: Any) -> None:

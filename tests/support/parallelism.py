@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import fp8graph
+from fp8graph.compat.distributed import local
 
 STEPS = 5
 LEARNING_RATE = 0.5
@@ -64,12 +67,17 @@ def backend_for(recipe: Any, *, compiler: Any = "eager", **kwargs: Any) -> fp8gr
     return fp8graph.Backend(recipe=recipe, compiler=compiler, **settings)
 
 
-def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1) -> dict[str, Any]:
-    """Losses and last gradients of SGD steps on ``batches``, one of ``shares`` of a batch."""
+def train(compiled: Any, model: nn.Module, batches: Tensor, *, shares: int = 1, moves: bool = False) -> dict[str, Any]:
+    """Losses and last gradients of SGD steps on ``batches``, one of ``shares`` of a batch.
+
+    ``moves``: the model is moved between steps, which swaps its DTensors.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for batch in batches:
+        if moves:
+            model.to("cpu")
         optimizer.zero_grad()
         loss = compiled(batch).square().mean() / shares
         loss.backward()
@@ -157,6 +165,23 @@ def run(rank: int, how: str, recipes: list[Any], compiler: str = "eager") -> dic
         result["by_inductor"] = sum(n for name, n in counters["inductor"].items() if name.startswith("fxgraph_cache_"))
         found[str(recipe)] = result
     return found
+
+
+def moved(rank: int, how: str, recipe: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trained as ``run`` does, and with moves between the steps; ``freed``: whether a dead model's shards are gone."""
+    both: list[dict[str, Any]] = []
+    for moves in (False, True):
+        model, data = model_and_data(dist.get_world_size())
+        backend = backend_for(recipe)
+        compiled, owner = parallelize(how, model, backend)
+        found = train(compiled, owner, data_of(how, rank, 2, data), moves=moves)
+        found |= {"state": dict(backend.state_dict()), "weights": dict(fp8graph.quantized_state(owner))}
+        shards = [weakref.ref(local(parameter)) for parameter in model.parameters()]
+        del model, compiled, owner
+        torch._dynamo.reset()
+        gc.collect()
+        both.append({**found, "freed": [reference() is None for reference in shards]})
+    return both[0], both[1]
 
 
 SKIPS = ((), (0,), (1,), (0, 1), (), (1,))  # by step: the layers that the second rank skips

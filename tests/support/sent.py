@@ -169,6 +169,8 @@ def _happens(event: str, model: nn.Module, backend: fp8graph.Backend) -> None:
         for parameter in model.parameters():
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter.to_local()):  # pyright: ignore
                 parameter.to_local().mul_(0.5)  # pyright: ignore
+    if event == "move":
+        model.to("cpu")
     if event == "assign":
         model.load_state_dict({name: x * 0.5 for name, x in model.state_dict().items()}, assign=True)
     if event == "another backend":

@@ -783,6 +783,13 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/compat/test_fakes.py",),
     ),
     Fault(
+        "a swap ends the life of a parameter",
+        f"{_COMPAT}/lives.py",
+        "is reference and not life._renew()",
+        "is reference",
+        ("tests/compat/test_lives.py",),
+    ),
+    Fault(
         "a cache key without the default dtype",
         f"{_COMPAT}/aot.py",
         "return sorted(casts.items()), torch.get_default_dtype()",
