@@ -47,8 +47,7 @@ def register(*, format: str = AUTO, **arguments: Any) -> type[Any]:  # noqa: A00
 
     Raises:
         ConfigError: (a ``ValueError``) for arguments that cannot be used; when the engine is built, for a config with
-            LoRA, whose weights verl merges into numbers in high precision, or with ``param_offload``, which moves the
-            model by ``model.to()``: that swaps tensors, which torch refuses where something refers to them weakly.
+            LoRA, whose weights verl merges into numbers in high precision.
     """
     Backend(**{name: value for name, value in arguments.items() if name != "regions"})  # raises early
     engines: Any = importlib.import_module("verl.workers.engine.fsdp.transformer_impl")
@@ -60,16 +59,21 @@ def register(*, format: str = AUTO, **arguments: Any) -> type[Any]:  # noqa: A00
                     "verl's LoRA with the engine of fp8graph: its weights are merged in high precision, and would not "
                     "be those that the trainer multiplied. Set lora_rank to 0, or leave VERL_ENGINE_VENDOR out."
                 )
-            if self._is_offload_param and not self.engine_config.forward_only:
-                raise ConfigError(
-                    "verl's param_offload with the engine of fp8graph: it moves sharded weights by model.to(), which "
-                    "torch refuses for weights of a compiled model. Set offload_policy=True (FSDP2's own offloading)."
-                )
             chosen: dict[str, Any] = {"regions": "auto", **arguments}
             return compile(super()._build_fsdp_module(module), **chosen)
 
         def get_per_tensor_param(self, **_: Any) -> tuple[Iterator[tuple[str, Tensor]], None]:
-            return quantized_state(self.module, format), None
+            return self._weights(), None
+
+        def _weights(self) -> Iterator[tuple[str, Tensor]]:
+            """They are quantized where the model computes."""
+            if self._is_offload_param:
+                engines.load_fsdp_model_to_gpu(self.module)
+            try:
+                yield from quantized_state(self.module, format)
+            finally:
+                if self._is_offload_param:
+                    engines.offload_fsdp_model_to_cpu(self.module)
 
         def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
             super().save_checkpoint(local_path, *args, **kwargs)

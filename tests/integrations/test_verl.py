@@ -38,6 +38,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "delayed": (DELAYED, [0, 1, 2], False),
     }
     calls = {name: (trained, (fp8, str(folder / name), *run)) for name, (fp8, *run) in asked.items()}
+    calls |= {
+        f"{name}, offloaded": (trained, (fp8, str(folder / f"{name}, offloaded"), [0, 1, 2], False, True))
+        for name, fp8 in (("tiles", TILES), ("delayed", DELAYED))
+    }
     calls["resumed"] = (trained, (DELAYED, str(folder / "delayed"), [2], True))
     return run_ranks(run_each, 2, folder, calls, seconds=900, collective_seconds=300)[0]
 
@@ -63,6 +67,15 @@ def test_a_policy_by_layer_and_a_resumed_run_that_is_bit_identical(runs: dict[st
     assert resumed["losses"] == whole["losses"][-len(resumed["losses"]) :]
     for part in ("sent", "state"):
         assert same_bits(resumed[part].values(), whole[part].values())
+
+
+@pytest.mark.parametrize("name", ["tiles", "delayed"])
+def test_offloaded_weights_are_trained_and_sent_the_same(name: str, runs: dict[str, Any]) -> None:
+    found, expected = runs[f"{name}, offloaded"], runs[name]
+    assert found["losses"] == expected["losses"]
+    for part in ("sent", "state"):
+        assert found[part].keys() == expected[part].keys()
+        assert same_bits(found[part].values(), expected[part].values())
 
 
 def test_wrong_set_ups_have_the_messages_of_the_page(tmp_path: Path) -> None:
