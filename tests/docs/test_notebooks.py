@@ -161,6 +161,7 @@ def test_notebook(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path)
     if name == "kernels_without_a_gpu" and not available():
         pytest.skip("triton is not installed, and generates these kernels")
     pictures, check = RUNS[name]
+    pyplot.close("all")  # other tests'
     found = runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     printed = capsys.readouterr().out
     check(found, printed)
