@@ -73,7 +73,7 @@ def test_findings_of_a_graph_are_what_it_takes() -> None:
     findings = Findings().and_those_of(found)
     assert [s.fqn for s in findings.sites] == ["up"]
     assert not findings.has_subgraphs
-    assert [tuple(x.shape) for x in findings.stand_ins()] == [(2, 2), (3, 2 + 4), (2, 2)]
+    assert [tuple(x.shape) for x in findings.stand_ins()] == [(2, 2), (3, 4 + 4), (2, 2)]
     assert findings.titles(["L['self'].up", "L['self'].down"]) == ["up gradient", "scaling state 0", "down gradient"]
     assert findings.places == {"gradients": (0, 2), "scales": (1,), "gathered": ()}
     assert {store: len(asked) for store, asked in findings.by_store.items()} == {

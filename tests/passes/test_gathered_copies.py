@@ -14,13 +14,14 @@ from fp8graph import Policy
 from fp8graph.ir import ops
 from fp8graph.ir.nodes import nodes
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.numerics.formats import table_of
 from fp8graph.passes.gather_weights.gathered_copies import GatheredCopies, quantizes_rows
 from fp8graph.passes.hoist_weights import KeptWeight
 from fp8graph.recipes import resolve_recipe
 from helpers import passed
 
 CPU = torch.device("cpu")
-SCALES = torch.tensor([[64.0, 1 / 64]])
+SCALES = table_of(torch.tensor([64.0]), torch.tensor([1 / 64]))
 
 
 class Joined(nn.Module):
