@@ -41,6 +41,7 @@ from fp8graph.passes.observe.observation import Observation
 from fp8graph.passes.observe.score import Scores, is_scored, score
 from fp8graph.passes.observe.statistics import Observing
 from fp8graph.passes.order_groups import has_groups, order_groups
+from fp8graph.passes.order_scales import has_tiles, order_scales
 from fp8graph.passes.prepare_fp4 import prepare_fp4, rotates_or_draws
 from fp8graph.passes.quantize import quantize
 from fp8graph.passes.recognize import has_fp8_inputs, recognize
@@ -89,6 +90,7 @@ JOINT_PIPELINE: tuple[Pass, ...] = (
     Pass(observe, is_observed, wants=wanted_statistics),
     Pass(gather_weights, are_gathered),
     Pass(order_groups, has_groups),
+    Pass(order_scales, has_tiles),
     Pass(hoist_weights, may_keep_weights, wants=wanted_copies),
     Pass(note_weights, may_be_exported),
     Pass(connect_scales, has_state, wants=wanted_pages),

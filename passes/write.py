@@ -2,6 +2,7 @@
 
     t = cat([a, b]);  copy_(w, t)               ->      copy_(slice(w, 0, 0, m), a);  copy_(slice(w, 0, m, n), b)
     t = view(x, [m, n]);  copy_(w, t)           ->      copy_(view(w, x.shape), x)
+    t = arrange([a, b]);  copy_(w, t)           ->      as with cat
 
 The FP8 copies of weights are such inputs. Inductor fuses a cast with the copy of its result, but it does not fuse a
 concatenation with its copy, nor, up to torch 2.11, a view with its copy: both were written to a temporary and copied.
@@ -19,6 +20,7 @@ from torch import fx
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
+from fp8graph.numerics.hints import ARRANGE
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -45,7 +47,7 @@ def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> 
         inner = cast(fx.Node, source.args[0])
         _copy(graph, _view(graph, target, aten.view.default, list(value(inner).shape), like=like), inner, like)
         return True
-    if source.target is aten.cat.default:
+    if source.target in (aten.cat.default, ARRANGE):
         parts = cast(Sequence[fx.Node], source.args[0])
         dim = cast(int, source.args[1] if len(source.args) > 1 else 0)
         if any(static_size(value(part).shape[dim]) is None for part in parts):

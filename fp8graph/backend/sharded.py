@@ -147,9 +147,12 @@ def cut_out(
     kind, first = SCALINGS[asked.scaling], 0
     scales = made["scale_inv"] if "scale_inv" in made else made[_SCALES]
     if asked.rowwise_order:
-        *_, rows, columns = made["rowwise"].shape
-        scales = group_blocks.of_matrices(scales, rows, -(-columns * kind.packed // asked.block[1]))
-        scales = scales[..., :: asked.block[0], :]
+        if asked.per_matrix:
+            *_, rows, columns = made["rowwise"].shape
+            scales = group_blocks.of_matrices(scales, rows, -(-columns * kind.packed // asked.block[1]))
+            scales = scales[..., :: asked.block[0], :]
+        else:
+            scales = kind.in_rows(made["rowwise"], scales, asked.rowwise_order, asked.block)
     for shape in shapes:
         rows, columns = shape[-2:]
         scale_inv = scales

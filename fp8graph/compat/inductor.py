@@ -278,6 +278,22 @@ def _is_computed(x: Any) -> bool:
     return isinstance(x, ir.Pointwise) and x.inner_fn_opcount().num_ops > 2
 
 
+def lower_to_arranged(op: Any) -> None:
+    """``op(parts, dim)`` is parts joined along dim, in memory in the order of its dims, whatever that of its loops.
+
+    A part is computed in its place if Inductor may still choose its strides.
+    """
+
+    def arranged(parts: Sequence[Any], dim: int) -> Any:
+        copies = [lowerings[torch.ops.aten.clone.default](part) for part in parts]
+        for copy in copies:
+            copy.realize()
+        joined = lowerings[torch.ops.aten.cat.default](copies, dim) if len(copies) > 1 else copies[0]
+        return ir.ExternKernel.require_contiguous(joined)
+
+    register_lowering(op, type_promotion_kind=None)(arranged)
+
+
 def lower_to_exact_quotient(op: Any) -> None:
     """``op(a, b)`` is a / b, elementwise, one IEEE division on every device."""
 

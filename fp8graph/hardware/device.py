@@ -18,6 +18,7 @@ from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import group_blocks, matmul
 from fp8graph.numerics.experts import padded_offsets
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.numerics.tiles import ordered
 from fp8graph.recipes import OperandName, Quantizer, Recipe
 
 NO_FP8: Final = "is a GPU without any FP8 GEMM"
@@ -131,8 +132,13 @@ class Hardware:
         return ""
 
     @classmethod
+    def scale_order(cls, gemm: str, block: Sequence[int]) -> str:
+        """The order in which torch._scaled_mm reads the scales of tiles (``numerics.tiles.ordered``)."""
+        return ""
+
+    @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Data and scales of one operand in the types and the order in which torch._scaled_mm reads them."""
+        """Data and scales of one operand as torch._scaled_mm reads them; scales in the order of ``scale_order``."""
         return data, scale_inv
 
     @classmethod
@@ -152,6 +158,8 @@ class Hardware:
         global_scale_inv_a: Tensor | None = None,
         global_scale_inv_b: Tensor | None = None,
         addend: Tensor | None = None,
+        order_a: str = "",
+        order_b: str = "",
         own_ops: bool = True,
     ) -> Tensor:
         """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias``, FP32 accumulation, rounded once to ``out_dtype``.
@@ -166,6 +174,7 @@ class Hardware:
             scaling, block_a, block_b: see :class:`fp8graph.recipes.Quantizer`.
             global_scale_inv_a, global_scale_inv_b: nvfp4's FP32 scalars, or one per row, [m, 1] and [n, 1].
             addend: FP32 [m, n], added to an FP32 result; there is no bias then.
+            order_a, order_b: of the scales, see ``QuantizeArguments``; a kernel's must be that of ``scale_order``.
             own_ops: whether fp8graph's own ops may multiply; False: torch's alone, for code that runs without fp8graph.
         """
         kind = SCALINGS[scaling]
@@ -174,10 +183,17 @@ class Hardware:
             return product(a, b, scale_inv_a, scale_inv_b, bias)
         if gemm not in cls.alignments:  # no device of the vendor has a kernel
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
-            result = matmul.scaled_mm(a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars)
+            result = matmul.scaled_mm(
+                a, b, scale_inv_a, scale_inv_b, bias, out_dtype, scaling, blocks, scalars, (order_a, order_b)
+            )
             return result if addend is None else addend + result
-        data_a, scales_a = cls.operand(a, kind.scales_for_gemm(scale_inv_a), gemm, block_a)
-        data_b, scales_b = cls.operand(b, kind.scales_for_gemm(scale_inv_b), gemm, block_b)
+        (data_a, scales_a), (data_b, scales_b) = (
+            cls.operand(data, cls._in_order(kind.scales_for_gemm(scale_inv), gemm, block, order), gemm, block)
+            for data, scale_inv, block, order in (
+                (a, scale_inv_a, block_a, order_a),
+                (b, scale_inv_b, block_b, order_b),
+            )
+        )
         scales_b = scales_b.t() if scales_b.ndim == 2 else scales_b
         if scales_a.ndim != scales_b.ndim:  # [] (own amax) and [1] (table): Inductor's templates want one shape
             scales_a, scales_b = scales_a.reshape(1), scales_b.reshape(1)
@@ -198,6 +214,11 @@ class Hardware:
             result = result * (of_rows * (of_columns.t() if of_columns.ndim == 2 else of_columns))
             result = (result if bias is None else result + bias).to(out_dtype)
         return result if addend is None else addend + result
+
+    @classmethod
+    def _in_order(cls, scale_inv: Tensor, gemm: str, block: Sequence[int], order: str) -> Tensor:
+        wanted = cls.scale_order(gemm, block)
+        return scale_inv if order == wanted else ordered([scale_inv], wanted, rows=block[0])
 
     @classmethod
     def scaled_grouped_mm(

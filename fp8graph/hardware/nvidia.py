@@ -18,8 +18,7 @@ from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
-from fp8graph.numerics.group_blocks import BLOCKS
-from fp8graph.numerics.tiles import pad_to_multiple
+from fp8graph.numerics.tiles import BLOCKS, TRANSPOSED
 from fp8graph.recipes import Quantizer
 
 # cuBLAS: tiles of a and b; not 128x128 with 128x128
@@ -193,26 +192,17 @@ class NVIDIA(Hardware):
         return gemm == "tensor" and HAS_SCALED_ADDMM
 
     @classmethod
+    def scale_order(cls, gemm: str, block: Sequence[int]) -> str:
+        if gemm in ("mxfp8", "nvfp4"):
+            return BLOCKS
+        return TRANSPOSED if gemm == "block" and block[0] == 1 else ""
+
+    @classmethod
     def operand(cls, data: Tensor, scale_inv: Tensor, gemm: str, block: Sequence[int]) -> tuple[Tensor, Tensor]:
         if gemm == "block" and block[0] == 1:
-            return data, scale_inv.t().contiguous().t()  # [rows, k / 128], outer-dim-major
-        if gemm not in ("mxfp8", "nvfp4"):
-            return data, scale_inv  # of 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``alignment``
+            return data, scale_inv.t()  # [rows, k / 128], outer-dim-major
         if gemm == "nvfp4":
-            data = data.view(torch.float4_e2m1fn_x2)
-        if block[0] > 1:  # the GEMM knows tiles of one row: each row of a square tile gets its scale
-            scale_inv = scale_inv.repeat_interleave(block[0], 0)[: data.shape[0]]
-        scales = swizzle_scales(scale_inv)
-        return data, scales if gemm == "nvfp4" else scales.view(torch.float8_e8m0fnu)
-
-
-def swizzle_scales(scale_inv: Tensor) -> Tensor:
-    """Scales [rows, k tiles] -> flat, in the order in which Blackwell's tensor cores read them.
-
-    They are padded with zeros to blocks of 128 rows x 4 tiles. Each block is 512 scales: rows 0, 32, 64, 96 (4 tiles
-    each), then 1, 33, 65, 97, ... Source: cuBLAS "1D block scaling factors layout".
-    """
-    padded = pad_to_multiple(scale_inv.view(torch.uint8), 128, 4)
-    rows, tiles = padded.shape
-    blocks = padded.reshape(rows // 128, 4, 32, tiles // 4, 4)  # [row block, 32-row group, row in it, tile block, tile]
-    return blocks.permute(0, 3, 2, 1, 4).reshape(-1).view(scale_inv.dtype)
+            return data.view(torch.float4_e2m1fn_x2), scale_inv.reshape(-1)
+        if gemm == "mxfp8":
+            return data, scale_inv.reshape(-1).view(torch.float8_e8m0fnu)
+        return data, scale_inv  # of 128x128 tiles: [rows / 128, k / 128], rows 16 bytes apart by ``alignment``

@@ -192,7 +192,8 @@ scaled_mm = define(
     "scaled_mm",
     "(Tensor a, Tensor b, Tensor scale_inv_a, Tensor scale_inv_b, Tensor? bias, ScalarType out_dtype,"
     ' bool use_fast_accum, *, str scaling="tensor", int[] block_a=[], int[] block_b=[],'
-    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, Tensor? addend=None) -> Tensor",
+    " Tensor? global_scale_inv_a=None, Tensor? global_scale_inv_b=None, Tensor? addend=None,"
+    ' str order_a="", str order_b="") -> Tensor',
     reference=hardware.scaled_mm,
     fake=_shape_of_scaled_mm,
 )

@@ -121,6 +121,7 @@ def _scaled_mm(node: fx.Node) -> str | None:
             return f"operand {side} has scaling {scaling} with tiles {block or None}"
         rows, columns = operand.shape
         wanted = kind.scale_shape(rows, columns * kind.packed, block)
+        wanted = wanted and kind.ordered_shape(wanted, given[f"order_{side}"], block)
         fits = [known_equal(*pair) for pair in zip(wanted or (), scale.shape, strict=False)]
         shaped = tuple(scale.shape) in ((), (1,)) if wanted is None else len(wanted) == scale.ndim and all(fits)
         if not shaped or scale.dtype != kind.scale_dtype:

@@ -17,16 +17,13 @@ aten/src/ATen/native/cuda/GroupedBlas.cpp (torch 2.11 to 2.15).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp8graph.numerics.experts import group_of_rows, padded_offsets
 from fp8graph.numerics.hints import placed
-
-BLOCKS: Final = "128x4"
-_ROWS, _TILES = 128, 4
+from fp8graph.numerics.tiles import ROWS, TILES
 
 
 def _up(size: int, multiple: int) -> int:
@@ -55,33 +52,33 @@ def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: 
     *batch, height, tiles = shape
     height *= rows
     if batch:
-        return [*batch, _up(height, _ROWS) * _up(tiles, _TILES)]
+        return [*batch, _up(height, ROWS) * _up(tiles, TILES)]
     if columns:
-        return [_up(height, _ROWS), _up(tiles + groups * (_TILES - 1), _TILES)]
-    return [_up(height + groups * (_ROWS - 1), _ROWS), _up(tiles, _TILES)]
+        return [_up(height, ROWS), _up(tiles + groups * (TILES - 1), TILES)]
+    return [_up(height + groups * (ROWS - 1), ROWS), _up(tiles, TILES)]
 
 
 def _in_block(row: Tensor, tile: Tensor) -> Tensor:
     """The place of a scale in its block."""
-    return row % 32 * 16 + row % _ROWS // 32 * _TILES + tile % _TILES
+    return row % 32 * 16 + row % ROWS // 32 * TILES + tile % TILES
 
 
 def _of_rows(scales: Tensor, offs: Tensor) -> Tensor:
     """Of rows whose groups end at ``offs``. Rows of no group follow the last group."""
     rows, tiles = scales.shape
     shape = ordered_shape(scales.shape, offs.shape[0], columns=False)
-    row = _moved(torch.arange(rows, device=scales.device), offs, padded_offsets(offs, _ROWS, least=0)).unsqueeze(1)
+    row = _moved(torch.arange(rows, device=scales.device), offs, padded_offsets(offs, ROWS, least=0)).unsqueeze(1)
     tile = torch.arange(tiles, device=scales.device)
-    places = (row // _ROWS * (shape[1] // _TILES) + tile // _TILES) * (_ROWS * _TILES) + _in_block(row, tile)
+    places = (row // ROWS * (shape[1] // TILES) + tile // TILES) * (ROWS * TILES) + _in_block(row, tile)
     # scales of rows behind a group are not initialized: they scale results that are not stored
-    return placed(scales, places, shape[0] * shape[1], filled=tiles % _TILES == 0).view(shape)
+    return placed(scales, places, shape[0] * shape[1], filled=tiles % TILES == 0).view(shape)
 
 
 def _of_columns(scales: Tensor, ends: Tensor) -> Tensor:
     """Of columns whose groups end at ``ends``, in tiles. Tiles of no group follow the last group."""
     rows, tiles = scales.shape
     shape = ordered_shape(scales.shape, ends.shape[0], columns=True)
-    in_blocks = padded_offsets(ends, _TILES)
+    in_blocks = padded_offsets(ends, TILES)
     tile = torch.arange(tiles, device=scales.device)
     group = group_of_rows(ends, tiles)  # the number of groups for tiles behind the last one
     starts = torch.cat([ends.new_zeros(1), in_blocks])
@@ -89,8 +86,8 @@ def _of_columns(scales: Tensor, ends: Tensor) -> Tensor:
     width = torch.cat([in_blocks, ends.new_full((1,), shape[1])])[group] - first
     tile = _moved(tile, ends, in_blocks) - first
     row = torch.arange(rows, device=scales.device).unsqueeze(1)
-    block = row // _ROWS * (width // _TILES) + tile // _TILES
-    places = first * shape[0] + block * (_ROWS * _TILES) + _in_block(row, tile)
+    block = row // ROWS * (width // TILES) + tile // TILES
+    places = first * shape[0] + block * (ROWS * TILES) + _in_block(row, tile)
     # a group's last tiles scale zeros, and a NaN there would be a NaN in the result
     return placed(scales, places, shape[0] * shape[1], filled=False).view(shape)
 
@@ -101,9 +98,9 @@ def _of_matrices(scales: Tensor) -> Tensor:
     expert = torch.arange(experts, device=scales.device).reshape(-1, 1, 1)
     row = torch.arange(rows, device=scales.device).unsqueeze(1)
     tile = torch.arange(tiles, device=scales.device)
-    block = row // _ROWS * (_up(tiles, _TILES) // _TILES) + tile // _TILES
-    places = expert * shape[1] + block * (_ROWS * _TILES) + _in_block(row, tile)
-    return placed(scales, places, experts * shape[1], filled=tiles % _TILES == 0).view(shape)
+    block = row // ROWS * (_up(tiles, TILES) // TILES) + tile // TILES
+    places = expert * shape[1] + block * (ROWS * TILES) + _in_block(row, tile)
+    return placed(scales, places, experts * shape[1], filled=tiles % TILES == 0).view(shape)
 
 
 def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
@@ -114,8 +111,8 @@ def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
 
 def of_matrices(blocks: Tensor, rows: int, tiles: int) -> Tensor:
     """The scales [..., rows, tiles] of matrices, of which ``ordered`` made ``blocks`` [..., n]."""
-    batch, height, width = [*blocks.shape[:-1]], _up(rows, _ROWS), _up(tiles, _TILES)
-    split = blocks.reshape(*batch, height // _ROWS, width // _TILES, 32, _ROWS // 32, _TILES)
+    batch, height, width = [*blocks.shape[:-1]], _up(rows, ROWS), _up(tiles, TILES)
+    split = blocks.reshape(*batch, height // ROWS, width // TILES, 32, ROWS // 32, TILES)
     swapped = split.transpose(-4, -2)  # [..., row block, 32-row group, row in it, tile block, tile]
     return swapped.reshape(*batch, height, width)[..., :rows, :tiles]
 
@@ -129,7 +126,7 @@ def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool
     flat, first = blocks.reshape(-1), 0
     for size in sizes:
         rows, tiles = (other, size) if columns else (size, other)
-        count = _up(rows, _ROWS) * _up(tiles, _TILES)
+        count = _up(rows, ROWS) * _up(tiles, TILES)
         found.append(of_matrices(flat[first : first + count], rows, tiles))
         first += count
     return found

@@ -36,13 +36,19 @@ def scaled_mm(
     scaling: str,
     blocks: Blocks,
     scalars: Scalars,
+    orders: tuple[str, str] = ("", ""),
 ) -> Tensor:
     """``(a * scale_inv_a) @ (b * scale_inv_b).T + bias`` in FP32, rounded once to ``out_dtype``.
 
-    a [m, k], b [n, k] and their scales as ``quantize_layouts`` returns them.
+    a [m, k], b [n, k] and their scales as ``quantize_layouts`` returns them in ``orders``.
     """
-    values_a = SCALINGS[scaling].decode(a, scale_inv_a, blocks[0], scalars[0])
-    values_b = SCALINGS[scaling].decode(b, scale_inv_b, blocks[1], scalars[1])
+    kind = SCALINGS[scaling]
+    values_a, values_b = (
+        kind.decode(data, kind.in_rows(data, scale_inv, order, block), block, scalar)
+        for data, scale_inv, order, block, scalar in zip(
+            (a, b), (scale_inv_a, scale_inv_b), orders, blocks, scalars, strict=True
+        )
+    )
     result = values_a @ values_b.t()
     return (result if bias is None else result + bias.to(torch.float32)).to(out_dtype)
 

@@ -86,9 +86,11 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
         data.append(([*batch, *kind.data_shape(r, c, block)], asked.dtype))
         shape = kind.scale_shape(r, c, block, groups_of_columns)
         if shape is not None:
-            shape = [*batch, *shape]
-            if asked.order_of(layout):
+            shape, order = [*batch, *shape], asked.order_of(layout)
+            if order and (groups or asked.per_matrix):
                 shape = group_blocks.ordered_shape(shape, groups, rows=block[0], columns=layout == "columnwise")
+            elif order:
+                shape = kind.ordered_shape(shape, order, block)
             scales.append((shape, kind.scale_dtype))
         if kind.scale_of_layout:
             whole.append([*batch, r, 1] if asked.row_scaled else [])
@@ -104,6 +106,7 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     """
     asked = QuantizeArguments[Tensor](*args, **kwargs)
     kind, dim, offs = SCALINGS[asked.scaling], asked.dim, asked.offs
+    grouped = offs is not None or asked.per_matrix
     parts, group = asked.parts, None if asked.offs is None else group_of_rows(asked.offs, asked.x.shape[0])
     if any(part.shape != asked.x.shape for part in parts) or (asked.row_scaled and len(parts) > 1):
         parts = [hints.join(parts, dim)]  # loops of several sizes do not fuse: one loop reads each in its place
@@ -134,10 +137,11 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
             multiples=multiples,
             asked=dataclasses.replace(asked, draw=2 * asked.draw + transposed) if asked.stochastic else asked,
             shared=of_layout,
+            order="" if grouped else asked.order_of(layout),
         )
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
-        if scale_inv is not None and asked.order_of(layout):
+        if scale_inv is not None and grouped and asked.order_of(layout):
             ends = padded_offsets(offs, multiples[1]) // asked.block[1] if offs is not None and transposed else offs
             scale_inv = group_blocks.ordered(scale_inv, ends, rows=asked.block[0], columns=transposed)
         scales += [] if scale_inv is None else [scale_inv]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8graph.numerics.experts import pad_groups
+from fp8graph.numerics.hints import arrange, materialize
 
 
 def pad_to_multiple(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -75,3 +77,54 @@ def columnwise_copy(data: Tensor, multiples: Sequence[int], *, offs: Tensor | No
         data, multiples = rows.view(data.dtype), (multiples[0], 1)
     # not .contiguous(): for a single column it would return its argument, which an op must not do
     return with_padding(data.t().clone(memory_format=torch.contiguous_format), multiples)
+
+
+# How the scales [R, C] of the tiles of one tensor lie in memory: "" is that, contiguous.
+TRANSPOSED: Final = "transposed"  # [C, R], contiguous
+BLOCKS: Final = "128x4"  # [R / 128, C * 128], in blocks of 128 rows and 4 tiles, as Blackwell's tensor cores read them
+ROWS: Final = 128
+TILES: Final = 4
+
+
+def ordered(parts: Sequence[Tensor], order: str, axis: int = -2, rows: int = 1) -> Tensor:
+    """The scales of ``parts``, joined along ``axis``, in an order. Parts are written to their place: no copy.
+
+    BLOCKS knows one scale per row: those of tiles of several ``rows`` are repeated. They are padded with zeros to
+    blocks of 512 scales: rows 0, 32, 64, 96 (4 tiles each), then 1, 33, 65, 97, ... Source: cuBLAS "1D block scaling
+    factors layout".
+    """
+    if order == TRANSPOSED:
+        return arrange([part.t() for part in parts], -3 - axis)
+    if order != BLOCKS:
+        return join([materialize(part) for part in parts], axis)
+    multiple, each = (ROWS, rows) if axis == -2 else (TILES, 1)
+    if any(padding_needed(part.shape[axis] * each, multiple) is not None for part in parts):
+        parts = [join([materialize(part) for part in parts], axis)]
+    blocks = arrange([_blocks(part, rows) for part in parts], axis + 2)
+    return blocks.reshape(blocks.shape[0], -1)
+
+
+def _blocks(scales: Tensor, rows: int) -> Tensor:
+    """[R, C] -> [ceil(R * rows / 128), ceil(C / 4), 32, 4, 4]."""
+    padded = pad_to_multiple(scales.repeat_interleave(rows, 0) if rows > 1 else scales, ROWS, TILES)
+    r, c = padded.shape
+    return padded.reshape(r // ROWS, 4, 32, c // TILES, TILES).permute(0, 3, 2, 1, 4)
+
+
+def in_rows(scales: Tensor, order: str, shape: Sequence[int], rows: int = 1) -> Tensor:
+    """The scales [R, C] (``shape``) of which ``ordered`` made ``scales``."""
+    if order == TRANSPOSED:
+        return scales.t()
+    if order != BLOCKS:
+        return scales
+    r, c = shape[0] * rows, shape[1]
+    row_blocks = -(-r // ROWS)
+    blocks = scales.reshape(row_blocks, -(-c // TILES), 32, 4, TILES)
+    return blocks.permute(0, 3, 2, 1, 4).reshape(row_blocks * ROWS, -1)[:r:rows, :c]
+
+
+def ordered_shape(shape: Sequence[int], order: str, rows: int = 1) -> list[int]:
+    """The shape of the scales [R, C] (``shape``) in an order."""
+    if order == BLOCKS:
+        return [-(-shape[0] * rows // ROWS), -(-shape[1] // TILES) * TILES * ROWS]
+    return [*shape[::-1]] if order == TRANSPOSED else [*shape]

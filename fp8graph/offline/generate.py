@@ -265,6 +265,8 @@ def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Pa
     A new buffer is written by one launch. A tensor may be overwritten by several launches, which read different ones.
     """
     found = [
-        part for part in waiting if part.makes & written or (part.overwrites & written and part.reads <= set(arguments))
+        part
+        for part in waiting
+        if part.makes & written or (part.overwrites & written and part.reads - part.makes <= set(arguments))
     ]
     return [part for part in found if part.node == found[0].node]

@@ -9,6 +9,7 @@ again by each of its threads: 1 MiB per 32 MiB of 1x128 tiles.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import recorded
 from fp8graph import offline
 from fp8graph.ir import ops
+from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
@@ -167,6 +169,43 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
         kernels, mib = data["layers"][layer][direction]
         assert found[direction][0] <= kernels, direction
         assert found[direction][1] <= mib, direction
+    if (copies := data["layers"][layer].get("copies")) is not None:
+        assert recorded.copies_of_layer(layer) == copies
+
+
+def test_no_kernel_copies_between_quantize_and_gemm(data: dict[str, Any]) -> None:
+    """Scales are written in the order in which the GEMM reads them, and once for all that read them."""
+    counted = {layer: counts["copies"] for layer, counts in data["layers"].items() if "copies" in counts}
+    assert "blockwise" in counted
+    assert all(copies["forward"] == copies["backward"] == 0 for copies in counted.values()), counted
+
+
+_COPY = """
+    tmp0 = x0
+    tmp1 = tl.full([1], 4096, tl.int64)
+    tmp2 = tmp0 < tmp1
+    tmp3 = tl.load(in_ptr0 + (x0 + 4096*y1), tmp2 & xmask)
+    tmp4 = 0.0
+    tmp5 = tl.where(tmp2, tmp3, tmp4)
+    tl.store(out_ptr0 + (y1 + 8192*x0), tmp5, xmask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "is_copy"),
+    [
+        (_COPY, True),
+        (_COPY.replace("tmp5 = tl.where(tmp2, tmp3, tmp4)", "tmp5 = tmp3 * tmp3"), False),
+        (_COPY.replace("tmp5 = tl.where(tmp2, tmp3, tmp4)", "tmp5 = tl_math.abs(tmp3)"), False),
+        ("    tmp0 = tl.load(in_ptr0 + (x0), None).to(tl.float32)\n    tl.store(out_ptr0 + (x1), tmp0, None)\n", True),
+        ("    tmp0 = 0.0\n    tl.store(out_ptr0 + (x1), tmp0, xmask)\n", True),
+    ],
+    ids=["padded", "squared", "absolute", "moved", "zeros"],
+)
+def test_copies_are_told_from_arithmetic(source: str, is_copy: bool) -> None:
+    kernel = KernelRecord(name="k", graph="forward", kind="triton", ops=(), bytes=2**20, source=source)
+    assert recorded.copies(kernel) == is_copy
+    assert not recorded.copies(dataclasses.replace(kernel, bytes=64))  # a page of scales
 
 
 @first_slow("layer", ["delayed", *(layer for layer in MEASURED if layer != "delayed")])

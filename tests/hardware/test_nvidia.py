@@ -17,9 +17,9 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8BlockScaling, hardware
-from fp8graph.hardware.nvidia import swizzle_scales
-from fp8graph.numerics import quantization
+from fp8graph.numerics import quantization, tiles
 from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
+from helpers import same_bits
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
 GEMMS: dict[str, tuple[tuple[OperandName, bool], tuple[OperandName, bool]]] = {
@@ -264,20 +264,21 @@ def swizzled_by_hand(scales: np.ndarray[Any, Any]) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize(("rows", "tiles"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
-def test_swizzled_scales(rows: int, tiles: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(128, 4), (128, 8), (256, 4), (1, 1), (130, 5), (303, 19)])
+def test_swizzled_scales(rows: int, columns: int) -> None:
     """The scales as Blackwell's tensor cores read them, byte by byte, padding included."""
-    scales = torch.randint(1, 120, (rows, tiles), dtype=torch.uint8)
+    scales = torch.randint(1, 120, (rows, columns), dtype=torch.uint8)
     expected = swizzled_by_hand(scales.numpy())
     for dtype in (torch.uint8, torch.float8_e4m3fn):
-        got = swizzle_scales(scales.view(dtype))
-        assert (got.dtype, got.shape) == (dtype, (len(expected),))
-        assert got.view(torch.uint8).tolist() == expected
+        got = tiles.ordered([scales.view(dtype)], tiles.BLOCKS)
+        assert (got.dtype, [*got.shape]) == (dtype, tiles.ordered_shape(scales.shape, tiles.BLOCKS))
+        assert got.flatten().view(torch.uint8).tolist() == expected
+        assert same_bits(tiles.in_rows(got, tiles.BLOCKS, scales.shape).view(torch.uint8), scales)
 
 
 def test_the_order_of_a_swizzled_block() -> None:
     scales = torch.arange(128, dtype=torch.uint8).reshape(128, 1).expand(128, 4)
-    assert swizzle_scales(scales)[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
+    assert tiles.ordered([scales], tiles.BLOCKS).flatten()[:32:4].tolist() == [0, 32, 64, 96, 1, 33, 65, 97]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from fp8graph.ir import ops, transforms
 from fp8graph.passes.attention import ops as of_attention
 from fp8graph.passes.connect_scales import read_scales, stage_amaxes, update_page
 from fp8graph.passes.observe import measuring
+from fp8graph.passes.order_scales import scales_in_rows
 from helpers import same_bits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -188,7 +189,7 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 def test_each_dialect_op_has_a_reference() -> None:
     modules = ops, transforms, of_attention, measuring
     defined = {op for module in modules for op in vars(module).values() if isinstance(op, torch._ops.OpOverload)}
-    defined |= {read_scales, stage_amaxes, update_page}
+    defined |= {read_scales, stage_amaxes, update_page, scales_in_rows}
     assert {op.namespace for op in defined} == {"fp8graph"}
     run_as_they_are = {ops.grouped_mm, measuring.error_of_gemm, ops.random_seed}
     assert ops.REFERENCE.keys() == defined - run_as_they_are

@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8graph import hardware
 from fp8graph.ir import ops
 from fp8graph.numerics import group_blocks, quantization
-from fp8graph.numerics.group_blocks import BLOCKS
+from fp8graph.numerics.tiles import BLOCKS
 from fp8graph.recipes import resolve_recipe
 from helpers import first_fast, same_bits
 

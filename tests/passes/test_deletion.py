@@ -28,6 +28,7 @@ FEATURES = (
     "observe",
     "observe/guard.py",
     "order_groups.py",
+    "order_scales.py",
     "prepare_fp4.py",
     "recognize.py",
     "route_in_fp8.py",

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8graph.ir.nodes import aten, nodes
+from fp8graph.numerics.hints import ARRANGE, arrange, materialize
 from fp8graph.passes.write import write
 
 
@@ -24,6 +25,10 @@ def viewed(buffer: Tensor, a: Tensor, b: Tensor) -> None:
 def padded(buffer: Tensor, a: Tensor, b: Tensor) -> None:
     inner = torch.cat([a[:1] + 1, b[:2] * 2])
     buffer.copy_(torch.cat([torch.cat([inner, torch.zeros(1, 4)]), b * 3], 1))
+
+
+def arranged(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_(arrange([materialize(a + 1).t(), (b * 2).t()], 0).reshape(4, 8))
 
 
 def single(buffer: Tensor, a: Tensor, b: Tensor) -> None:
@@ -49,13 +54,13 @@ def arguments(columns_first: bool = False) -> list[Tensor]:
     return [buffer, torch.arange(16.0).reshape(4, 4), -torch.arange(16.0).reshape(4, 4)]
 
 
-@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4)])
+@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4), (arranged, 2)])
 def test_parts_are_written_where_they_belong(function: Callable[..., None], copies: int) -> None:
     expected, got = arguments(), arguments()
     function(*expected)
     module = graph_of(function, got)
     write(module.graph)
-    assert not list(nodes(module.graph, (aten.cat.default,)))
+    assert not list(nodes(module.graph, (aten.cat.default, ARRANGE)))
     assert len(list(nodes(module.graph, (aten.copy_.default,)))) == copies
     module.recompile()
     module(*got)

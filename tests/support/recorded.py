@@ -13,6 +13,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -112,6 +113,31 @@ def of_layer(layer: str) -> dict[str, list[float]]:
     return {graph: count([k for k in layer_kernels(layer) if k.graph == graph]) for graph in DIRECTIONS}
 
 
+_ASSIGNED = re.compile(r"^\s+(tmp\w+) = (.*)$")
+_STORED = re.compile(r"tl\.store\(.*, (tmp\w+)(?:\.to\([^)]*\))?, \w+\)$")
+_AS_IT_IS = re.compile(r"tl\.(load|where|full|broadcast_to)\(.*|tmp\w+(\.to\(.*\)| (<|>=|&) tmp\w+)?")
+_SMALL = 2**16  # bytes: pages of scaling states are copied, too
+
+
+def copies(kernel: KernelRecord) -> bool:
+    """Whether a kernel writes a tensor as it was read (in another place or order), or the zeros of its padding."""
+    as_read: set[str] = set()
+    for line in kernel.source.splitlines() if kernel.bytes > _SMALL else ():
+        if (assigned := _ASSIGNED.match(line)) is not None:
+            name, value = assigned.groups()
+            used = set() if value.startswith("tl.load(") else {*re.findall(r"\btmp\w+", value)}
+            as_read.discard(name)
+            if not used or (_AS_IT_IS.fullmatch(value) and used <= as_read):
+                as_read.add(name)
+        elif (stored := _STORED.search(line)) is not None and stored[1] in as_read:
+            return True
+    return False
+
+
+def copies_of_layer(layer: str) -> dict[str, int]:
+    return {graph: sum(copies(k) for k in layer_kernels(layer) if k.graph == graph) for graph in DIRECTIONS}
+
+
 def largest(layer: str) -> list[tuple[dict[str, Any], KernelRecord]]:
     """The kernels of a layer whose launches move most bytes, and what names them: no counter of Inductor's."""
     kernels: dict[tuple[str, str], list[KernelRecord]] = {}
@@ -172,6 +198,7 @@ def _record(part: str) -> dict[str, Any]:
             continue
         print(f"{layer}...", flush=True)  # minutes each
         layers[layer] = of_layer(layer)
+        layers[layer]["copies"] = copies_of_layer(layer)
         if layer in MEASURED:
             layers[layer]["largest"] = [
                 identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))

@@ -381,16 +381,23 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "scales are swizzled in another order",
-        f"{_HARDWARE}/nvidia.py",
-        ".permute(0, 3, 2, 1, 4)",
-        ".permute(0, 3, 1, 2, 4)",
+        f"{_NUMERICS}/tiles.py",
+        "TILES, TILES).permute(0, 3, 2, 1, 4)",
+        "TILES, TILES).permute(0, 3, 1, 2, 4)",
         ("tests/hardware/test_nvidia.py",),
+    ),
+    Fault(
+        "decoding reads scales in the GEMM's order",
+        "passes/order_scales.py",
+        "user.replace_input_with(scales, rows)",
+        "",
+        ("tests/passes/test_order_scales.py",),
     ),
     Fault(
         "scales of 1x128 tiles are row-major",
         f"{_HARDWARE}/nvidia.py",
-        "return data, scale_inv.t().contiguous().t()",
-        "return data, scale_inv",
+        "return data, scale_inv.t()  # [rows",
+        "return data, scale_inv  # [rows",
         ("tests/hardware/test_nvidia.py", "tests/passes/test_lower.py"),
     ),
     Fault(
@@ -1169,8 +1176,8 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "the scales of an empty group take a block of rows",
         f"{_NUMERICS}/group_blocks.py",
-        "padded_offsets(offs, _ROWS, least=0)",
-        "padded_offsets(offs, _ROWS)",
+        "padded_offsets(offs, ROWS, least=0)",
+        "padded_offsets(offs, ROWS)",
         ("tests/numerics/test_group_blocks.py",),
     ),
     Fault(

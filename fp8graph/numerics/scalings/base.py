@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fp8graph.numerics.formats import SCALE, SCALE_INV, inverse, scale_from_amax
 from fp8graph.numerics.hints import materialize
+from fp8graph.numerics.tiles import in_rows, ordered_shape
 from fp8graph.recipes import FLT_MAX, FP8_MAX, LAYOUTS, Layout
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ class QuantizeArguments(Generic[T]):
             scales of its own unless the tensor has one: "row" FP32 [..., rows, 1]; kinds with tiles
             [..., ceil(rows / block[0]), ceil(columns / block[1])] in ``Scaling.scale_dtype``. nvfp4's data are bytes
             [..., rows, columns / 2] with the columns padded to a multiple of 16.
-        rowwise_order, columnwise_order: the order of the scales of tiles (``group_blocks``); "": that above.
+        rowwise_order, columnwise_order: the order of the scales of tiles (``tiles.ordered``; ``group_blocks`` for
+            ``offs`` and ``per_matrix``); "": that above.
         rowwise, columnwise: empty for "not needed", else two multiples to which the sizes of the *result* are
             padded with zeros (GEMMs need 16).
         scales, row: for "delayed": [tensors, 2 or more], a table of scales, and the row of this tensor; None is 1. Its
@@ -116,7 +118,7 @@ class Shared:
 class LayoutRequest:
     """A request for one layout of a tensor, [..., rows, elements along the contraction dim].
 
-    ``parts`` are joined along ``axis``; the sizes of the data are padded to ``multiples``.
+    ``parts`` are joined along ``axis``; the sizes of the data are padded to ``multiples``. ``order``: of its scales.
     """
 
     parts: Sequence[Tensor]
@@ -124,6 +126,7 @@ class LayoutRequest:
     multiples: Sequence[int]
     asked: Asked
     shared: Shared
+    order: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +165,8 @@ class Scaling(ABC):
     reads: ClassVar[tuple[int, int]]
     # The kernels of the same, producers that nothing fuses into (attention) and the update of amax histories included:
     # those that a Llama-3-8B layer has more than in bf16, by the 4 tensors that it quantizes in inference (3 kernels in
-    # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24 rowwise
-    # and blockwise, 29 mxfp8: codegen/test_kernels.py).
+    # bf16, with 8 rows 5 delayed, 7 with any other scaling) and 8 in training (7, 27 tensorwise, 17 delayed, 24
+    # rowwise, 21 blockwise and mxfp8: codegen/test_kernels.py).
     launches: ClassVar[tuple[float, float]]
     launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
     gemm_launches: ClassVar[int] = 1  # 3: puts the scales of both operands in order
@@ -235,7 +238,17 @@ class Scaling(ABC):
         """Whether bf16 holds every decoded number exactly: an FP8 number times a power of two."""
         return power_2_scale
 
-    # Operands of GEMMs.
+    # Operands of GEMMs. Tiles' scales may have an order (``tiles.ordered``).
+
+    def ordered_shape(self, shape: Sequence[int], order: str, block: Sequence[int]) -> list[int]:
+        """The shape of the scales [R, C] (``shape``) of one layout in an order."""
+        return ordered_shape(shape, order, block[0]) if order else [*shape]
+
+    def in_rows(self, data: Tensor, scale_inv: Tensor, order: str, block: Sequence[int]) -> Tensor:
+        """The scales of ``data`` as ``layout`` returns them without an order."""
+        rows, columns = data.shape
+        shape = self.scale_shape(rows, columns * self.packed, block)
+        return in_rows(scale_inv, order, shape, block[0]) if order and shape is not None else scale_inv
 
     def scales_for_gemm(self, scale_inv: Tensor) -> Tensor:
         """The scales as the GEMM of ``gemm`` takes them."""
