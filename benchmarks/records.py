@@ -113,7 +113,10 @@ class Run:
         try:
             yield
         except Exception as error:
-            last = "".join(traceback.format_exception(error)).strip().splitlines()[-TRACEBACK:]
+            text = "".join(traceback.format_exception(error)).strip()
+            for folder in (RESULTS.parents[1], Path(torch.__file__).parents[1]):  # results name no place of a machine
+                text = text.replace(f"{folder}/", "")
+            last = text.splitlines()[-TRACEBACK:]
             self.write(section, **what, failed=f"{type(error).__name__}: {str(error)[:600]}", traceback=last)
 
     @property

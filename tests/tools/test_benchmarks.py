@@ -80,6 +80,7 @@ def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
     assert failed.keys() == {"broken", "unknown option"}
     assert failed["broken"]["failed"] == "RuntimeError: no such compiler"
     assert "raise RuntimeError" in "\n".join(failed["broken"]["traceback"])
+    assert str(ROOT) not in (tmp_path / "run.jsonl").read_text(encoding="utf-8")
     assert "Inductor has no option 'no_such_option'" in failed["unknown option"]["failed"]
     rounds = [(line["contender"], line["weights"]) for line in lines if line.get("measure") == "rounds"]
     assert rounds == [("bf16", "kept"), ("tensorwise", "kept"), ("tensorwise", "updated")]
