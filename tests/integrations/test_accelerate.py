@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fp8graph
-from accelerate_on_ranks import Run, trained
+from accelerate_on_ranks import Run, forget_accelerators, trained
 from fp8graph.errors import StateError
 from helpers import MLP, distance, same_bits
 from ranks import run_each, run_ranks
@@ -46,6 +46,7 @@ def tensors_of(model: nn.Module) -> list[torch.Tensor]:
 def accelerated(folder: Path, steps: range, *, load: bool, save: bool) -> tuple[nn.Module, list[float]]:
     from accelerate import Accelerator
 
+    forget_accelerators()
     accelerator, model = Accelerator(cpu=True), fresh_model()
     model.compile(backend=backend())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -140,7 +140,8 @@ def block_gemms(code: str) -> list[list[tuple[tuple[int, int], tuple[int, int]]]
 
     buffers: dict[str, Any] = {
         name: (numbers(sizes), numbers(strides))
-        for name, sizes, strides in re.findall(r"(\w+) = empty_strided_cuda\(\(([\d, ]+)\), \(([\d, ]+)\)", code)
+        for made in (r"(\w+) = empty_strided_cuda\(", r"assert_size_stride\((\w+), ")  # results, and inputs
+        for name, sizes, strides in re.findall(made + r"\(([\d, ]+)\), \(([\d, ]+)\)", code)
     }
     calls = re.findall(r"extern_kernels\._scaled_mm\(" + ", ".join([VIEW] * 4), code)
     groups = [[call[i : i + 4] for i in range(0, 16, 4)] for call in calls]

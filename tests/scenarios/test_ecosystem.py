@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 import fp8graph
+from accelerate_on_ranks import forget_accelerators
 from helpers import ALL, MLP, eager_backend, first_fast, first_slow, same_bits, step
 from tiny_models import causal_lm
 
@@ -117,6 +118,7 @@ def trained_by_accelerate(backend: fp8graph.Backend | None) -> list[float]:
     from accelerate import Accelerator
 
     torch._dynamo.reset()
+    forget_accelerators()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
     model = llama()
     if backend is not None:

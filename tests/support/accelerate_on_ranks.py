@@ -35,13 +35,20 @@ class Run:
     load: bool = False
 
 
+def forget_accelerators() -> None:
+    """Let the next ``Accelerator`` of this process have other settings than the one before."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def accelerator(run: Run) -> Any:
     """An ``Accelerator`` with FSDP2 in bf16, on the ranks of this process group."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, DynamoBackend, TorchDynamoPlugin
 
-    AcceleratorState._reset_state(reset_partial_state=True)
+    forget_accelerators()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
