@@ -43,16 +43,16 @@ def fp8(run: Run, recipe: Any, **settings: Any) -> Compile:
 
 
 def torchao(run: Run, recipe: str) -> Compile:
-    def compile(model: nn.Module) -> Compiled:
-        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
+    return lambda model: bf16(run)(converted_by_torchao(model, recipe))
 
-        config: Any = Float8LinearConfig.from_recipe_name(recipe)
-        return bf16(run)(convert_to_float8_training(model, config=config))
 
-    return compile
+def converted_by_torchao(
+    model: nn.Module, recipe: str, module_filter_fn: Callable[[nn.Module, str], bool] | None = None
+) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
+
+    config: Any = Float8LinearConfig.from_recipe_name(recipe)
+    return convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
 
 
 def usual(run: Run) -> dict[str, Compile]:

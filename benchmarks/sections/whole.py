@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fp8graph
 from benchmarks import measure
 from benchmarks.attention import CAUSAL, llama_with_head
-from benchmarks.contenders import coverage, fresh
+from benchmarks.contenders import converted_by_torchao, coverage, fresh
 from benchmarks.measure import DEVICE, GPU, MIB
 from benchmarks.records import Run, importable
 from fp8graph.backend.entry import regions_of
@@ -38,13 +38,7 @@ def bf16(run: Run) -> Compile:
 
 def torchao(run: Run) -> Compile:
     def compile(model: nn.Module) -> None:
-        from torchao.float8 import (  # pyright: ignore[reportMissingImports]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
-
-        config: Any = Float8LinearConfig.from_recipe_name("tensorwise")
-        convert_to_float8_training(model, config=config, module_filter_fn=lambda _module, fqn: fqn != "lm_head")
+        converted_by_torchao(model, "tensorwise", module_filter_fn=lambda _module, fqn: fqn != "lm_head")
         bf16(run)(model)
 
     return compile

@@ -22,10 +22,9 @@ from torch.nn import functional
 from fp8graph.compat.distributed import local, mesh_of, offset_of, sharded_over, spread_as
 from fp8graph.ir import ops
 from fp8graph.ir.quantize_node import call, names
-from fp8graph.numerics import group_blocks
 from fp8graph.numerics.formats import amax_of
 from fp8graph.numerics.scalings import SCALINGS, QuantizeArguments
-from fp8graph.numerics.tiles import largest_of, tiles_of
+from fp8graph.numerics.tiles import largest_of, rows_of_blocks, tiles_of
 
 _SCALES: Final = "rowwise_scale_inv"
 
@@ -149,7 +148,7 @@ def cut_out(
     if asked.rowwise_order:
         if asked.per_matrix:
             *_, rows, columns = made["rowwise"].shape
-            scales = group_blocks.of_matrices(scales, rows, -(-columns * kind.packed // asked.block[1]))
+            scales = rows_of_blocks(scales, rows, -(-columns * kind.packed // asked.block[1]))
             scales = scales[..., :: asked.block[0], :]
         else:
             scales = kind.in_rows(made["rowwise"], scales, asked.rowwise_order, asked.block)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fp8graph.numerics.experts import group_of_rows, padded_offsets
 from fp8graph.numerics.hints import placed
-from fp8graph.numerics.tiles import ROWS, TILES
+from fp8graph.numerics.tiles import ROWS, TILES, rows_of_blocks
 
 
 def _up(size: int, multiple: int) -> int:
@@ -109,14 +109,6 @@ def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
     return position + shift[group_of_rows(ends, position.shape[0])]
 
 
-def of_matrices(blocks: Tensor, rows: int, tiles: int) -> Tensor:
-    """The scales [..., rows, tiles] of matrices, of which ``ordered`` made ``blocks`` [..., n]."""
-    batch, height, width = [*blocks.shape[:-1]], _up(rows, ROWS), _up(tiles, TILES)
-    split = blocks.reshape(*batch, height // ROWS, width // TILES, 32, ROWS // 32, TILES)
-    swapped = split.transpose(-4, -2)  # [..., row block, 32-row group, row in it, tile block, tile]
-    return swapped.reshape(*batch, height, width)[..., :rows, :tiles]
-
-
 def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool) -> list[Tensor]:
     """The scales [rows, tiles] of each group, of which ``ordered`` made ``blocks``.
 
@@ -127,6 +119,6 @@ def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool
     for size in sizes:
         rows, tiles = (other, size) if columns else (size, other)
         count = _up(rows, ROWS) * _up(tiles, TILES)
-        found.append(of_matrices(flat[first : first + count], rows, tiles))
+        found.append(rows_of_blocks(flat[first : first + count], rows, tiles))
         first += count
     return found

@@ -21,6 +21,7 @@ from torch import Tensor
 from fp8graph.numerics import group_blocks
 from fp8graph.numerics.experts import Span, padded_offsets, spans
 from fp8graph.numerics.scalings import SCALINGS, Scaling
+from fp8graph.numerics.tiles import rows_of_blocks
 
 Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
 Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], or [rows, 1]
@@ -95,7 +96,7 @@ def _in_rows(data: Tensor, blocks: Tensor, kind: Scaling, block: Sequence[int], 
     *_, rows, columns = data.shape
     tiles = -(-columns * kind.packed // block[1])
     if data.ndim == 3:
-        return group_blocks.of_matrices(blocks, rows, tiles)[:, :: block[0]]
+        return rows_of_blocks(blocks, rows, tiles)[:, :: block[0]]
     ends = (padded_offsets(offs, multiple) // block[1] if multiple else offs).tolist()
     sizes = [end - start for start, end in pairwise([0, *ends])]
     found = group_blocks.of_groups(blocks, sizes, rows if multiple else tiles, columns=bool(multiple))

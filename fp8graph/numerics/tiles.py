@@ -117,10 +117,14 @@ def in_rows(scales: Tensor, order: str, shape: Sequence[int], rows: int = 1) -> 
         return scales.t()
     if order != BLOCKS:
         return scales
-    r, c = shape[0] * rows, shape[1]
-    row_blocks = -(-r // ROWS)
-    blocks = scales.reshape(row_blocks, -(-c // TILES), 32, 4, TILES)
-    return blocks.permute(0, 3, 2, 1, 4).reshape(row_blocks * ROWS, -1)[:r:rows, :c]
+    return rows_of_blocks(scales.reshape(-1), shape[0] * rows, shape[1])[::rows]
+
+
+def rows_of_blocks(blocks: Tensor, rows: int, tiles: int) -> Tensor:
+    """The scales [..., rows, tiles] of which the BLOCKS [..., n] were made, one scale per row."""
+    split = blocks.reshape(*blocks.shape[:-1], -(-rows // ROWS), -(-tiles // TILES), 32, ROWS // 32, TILES)
+    swapped = split.transpose(-4, -2)  # [..., row block, 32-row group, row in it, tile block, tile]
+    return swapped.flatten(-2).flatten(-4, -2)[..., :rows, :tiles]
 
 
 def ordered_shape(shape: Sequence[int], order: str, rows: int = 1) -> list[int]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fp8graph import hardware
 from fp8graph.ir import ops
-from fp8graph.numerics import group_blocks, quantization
-from fp8graph.numerics.tiles import BLOCKS
+from fp8graph.numerics import quantization
+from fp8graph.numerics.tiles import BLOCKS, rows_of_blocks
 from fp8graph.recipes import resolve_recipe
 from helpers import first_fast, same_bits
 
@@ -74,7 +74,7 @@ def test_scales_of_matrices_are_blocks_of_each() -> None:
     for expert in range(3):
         assert torch.equal(read(scales[expert], 0, 144, 5), plain[expert])
         assert torch.equal(read(scales_of_columns[expert], 0, 160, 5), plain_columns[expert])
-    assert torch.equal(group_blocks.of_matrices(scales, 144, 5), plain)
+    assert torch.equal(rows_of_blocks(scales, 144, 5), plain)
 
 
 @first_fast("sizes", [*SIZES, [0, 0, 0, 0]], ids=str)

@@ -104,7 +104,7 @@ def test_no_number_changes(
         before, after = around(backend.report.graphs[0], "order_scales")
         assert (before != after) == order
         grads = [getattr(p, "main_grad", None) if p.grad is None else p.grad for p in module.parameters()]
-        found.append([out.detach(), x.grad, *(g for g in grads if g is not None)])  # pyright: ignore[reportArgumentType]
+        found.append([g for g in (out.detach(), x.grad, *grads) if g is not None])
     assert same_bits(*found)
 
 
