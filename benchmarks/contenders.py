@@ -20,6 +20,7 @@ from benchmarks.records import Run, importable
 from fp8graph.recipes import resolve_recipe
 
 RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise")
+OF_POLICY: Final = ("min_speedup", "extends")
 Compiled = tuple[Any, fp8graph.Backend | None]  # the model to call, and fp8graph's backend where it is one
 Compile = Callable[[nn.Module], Compiled]
 
@@ -31,11 +32,11 @@ def bf16(run: Run, **options: Any) -> Compile:
 
 
 def fp8(run: Run, recipe: Any, **settings: Any) -> Compile:
-    """fp8graph with its defaults but ``settings``; ``min_speedup`` is the policy's."""
+    """fp8graph with its defaults but ``settings``; those in ``OF_POLICY`` are the policy's."""
 
     def compile(model: nn.Module) -> Compiled:
         chosen = dict(settings)
-        policy = {"min_speedup": chosen.pop("min_speedup")} if "min_speedup" in chosen else {}
+        policy = {key: chosen.pop(key) for key in OF_POLICY if key in chosen}
         backend = fp8graph.Backend(fp8graph.Policy(default=recipe, **policy), compiler=run.compiler, **chosen)
         return torch.compile(model, backend=backend), backend
 

@@ -5,6 +5,7 @@
     quant    bandwidth of the kernels that quantize          decode   one token, with and without CUDA graphs
     sweep    one linear, 256 ... 8192 tokens                 train    steps with fused AdamW
     host     host time of a call against layers (on any machine)
+    smallest the narrowest Llama layer whose training step is faster in FP8
     table    Llama-3-8B trained whole: tokens per second, memory, compile time, power; beside torchao
 
 Each measurement is one JSON line of FOLDER/<UTC time>.jsonl, written at once. What fails is a line, and the next goes
@@ -32,6 +33,7 @@ SECTIONS: Final[dict[str, Callable[[Run], None]]] = {
     "facts": limits.facts, "gemm": limits.gemm, "quant": quantization.quant, "linears": training.linears,
     "layers": training.layers, "decode": inference.decode, "train": training.train, "sweep": training.sweep,
     "host": host.host, "table": whole.table,
+    "smallest": training.smallest,
 }  # fmt: skip
 ANYWHERE: Final = ("host",)  # the others measure a GPU
 RECOMPILE_LIMIT: Final = 256  # contenders share one forward: with torch's 8 the ninth would run in eager, silently

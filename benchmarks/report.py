@@ -27,6 +27,7 @@ OTHERS: Final[dict[str, tuple[str, Callable[[list[Line]], str]]]] = {
     "table": ("Llama-3-8B, trained whole on one GPU", tables.whole),
     "decode": ("Decode", tables.decode),
     "train": ("Steps with fused AdamW", tables.train),
+    "smallest": ("The narrowest layer that FP8 makes faster", tables.smallest),
     "sweep": ("One linear, forward and backward", tables.sweep),
     "gemm": ("GEMMs, TFLOP/s", tables.gemms),
     "quant": ("Quantization, TB/s", tables.quantization),

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.goals import Line, bounds, by_gpu_time, is_profile, judge
 from benchmarks.measure import kind_of
+from fp8graph import Policy
 
 
 def table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
@@ -137,6 +138,23 @@ def sweep(lines: list[Line]) -> str:
     found = sorted(by_gpu_time(lines).items(), key=lambda item: item[1])
     rows = [(f"{t} x {i} -> {o}", name, ratio) for (t, i, o, name), ratio in found[:12]]
     return table(("tokens x inputs -> outputs, the 12 worst", "", "times bf16 by GPU time"), rows)
+
+
+def smallest(lines: list[Line]) -> str:
+    """A row per layer that was measured, the narrowest first, with the GEMMs that the default policy would choose."""
+    found = of_section(lines, "smallest", "speedup")
+    rows: list[Sequence[Any]] = []
+    for line in sorted(found, key=lambda line: (line["tokens"], line["hidden"])):
+        gemms = [speedup for speedup in line["predicted"].values() if speedup is not None]
+        chosen = sum(speedup >= Policy().min_speedup for speedup in gemms)
+        rows.append((line["hidden"], line["tokens"], line["speedup"], f"{chosen} of {len(gemms)}"))
+    narrowest = [
+        f"* {line['tokens']} tokens: " + (f"from a hidden size of {line['narrowest']}" if line["narrowest"] else "none")
+        for line in lines
+        if line["section"] == "smallest" and "narrowest" in line
+    ]
+    titles = ("hidden size", "tokens", "times bf16, all in FP8", "GEMMs that the speed model would choose")
+    return "\n".join([table(titles, rows), "", *narrowest])
 
 
 def host(lines: Iterable[Line]) -> str:

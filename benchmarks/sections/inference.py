@@ -1,54 +1,97 @@
-"""``decode``: forward without gradients, with and without CUDA graphs."""
+"""``decode``: one token of each sequence with a static cache, in bf16, in FP8, and from FP8 checkpoints."""
 
 from __future__ import annotations
 
-from typing import Any
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
+import fp8graph
 from benchmarks import measure
-from benchmarks.attention import CAUSAL, llama
-from benchmarks.contenders import Compile, bf16, fp8, fresh
-from benchmarks.measure import DEVICE
+from benchmarks.attention import STOCK, llama_with_head
+from benchmarks.contenders import Compile, bf16, coverage, fp8, fresh
+from benchmarks.measure import DEVICE, MIB
 from benchmarks.records import Run
 
 # what CUDA graphs must not do: leave a graph out, or copy weights into it at each replay
-COUNTED = {"skips": "cudagraph_skips", "copied_inputs": "cudagraph_recorded_non_static_inputs"}
+COUNTED: Final = {"skips": "cudagraph_skips", "copied_inputs": "cudagraph_recorded_non_static_inputs"}
+POSITIONS: Final = 512  # of the cache
+STORED: Final = ("rowwise", "blockwise")  # the recipes whose checkpoints engines serve with dynamic scales of inputs
+CHECKPOINT: Final = ", FP8 checkpoint"
 
 
-def contenders(run: Run, cuda_graphs: bool) -> dict[str, Compile]:
-    options: dict[str, Any] = {"triton.cudagraphs": cuda_graphs}
-    recipes = ("tensorwise", "delayed", "rowwise")
-    return {
-        "bf16": bf16(run, **options),
-        **{recipe: fp8(run, recipe, inductor_options=options) for recipe in (recipes[:1] if run.tiny else recipes)},
-    }
+class Case(NamedTuple):
+    """One measurement."""
+
+    batch: int
+    cuda_graphs: bool
+    contender: str
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    """The order of the measurements: a checkpoint comes after the recipe whose model writes it."""
+    recipes = STORED[:1] if tiny else STORED
+    stored = [name for recipe in recipes for name in (recipe, recipe + CHECKPOINT)]
+    names = ["bf16", *stored, *(() if tiny else ("tensorwise", "delayed"))]
+    for batch in (2,) if tiny else (1, 32):
+        yield from (Case(batch, True, name) for name in names)
+    for name in () if tiny else ("bf16", stored[1]):  # the checksums must not depend on CUDA graphs
+        yield Case(1, False, name)
+
+
+def contender(run: Run, case: Case, folder: Path) -> tuple[nn.Module, Compile]:
+    """The model and the way of compiling it; a checkpoint's linears hold its FP8 weights."""
+    count, hidden, vocabulary = (1, 128, 256) if run.tiny else (8, 4096, 32_000)
+    model: nn.Module = llama_with_head(count, hidden, vocabulary, STOCK, DEVICE).eval()
+    options: dict[str, Any] = {"triton.cudagraphs": case.cuda_graphs}
+    if case.contender == "bf16":
+        return model, bf16(run, **options)
+    recipe = case.contender.removesuffix(CHECKPOINT)
+    if recipe != case.contender:
+        fp8graph.load_checkpoint(model, folder / recipe)
+    return model, fp8(run, recipe, extends="default", inductor_options=options)  # the head in bf16
 
 
 def decode(run: Run) -> None:
-    """Eight Llama-3-8B layers, one token of 1 and of 64 sequences. ``checksum`` must not depend on CUDA graphs."""
-    count, hidden = (1, 128) if run.tiny else (8, 4096)
-    for cuda_graphs in (True, False):
-        for batch in (2,) if run.tiny else (1, 64):
-            for name, compile in contenders(run, cuda_graphs).items():
-                case = {"contender": name, "batch": batch, "cuda_graphs": cuda_graphs, "layers": count}
-                if run.late():
-                    return run.write("decode", **case, stopped="the section's time is over")
-                with run.attempt("decode", **case), fresh(), torch.no_grad():
-                    counters.clear()
-                    model, _ = compile(llama(count, hidden, CAUSAL, DEVICE))
-                    x = torch.randn(batch, 1, hidden, device=DEVICE, dtype=torch.bfloat16)
-
-                    def call(model: Any = model, x: Any = x) -> Any:
-                        return model(x)
-
-                    for _ in range(4):
-                        call()
-                    run.write(
-                        "decode", **case, wall_ms=measure.wall_ms(call, 20), host_ms=measure.host_ms(call),
-                        events_ms=measure.events_ms(call, 20), resident_mib=measure.allocated() / measure.MIB,
-                        checksum=float(call().float().abs().sum()), profile=measure.profile(call, longest=12),
-                        **{key: counters["inductor"][counter] for key, counter in COUNTED.items()},
-                    )  # fmt: skip
+    """Eight layers of Llama-3-8B and a head: milliseconds of one token. The checkpoints are what the models wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases(run.tiny):
+            if run.late():
+                return run.write("decode", **case._asdict(), stopped="the section's time is over")
+            with run.attempt("decode", **case._asdict()), fresh(), torch.no_grad():
+                _measure(run, case, Path(folder))
     return None
+
+
+def _measure(run: Run, case: Case, folder: Path) -> None:
+    from transformers import StaticCache
+
+    counters.clear()
+    before = measure.allocated()
+    plain, compile = contender(run, case, folder)
+    config: Any = plain.config
+    model, backend = compile(plain)
+    cache = StaticCache(config=config, max_cache_len=POSITIONS)
+    heads, size = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    cache.early_initialization(case.batch, heads, size, torch.bfloat16, DEVICE)
+    ids = torch.arange(case.batch, device=DEVICE).unsqueeze(1)
+
+    def call() -> Any:
+        return model(ids, past_key_values=cache, use_cache=True).logits
+
+    for _ in range(4):
+        call()
+    run.write(
+        "decode", **case._asdict(), layers=config.num_hidden_layers, wall_ms=measure.wall_ms(call, 20),
+        host_ms=measure.host_ms(call), events_ms=measure.events_ms(call, 20),
+        resident_mib=(measure.allocated() - before) / MIB, checksum=float(call().float().abs().sum()),
+        profile=measure.profile(call, longest=12),
+        **coverage(backend), **{key: counters["inductor"][counter] for key, counter in COUNTED.items()},
+    )  # fmt: skip
+    if backend is not None and case.contender in STORED and not (folder / case.contender).exists():
+        fp8graph.export(model, folder / case.contender, "compressed-tensors")

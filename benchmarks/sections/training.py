@@ -1,8 +1,10 @@
-"""``linears``, ``layers``, ``sweep``, ``train``: forward and backward, beside bf16 and torchao."""
+"""``linears``, ``layers``, ``sweep``, ``smallest``, ``train``: forward and backward, beside bf16 and torchao."""
 
 from __future__ import annotations
 
-from typing import Any
+import statistics
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -87,6 +89,50 @@ def sweep(run: Run) -> None:
                     gpu_ms=profile.get("gpu_ms"), profile=profile or None,
                     in_fp8={g.gemm: g.speedup for g in decided if g.recipe},  # and what the model predicts
                 )  # fmt: skip
+    return None
+
+
+WIDTHS: Final = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of a Llama layer
+
+
+def pays(run: Run, width: int, tokens: int) -> bool:
+    """Measure one layer in bf16, and under tensorwise with every legal GEMM in FP8; whether that was faster."""
+    steps: dict[str, Callable[[], None]] = {}
+    predicted = dict[str, float | None]()
+    x = torch.randn(1, tokens, width, device=DEVICE, dtype=BF16, requires_grad=True)
+    for name, compile in (("bf16", bf16(run)), ("tensorwise", fp8(run, "tensorwise", min_speedup=0.0))):
+        model, backend = compile(llama(1, width, CAUSAL, DEVICE))
+        steps[name] = training_step(model, x)
+        for _ in range(3):
+            steps[name]()
+        if backend is not None:
+            predicted = {f"{g.name} {g.gemm}": g.speedup for g in backend.report.gemms}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(3 if run.tiny else 7):  # in turns
+        for name, step in steps.items():
+            times[name].append(measure.wall_ms(step, 2 if run.tiny else 20))
+    ratio = statistics.median(b / t for b, t in zip(times["bf16"], times["tensorwise"], strict=True))
+    profiles = {name: measure.profile(step, longest=8) for name, step in steps.items()}
+    run.write(
+        "smallest", hidden=width, tokens=tokens, speedup=ratio, predicted=predicted, profiles=profiles,
+        wall_ms={name: statistics.median(values) for name, values in times.items()},
+    )  # fmt: skip
+    return ratio > 1
+
+
+def smallest(run: Run) -> None:
+    """Bisect the narrowest Llama layer whose forward and backward are faster in FP8, for few tokens and for many."""
+    for tokens in (32,) if run.tiny else (8192, 2048):
+        widths = WIDTHS[:2] if run.tiny else WIDTHS
+        low, high = 0, len(widths)  # those from ``high`` on are faster, those before ``low`` are not
+        while low < high:
+            middle = (low + high) // 2
+            if run.late():
+                return run.write("smallest", tokens=tokens, stopped="the section's time is over")
+            with fresh():
+                low, high = (low, middle) if pays(run, widths[middle], tokens) else (middle + 1, high)
+        found = widths[high] if high < len(widths) else None
+        run.write("smallest", tokens=tokens, narrowest=found)
     return None
 
 

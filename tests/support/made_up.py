@@ -64,7 +64,11 @@ def lines(*, worst: float = 0.97) -> Iterator[dict[str, Any]]:
             "section": "table", "contender": name, "tokens_per_s": rate, "peak_mib": 2000.0, "compile_s": 12.3,
             "watts": None, "losses": [2.0, 1.5],
         }  # fmt: skip
-    for batch in (1, 64):
+    for hidden, speedup in ((1024, 0.9), (1536, 1.1)):
+        case = {"hidden": hidden, "tokens": 8192, "speedup": speedup, "predicted": {"a": 1.2, "b": 0.9}}
+        yield {"section": "smallest", **case}
+    yield {"section": "smallest", "tokens": 8192, "narrowest": 1536}
+    for batch in (1, 32):
         for name, ms in (("bf16", 4.0), ("tensorwise", 3.2), ("rowwise", 3.0)):
             yield {
                 "section": "decode", "contender": name, "batch": batch, "cuda_graphs": True, "layers": 8,

@@ -60,6 +60,24 @@ def test_a_whole_model_is_trained_under_each_row(tmp_path: Path) -> None:
     assert found["tensorwise"]["gemms_in_fp8"] == found["tensorwise"]["gemms"] - 3  # the head's
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_decoded_and_the_narrowest_layer_is_searched(tmp_path: Path) -> None:
+    """The checkpoint is written by the model before it, and its linears multiply what it stores."""
+    assert first_hour.main(["decode", "smallest", "--tiny", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.jsonl")
+    lines = lines_of(path)
+    assert [line for line in lines if "failed" in line or "stopped" in line] == []
+    decoded = {line["contender"]: line for line in lines if "checksum" in line}
+    assert [*decoded] == ["bf16", "rowwise", "rowwise, FP8 checkpoint"]
+    assert [line.get("gemms_in_fp8") for line in decoded.values()] == [None, 7, 7]
+    assert len({line["checksum"] for line in decoded.values()}) == 3  # a checkpoint's inputs have other scales
+    searched = [line for line in lines if line["section"] == "smallest" and "section_s" not in line]
+    *measured, last = searched
+    faster = {line["hidden"]: line["speedup"] > 1 for line in measured}
+    assert faster.keys() in ({256, 512}, {512})
+    assert last["narrowest"] == next((width for width in (256, 512) if faster.get(width)), None)
+
+
 def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
     """One contender that does not compile, one option that Inductor lacks; the others are measured."""
     run = tiny(tmp_path / "run.jsonl")
@@ -323,7 +341,7 @@ def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
         "Llama-3-8B, tensorwise over bf16": "missed",  # 1.31
         "Llama-3-8B, tensorwise over torchao tensorwise": "holds",  # 1.31 / 1.21
         "decode, sequences: 1, CUDA graphs, the best recipe": "holds",
-        "decode, sequences: 64, CUDA graphs, the best recipe": "holds",
+        "decode, sequences: 32, CUDA graphs, the best recipe": "holds",
         "one linear by GPU time, the worst case": "missed",
     }
     assert found["one linear by GPU time, the worst case"].detail == "256 x 4096 -> 2048, tensorwise"
@@ -341,6 +359,8 @@ def test_the_report_of_made_up_results(tmp_path: Path) -> None:
     assert "Longest beside GEMMs: `triton_red_fused_made_up_0` 6.0% (2x); `flash_made_up` 5.0% (1x)" in found["gpu"]
     assert "* layers torchao rowwise: failed: RuntimeError: made up" in found["gpu"]
     assert "| tensorwise | 1,310 | 1.310 | 2,000 | 12.3 |  | 1.5000 |  |" in found["gpu"]
+    assert "| 1024 | 8192 | 0.900 | 1 of 2 |\n| 1536 | 8192 | 1.100 | 1 of 2 |" in found["gpu"]
+    assert "* 8192 tokens: from a hidden size of 1536" in found["gpu"]
     assert "| rowwise | 1.420 | 1.270 |  |" in found["speed"]
     assert "| tensorwise | 1.550 | 1.360 | 1.310 |" in found["speed"]
     assert "no groups" not in found["speed"]
