@@ -179,16 +179,13 @@ def fix_cpu_loop_split() -> None:
 def fix_nested_scatter() -> None:
     """Keep Inductor from putting a store to computed places behind the amaxes of tiles of a norm, in one kernel.
 
-    ``nested_reduction`` computes the places for all elements of a row, and stores one for each tile: the code does not
-    compile ("Cannot broadcast", torch 2.13 and 2.15). Without the store, the norm is a kernel of its own. Idempotent.
+    ``nested_reduction`` (pytorch#182896) computes the places for all elements of a row, and stores one for each tile:
+    the code is not generated, or does not compile (torch 2.13). Without the store, the norm is a kernel of its own.
+    Torch 2.15 compiles the plainest case, with one kernel less; its numbers were not checked. Idempotent.
     """
-    for name, method in (
-        *(("NestedReduction", "can_fuse"), ("FusedNestedReductions", "can_fuse_with")),  # torch 2.13
-        *(("NestedReduction", "plan"), ("FusedNestedReductions", "_plan_fusion_with")),  # torch 2.15
-    ):
-        owner: Any = getattr(scheduler, name, None)
-        original = getattr(owner, method, None)
-        if original is None or hasattr(original, "_fp8graph_original"):
+    for owner, method in nested_fusions():
+        original = getattr(owner, method)
+        if hasattr(original, "_fp8graph_original"):
             continue
 
         def fuses(*nodes: Any, _original: Any = original, **settings: Any) -> Any:
@@ -198,6 +195,16 @@ def fix_nested_scatter() -> None:
 
         fuses._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
         setattr(owner, method, staticmethod(fuses) if method in ("can_fuse", "plan") else fuses)
+
+
+def nested_fusions() -> list[tuple[Any, str]]:
+    """The class and the name of each method of Inductor that decides on fusing with a reduction of tiles."""
+    found = (
+        *(("NestedReduction", "can_fuse"), ("FusedNestedReductions", "can_fuse_with")),  # torch 2.13
+        *(("NestedReduction", "plan"), ("FusedNestedReductions", "_plan_fusion_with")),  # torch 2.15
+    )
+    owners = [(getattr(scheduler, name, None), method) for name, method in found]
+    return [(owner, method) for owner, method in owners if hasattr(owner, method)]
 
 
 def _stores_to_places(node: Any) -> bool:

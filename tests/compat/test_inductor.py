@@ -22,7 +22,7 @@ import fp8graph
 from fp8graph import hardware, offline
 from fp8graph.compat import inductor
 from fp8graph.ir import ops
-from fp8graph.numerics import quantization, sqnr_db
+from fp8graph.numerics import group_blocks, quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
 from fp8graph.recipes import resolve_recipe
@@ -179,6 +179,33 @@ def test_inductor_still_drops_the_ragged_end_of_a_loop_over_tiles() -> None:
         finally:
             CppScheduling.try_loop_split = fixed
     assert results == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not "2.13" <= torch.__version__ < "2.15", reason="has no nested reductions, or compiles this one")
+def test_inductor_still_fuses_a_store_to_places_with_a_norm_and_the_amaxes_of_its_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When this fails, ``fix_nested_scatter`` can go, or be for fewer versions. 32 numbers are a tile."""
+
+    def norm_in_groups(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        normed = rms_norm(x, weight)
+        of_tiles = normed.unflatten(1, (-1, 32)).abs().amax(-1).to(torch.uint8)
+        return normed, group_blocks.ordered(of_tiles, ends, columns=False)
+
+    def compile_all() -> None:
+        inputs = torch.empty(256, 1024).bfloat16(), torch.empty(1024).bfloat16(), torch.empty(2, dtype=torch.int32)
+        for kernel in generate(norm_in_groups, inputs, "sm_100").kernels:
+            compile_kernel(kernel.source or "", "sm_100", configuration="first")
+
+    compile_all()
+    for owner, method in inductor.nested_fusions():
+        plain = getattr(owner, method)._fp8graph_original
+        is_static = isinstance(inspect.getattr_static(owner, method), staticmethod)
+        monkeypatch.setattr(owner, method, staticmethod(plain) if is_static else plain)
+    monkeypatch.setattr(inductor, "fix_nested_scatter", lambda: None)
+    with pytest.raises(Exception, match="AssertionError|Cannot broadcast|CompilationError"):
+        compile_all()
 
 
 @pytest.mark.slow
