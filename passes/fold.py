@@ -41,6 +41,7 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.numerics.formats import SCALE, SCALE_INV
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -140,7 +141,8 @@ def _scale_rows(gradient: fx.Node, scale_inv: fx.Node) -> None:
 def _use_static_scale(activations: fx.Node, scale_inv: fx.Node) -> None:
     """Let ``activations`` be quantized with ``scale_inv`` [] or [1], not with a scale of their own amax."""
     one = _insert(activations, aten.view.default, scale_inv, [1, 1])
-    table = [one, _insert(activations, aten.reciprocal.default, one)]  # formats.table_of
+    columns = {SCALE_INV: one, SCALE: _insert(activations, aten.reciprocal.default, one)}
+    table = [columns[position] for position in sorted(columns)]
     QuantizeNode(activations).ask(scales=_insert(activations, aten.cat.default, table, 1))
     for node in (activations, *activations.users):
         update_value(node)
