@@ -1,11 +1,14 @@
 """Compute tensors that are copied into a graph input directly in that input, without a temporary.
 
-    t = cat([a, b]);  copy_(w, t)               ->      copy_(slice(w, 0, 0, m), a);  copy_(slice(w, 0, m, n), b)
-    t = view(x, [m, n]);  copy_(w, t)           ->      copy_(view(w, x.shape), x)
+    t = cat([a, b]);  copy_(w, t)               ->      write_(slice(w, 0, 0, m), a);  write_(slice(w, 0, m, n), b)
+    t = view(x, [m, n]);  copy_(w, t)           ->      write_(view(w, x.shape), x)
     t = arrange([a, b]);  copy_(w, t)           ->      as with cat
+    t = materialize(x);  copy_(w, t)            ->      write_(w, x)
 
 The FP8 copies of weights are such inputs. Inductor fuses a cast with the copy of its result, but it does not fuse a
 concatenation with its copy, nor, up to torch 2.11, a view with its copy: both were written to a temporary and copied.
+A materialized source would be stored twice. ``write_`` is a ``copy_`` whose source Inductor does not store first: it
+stored the columnwise copy of tiles along rows, and then transposed it.
 Runs after ``lower``. Refuses (keeps) a copy into a tensor that is not contiguous, and one whose source has other
 readers.
 """
@@ -20,7 +23,7 @@ from torch import fx
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir.edit import insert
 from fp8graph.ir.nodes import aten, known_contiguous, known_equal, nodes, static_size, value
-from fp8graph.numerics.hints import ARRANGE
+from fp8graph.numerics.hints import ARRANGE, MATERIALIZE, WRITE
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
@@ -47,6 +50,9 @@ def _write(graph: fx.Graph, target: fx.Node, source: fx.Node, like: fx.Node) -> 
         inner = cast(fx.Node, source.args[0])
         _copy(graph, _view(graph, target, aten.view.default, list(value(inner).shape), like=like), inner, like)
         return True
+    if source.target is MATERIALIZE:  # so is what is copied
+        _copy(graph, target, cast(fx.Node, source.args[0]), like)
+        return True
     if source.target in (aten.cat.default, ARRANGE):
         parts = cast(Sequence[fx.Node], source.args[0])
         dim = cast(int, source.args[1] if len(source.args) > 1 else 0)
@@ -71,4 +77,4 @@ def _copy(graph: fx.Graph, target: fx.Node, part: fx.Node, like: fx.Node) -> Non
     """Insert the copy right behind its part, so that Inductor puts both into one loop."""
     if not _write(graph, target, part, like):
         with graph.inserting_after(part):
-            insert(graph, aten.copy_.default, (target, part), like=like)
+            insert(graph, WRITE, (target, part), like=like)

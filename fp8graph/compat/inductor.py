@@ -301,6 +301,24 @@ def lower_to_arranged(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(arranged)
 
 
+def lower_to_written(op: Any) -> None:
+    """``op(target, x)`` is ``target.copy_(x)``; a loop that computes x writes it there.
+
+    ``copy_`` first stores an expression that reads several tensors, in an order of its own, and then copies that.
+    """
+
+    def written(target: Any, x: Any) -> None:
+        if x.get_device().type == "cpu":
+            lowerings[torch.ops.aten.copy_.default](target, x)
+            return
+        loop = ir.Pointwise.create(
+            device=x.get_device(), dtype=x.get_dtype(), inner_fn=x.make_loader(), ranges=x.get_size()
+        )
+        ir.MutationLayoutSHOULDREMOVE.realize_into(loop, target, unsafe_alias=True)
+
+    register_lowering(op, type_promotion_kind=None)(written)
+
+
 def lower_to_exact_quotient(op: Any) -> None:
     """``op(a, b)`` is a / b, elementwise, one IEEE division on every device."""
 

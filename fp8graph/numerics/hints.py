@@ -31,6 +31,7 @@ _library.impl("join", torch.cat, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::join", torch.cat, lib=_library)
 _library.define("arrange(Tensor[] parts, int dim) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 torch.library.register_fake("fp8graph_hints::arrange", _shape_of_arrange, lib=_library)
+_library.define("write_(Tensor(a!) target, Tensor x) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 _library.define("divide(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag, torch.Tag.pointwise))
 _library.impl("divide", torch.div, "CompositeExplicitAutograd")
 torch.library.register_fake("fp8graph_hints::divide", torch.div, lib=_library)
@@ -63,6 +64,17 @@ def _(parts: list[Tensor], dim: int) -> Tensor:
     return (
         torch.cat(parts, dim).contiguous() if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
     )
+
+
+@torch.library.impl("fp8graph_hints::write_", "CompositeExplicitAutograd", lib=_library)
+def _(target: Tensor, x: Tensor) -> None:
+    target.copy_(x)
+
+
+def _fake_write(target: Tensor, x: Tensor) -> None: ...
+
+
+torch.library.register_fake("fp8graph_hints::write_", _fake_write, lib=_library)
 
 
 @torch.library.impl("fp8graph_hints::visible", "CompositeExplicitAutograd", lib=_library)
@@ -140,11 +152,14 @@ def placed(x: Tensor, places: Tensor, size: int, *, filled: bool) -> Tensor:
     return torch.ops.fp8graph_hints.placed(x, places, size, filled)
 
 
+MATERIALIZE: Final = torch.ops.fp8graph_hints.materialize.default
 ARRANGE: Final = torch.ops.fp8graph_hints.arrange.default
+WRITE: Final = torch.ops.fp8graph_hints.write_.default
 inductor.lower_to_maximum(torch.ops.fp8graph_hints.largest.default, FEW)
-inductor.lower_to_stored(torch.ops.fp8graph_hints.materialize.default)
+inductor.lower_to_stored(MATERIALIZE)
 inductor.lower_to_join(torch.ops.fp8graph_hints.join.default)
 inductor.lower_to_arranged(ARRANGE)
+inductor.lower_to_written(WRITE)
 inductor.lower_to_exact_quotient(torch.ops.fp8graph_hints.divide.default)
 inductor.lower_to_placed(torch.ops.fp8graph_hints.placed.default)
 inductor.lower_to_visible(torch.ops.fp8graph_hints.visible.default)

@@ -27,7 +27,7 @@ from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
 from helpers import first_fast, first_slow
-from recorded import CASES, DEQUANTIZED, DIRECTIONS, LAYERS, LAYOUTS, MEASURED, Case
+from recorded import CASES, DEQUANTIZED, DIRECTIONS, LAYERS, LAYOUTS, MEASURED, QUANTIZING, Case
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -173,11 +173,29 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
         assert recorded.copies_of_layer(layer) == copies
 
 
+@pytest.mark.release
+@pytest.mark.parametrize("layer", QUANTIZING)
+def test_kernels_and_bytes_of_weights_in_forward(layer: str, data: dict[str, Any]) -> None:
+    kernels, mib = data["layers"][layer]["weights_in_forward"]
+    found = recorded.weights_in_forward(layer)
+    assert found[0] <= kernels
+    assert found[1] <= mib
+
+
+def test_weights_are_read_as_often_as_the_recipe_needs(data: dict[str, Any]) -> None:
+    """416 MiB of weights in bf16, and as much of both FP8 layouts. Tiles of 1x32 read q, k and v a third time."""
+    reads = {"delayed": 1, "tensorwise": 2, "rowwise": 2, "blockwise": 2, "mxfp8": 2 + 48 / 416}
+    for layer, times in reads.items():
+        counts = data["layers"][layer]
+        for _, mib in (counts["weights"], counts["weights_in_forward"]):
+            assert mib == pytest.approx(416 * (times + 1), rel=0.015), layer  # scales
+
+
 def test_no_kernel_copies_between_quantize_and_gemm(data: dict[str, Any]) -> None:
     """Scales are written in the order in which the GEMM reads them, and once for all that read them."""
     counted = {layer: counts["copies"] for layer, counts in data["layers"].items() if "copies" in counts}
     assert "blockwise" in counted
-    assert all(copies["forward"] == copies["backward"] == 0 for copies in counted.values()), counted
+    assert not any(copies[direction] for copies in counted.values() for direction in DIRECTIONS), counted
 
 
 _COPY = """
@@ -275,6 +293,15 @@ def test_the_tables_of_the_recipes() -> None:
         if (other := layers.get(f"{layer} {DEQUANTIZED}")) is not None:
             pairs = [f"{kernels}, {round(mib):,}" for kernels, mib in (totals(counts), totals(other))]
             assert f"| {names.get(layer, f'`{layer}`')} | {' | '.join(pairs)} |\n" in page, layer
+
+
+def test_the_table_of_weights() -> None:
+    layers = json.loads((recorded.FILE.parent / "kernels-2.13.0.json").read_text(encoding="utf-8"))["layers"]
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for layer in QUANTIZING:
+        pairs = [layers[layer][which] for which in ("weights_in_forward", "weights")]
+        cells = " | ".join(f"{kernels}, {round(mib):,}" for kernels, mib in pairs)
+        assert f"| `{layer}`{' (sm_100)' if layer == 'mxfp8' else ''} | {cells} |\n" in page, layer
 
 
 def test_dequantized_backward_makes_no_columnwise_copy(data: dict[str, Any]) -> None:

@@ -269,7 +269,7 @@ def test_gradients_of_several_sizes_are_computed_one_by_one() -> None:
     assert "maximum" not in "".join(computing)  # the amax reads them from memory
 
 
-@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
 def test_joined_weights_are_written_where_they_are_kept(recipe: str) -> None:
     weights = [torch.empty(256, 4096, dtype=torch.bfloat16) for _ in range(2)]  # loops, not one block per row
     buffers = joined_weights(recipe, *weights)

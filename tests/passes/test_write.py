@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp8graph.ir.nodes import aten, nodes
-from fp8graph.numerics.hints import ARRANGE, arrange, materialize
+from fp8graph.numerics.hints import ARRANGE, MATERIALIZE, WRITE, arrange, materialize
 from fp8graph.passes.write import write
 
 
@@ -29,6 +30,10 @@ def padded(buffer: Tensor, a: Tensor, b: Tensor) -> None:
 
 def arranged(buffer: Tensor, a: Tensor, b: Tensor) -> None:
     buffer.copy_(arrange([materialize(a + 1).t(), (b * 2).t()], 0).reshape(4, 8))
+
+
+def stored(buffer: Tensor, a: Tensor, b: Tensor) -> None:
+    buffer.copy_(materialize((a + b).repeat(1, 2)))
 
 
 def single(buffer: Tensor, a: Tensor, b: Tensor) -> None:
@@ -54,14 +59,16 @@ def arguments(columns_first: bool = False) -> list[Tensor]:
     return [buffer, torch.arange(16.0).reshape(4, 4), -torch.arange(16.0).reshape(4, 4)]
 
 
-@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4), (arranged, 2)])
+@pytest.mark.parametrize(("function", "copies"), [(joined, 2), (viewed, 2), (padded, 4), (arranged, 2), (stored, 1)])
 def test_parts_are_written_where_they_belong(function: Callable[..., None], copies: int) -> None:
     expected, got = arguments(), arguments()
     function(*expected)
     module = graph_of(function, got)
     write(module.graph)
-    assert not list(nodes(module.graph, (aten.cat.default, ARRANGE)))
-    assert len(list(nodes(module.graph, (aten.copy_.default,)))) == copies
+    assert not list(nodes(module.graph, (aten.cat.default, ARRANGE, aten.copy_.default)))
+    sources = [cast(fx.Node, written.args[1]).target for written in nodes(module.graph, (WRITE,))]
+    assert len(sources) == copies
+    assert MATERIALIZE not in sources
     module.recompile()
     module(*got)
     assert torch.equal(got[0], expected[0])

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
+from fp8graph import hardware
 from fp8graph.backend.inductor_passes import compile_dialect, run_eagerly
 from fp8graph.ir import ops
 from fp8graph.ir.settings import Settings
@@ -117,11 +118,13 @@ def quantize_joined(recipe: str) -> Any:
 
 
 def joined_weights(recipe: str, a: Tensor, b: Tensor) -> list[Tensor]:
-    """The FP8 copies of two weights that are quantized as one, both layouts, and their scales."""
+    """The FP8 copies of two weights that are quantized as one, both layouts, and their scales in the GEMM's order."""
     resolved = resolve_recipe(recipe)
     assert resolved is not None
     quantizer = resolved.quantizer("weight")
+    order = hardware.from_target("sm_100").scale_order(quantizer.scaling, quantizer.block)
     settings = quantization.quantizer_kwargs(quantizer) | {"more": [b], "dim": -2}
+    settings |= {"rowwise_order": order, "columnwise_order": order}
     results = ops.quantize(a, *quantization.quantizer_args(quantizer), [16, 16], [16, 16], **settings)
     return results[:-1] if quantizer.scaling == "delayed" else results  # an amax is not kept
 
@@ -197,12 +200,14 @@ class DecoderLayer(nn.Module):
         return x + self.down_proj(nn.functional.silu(self.gate_proj(h)) * self.up_proj(h))
 
 
-def decoder_layer(policy: Any, target: str = "sm_90", tokens: int = 8192) -> list[KernelRecord]:
+def decoder_layer(
+    policy: Any, target: str = "sm_90", tokens: int = 8192, *, cache_weights: Any = "update"
+) -> list[KernelRecord]:
     """The kernels launched for one Llama-3-8B layer: forward, backward and its weights."""
     torch._dynamo.reset()
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
-    return fp8graph.explain(layer, x, policy=policy, target=target, cache_weights="update").kernels
+    return fp8graph.explain(layer, x, policy=policy, target=target, cache_weights=cache_weights).kernels
 
 
 def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:

@@ -188,7 +188,7 @@ def main(*, every: bool) -> None:
             "different": different,
         }
         print(json.dumps(case), flush=True)
-    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise"):  # gate and up, written in place
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):  # gate and up, written in place
         weights = inputs(*WHOLE)[::2][:2]
         expected = joined_weights(recipe, *weights)
         buffers = [torch.zeros_like(x) for x in expected]

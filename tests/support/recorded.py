@@ -86,6 +86,8 @@ def count(kernels: Sequence[KernelRecord]) -> list[float]:
 # A Llama-3-8B layer with 8192 tokens, all but GEMMs and attention. "weights": its weights are quantized, once per
 # kind of weight (q, k and v together; o; gate and up together; down).
 MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest kernels are compiled, too
+TILED = ("blockwise", "mxfp8")  # their copies are counted (loops along rows read again what they wrote)
+QUANTIZING = (*MEASURED, "mxfp8")  # forward is also generated with its weights
 _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     "bf16": (None, "sm_90"),
     **{recipe: (resolve_recipe(recipe), "sm_90") for recipe in MEASURED},
@@ -111,6 +113,20 @@ def layer_kernels(layer: str) -> tuple[KernelRecord, ...]:
 
 def of_layer(layer: str) -> dict[str, list[float]]:
     return {graph: count([k for k in layer_kernels(layer) if k.graph == graph]) for graph in DIRECTIONS}
+
+
+@kept
+def _forward_with_weights(layer: str) -> tuple[KernelRecord, ...]:
+    recipe, target = LAYERS[layer]
+    kernels = decoder_layer(Policy(default=recipe), target, cache_weights=True)
+    return tuple(triton_kernels(kernels, "forward"))
+
+
+def weights_in_forward(layer: str) -> list[float]:
+    """The kernels and MiB that forward has more where it quantizes its weights: no copies are kept in training."""
+    kernels, mib = count(_forward_with_weights(layer))
+    without = of_layer(layer)["forward"]
+    return [kernels - without[0], round(mib - without[1], 1)]
 
 
 _ASSIGNED = re.compile(r"^\s+(tmp\w+) = (.*)$")
@@ -198,7 +214,10 @@ def _record(part: str) -> dict[str, Any]:
             continue
         print(f"{layer}...", flush=True)  # minutes each
         layers[layer] = of_layer(layer)
-        layers[layer]["copies"] = copies_of_layer(layer)
+        if layer.partition(" ")[0] in TILED:
+            layers[layer]["copies"] = copies_of_layer(layer)
+        if layer in QUANTIZING:
+            layers[layer]["weights_in_forward"] = weights_in_forward(layer)
         if layer in MEASURED:
             layers[layer]["largest"] = [
                 identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
