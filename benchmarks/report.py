@@ -132,6 +132,12 @@ def blocks(folder: Path) -> dict[str, str]:
         written = json.loads(path.read_text(encoding="utf-8"))
         where = f"torch {written['machine']['torch']}, {written['machine']['date'][:10]}:"
         found["compile"] = f"{where}\n\n{tables.compile_time(written['results'])}"
+    path = RESULTS / "checkpointing.json"
+    if path.exists():
+        written = json.loads(path.read_text(encoding="utf-8"))
+        machine = written["machine"]
+        where = f"torch {machine['torch']}, triton {machine['triton']}, {machine['date'][:10]}:"
+        found["checkpointing"] = f"{where}\n\n{tables.checkpointing(written['results'])}"
     return found
 
 

@@ -187,6 +187,24 @@ def compile_time(results: dict[str, Any]) -> str:
     return table(("layers", "", "cache", "seconds", "times plain", "traces", "code generations"), rows)
 
 
+def checkpointing(rows: Iterable[Line]) -> str:
+    """Bytes that a layer keeps until backward, kernels and their traffic, and what runs again."""
+    titles = (
+        "", "run again", "save", "kept MiB", "forward: kernels", "MiB moved", "backward: kernels", "MiB moved",
+        "GEMMs again", "x, w quantized again", "amaxes again",
+    )  # fmt: skip
+    found: list[Sequence[Any]] = []
+    for row in rows:
+        forward, backward = row["forward"], row["backward"]
+        again = backward["inputs"] + backward["weights"]
+        found.append((
+            row["recipe"], row["recomputed"], row["save"], f"{row['kept_mib']:,.0f}", forward["kernels"],
+            f"{forward['mib']:,}", backward["kernels"], f"{backward['mib']:,}", row["gemms_again"], again,
+            backward["amaxes"],
+        ))  # fmt: skip
+    return table(titles, found)
+
+
 def left_out(lines: Iterable[Line]) -> Iterator[str]:
     """Rows of the parts that failed, were stopped or were skipped."""
     named = ("contender", "variant", "scaling", "producer", "recipe", "options")

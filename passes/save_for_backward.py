@@ -20,8 +20,14 @@ are kept in E4M3 with one scale per tensor, and backward recomputes the function
 Weights that FSDP2 gathers anew for backward are always quantized anew in backward, also for a backward that decodes
 them (``dequantize_backward``): FP8 copies kept until then would take the memory that sharding saves.
 
-Refuses (leaves unchanged) code that torch.utils.checkpoint recomputes, the operands of grouped GEMMs, and functions
-whose inputs are not GEMM results or whose values are read by anything but an FP8 GEMM.
+In a region of torch.utils.checkpoint, the operands of GEMMs are quantized again when the region runs again, also where
+a selective policy saves the GEMMs' results. A tensor's own scale is saved, so that it is cast again without an amax:
+
+    qh = quantize(h, rowwise, columnwise)       ->      s = quantize(h, keep_scales)                  (saved)
+                                                        qh = quantize(h, rowwise, columnwise, scales=s)  (runs again)
+
+Refuses (leaves unchanged) what "memory" and FP8 activations would change in such a region, the operands of grouped
+GEMMs, and functions whose inputs are not GEMM results or whose values are read by anything but an FP8 GEMM.
 """
 
 from __future__ import annotations
@@ -35,6 +41,7 @@ from typing import Final
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
@@ -54,6 +61,7 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.quantize_node import Asked, QuantizeNode, call
 
+_RECOMPUTE: Final = "recompute"  # node.meta: torch.utils.checkpoint's policy for a node of its region
 _BACKWARD = "must_be_in_backward"  # else the partitioner moves what needs no gradient to forward, to save less
 _GEMMS = (ops.scaled_mm, aten.mm.default, aten.addmm.default)
 _VIEWS: Final = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.slice.Tensor)
@@ -71,6 +79,7 @@ def save_for_backward(graph: fx.Graph, compilation: Compilation) -> None:
     free = {node for function in functions if _is_read_by_backward(function, gemms) for node in function}
     for node in list(nodes(graph, (ops.quantize,))):
         if not is_backward(node):
+            node = _run_again(graph, node)
             quantized = QuantizeNode(node)
             by_row = quantized.kind.columns_again and quantized.asked.x in free
             sharded = bool(compilation.known.gathered) and node.meta[OPERAND_KEY] == "weight"
@@ -99,11 +108,41 @@ def _check(quantized: QuantizeNode, *, decoded_anew: bool) -> str | None:
     for_backward = bool(read) and all(map(is_backward, read)) or (decoded_anew and bool(_decoded(quantized)))
     if CACHED_KEY in node.meta or not quantized.asked.rowwise or not for_backward:
         return ""
-    if "recompute" in node.meta:
+    if _RECOMPUTE in node.meta:
         return "torch.utils.checkpoint runs its forward again anyway"
     if quantized.asked.offs is not None or quantized.asked.per_matrix:
         return "the operands of grouped GEMMs are kept as they are"
     return None
+
+
+def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Let a checkpointed region quantize again as it makes its tensors again, with the scale of its forward.
+
+    A quantize node has the policy of the matmul that reads it. Were FP8 operands saved wherever a result is, selective
+    checkpointing would keep more than in bf16: as much as without it.
+    """
+    quantized = QuantizeNode(node)
+    asked, old = quantized.asked, quantized.outputs
+    if _RECOMPUTE not in node.meta:
+        return node
+    if quantized.kind.own_scale and asked.scales is None and asked.offs is None and not asked.per_matrix:
+        with graph.inserting_before(node):
+            of_scale = dataclasses.replace(asked, rowwise=[], columnwise=[], keep_scales=True)
+            first = _insert(graph, of_scale, node, like=node)
+            scales = _output(graph, first, "scales")
+            quantized = _insert(graph, dataclasses.replace(asked, scales=scales, row=0), node, like=node)
+            made = {name: _output(graph, quantized, name) for name in old}
+        first.node.meta.pop(USES_KEY, None)
+        for saved in (first.node, scales):
+            saved.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
+        for name, output in old.items():
+            output.replace_all_uses_with(made[name])
+            graph.erase_node(output)
+        graph.erase_node(node)
+    for each in (quantized.node, *quantized.node.users):
+        if each.meta.get(_RECOMPUTE) == CheckpointPolicy.MUST_SAVE:
+            each.meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE
+    return quantized.node
 
 
 def _decoded(quantized: QuantizeNode) -> list[fx.Node]:
@@ -224,7 +263,7 @@ def activation_functions(gemms: Collection[fx.Node]) -> list[tuple[list[fx.Node]
                 function.add(other)
                 pending.append(other)
         taken |= function
-        if any("recompute" in node.meta for node in function):
+        if any(_RECOMPUTE in node.meta for node in function):
             refusal = refusal or "torch.utils.checkpoint runs its forward again anyway"
         if len(function) > 1:
             found.append((in_order(function), refusal))

@@ -82,7 +82,7 @@ def _quantize(node: fx.Node) -> str | None:
         return f"{asked.dtype} is not an FP8 type"
     if asked.amax_epsilon < 0:
         return "a negative epsilon"
-    if not asked.layouts:
+    if not asked.layouts and not asked.keep_scales:
         return "no layout asked for"
     outputs = cast(list[torch.Tensor], node.meta["val"])
     if asked.more is not None and (problem := _joined(asked)) is not None:

@@ -73,14 +73,14 @@ def explain(
     if training is None:
         training = torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     try:
-        report = _trace(tracing, model, args, kwargs, training)
+        report = trace(tracing, model, args, kwargs, training)
     except dynamo.ERRORS_OF_MODELS as error:
         name, reason = type(wrappers.original_module(model)).__name__, " ".join(str(error).split())[:400]
         raise InputsError(f"explain(model, ...): {name} does not run with these inputs. {reason}") from error
 
     def kernels() -> list[KernelRecord]:
         generating = Generating(**arguments)
-        _trace(generating, model, args, kwargs, training)
+        trace(generating, model, args, kwargs, training)
         return generating.kernels(report)
 
     target = tracing.settings.hardware
@@ -138,7 +138,7 @@ class Generating(Backend):
 
 
 @torch.inference_mode(False)  # whatever runs around explain(), or around what its report loads later
-def _trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
+def trace(backend: Backend, model: nn.Module, args: Any, kwargs: Any, training: bool) -> Report:
     """Compiled code is freed with the model on fake tensors; the report keeps the rows and texts that it shows."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fake_model = uncompiled_copy(model, lambda x: _fake(x, mode))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from benchmarks import checkpointing
+from fp8graph.ir import ops
+from fp8graph.ir.quantize_node import QuantizeNode
 from fp8graph.numerics import sqnr_db
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.rules import Rule
@@ -19,6 +22,7 @@ from helpers import (
     ALL,
     MLP,
     RECIPES,
+    Checkpointed,
     Weight,
     around,
     eager_backend,
@@ -62,15 +66,74 @@ def test_the_scale_is_forwards() -> None:
     assert "columnwise=[16, 16]" in again
 
 
-def test_checkpointed_regions_are_recomputed_as_they_are() -> None:
-    model = MLP()
+def checkpointed_view(recipe: str, **settings: Any) -> tuple[str, str]:
+    """The graph of a checkpointed MLP before and after the pass."""
+    x = torch.randn(16, 32, requires_grad=True)
+    view = view_of(Checkpointed(MLP()), x, policy=Policy(default=recipe), **settings)
+    return around(view, "save_for_backward")
 
-    def run(x: Tensor) -> Any:
-        return checkpoint(model, x, use_reentrant=False)
 
-    view = view_of(run, torch.randn(16, 32, requires_grad=True), save="memory")
-    before, after = around(view, "save_for_backward")
+@first_fast("recipe", ["blockwise", "delayed", "rowwise", "mxfp8"])
+def test_memory_changes_nothing_in_a_checkpointed_region(recipe: str) -> None:
+    before, after = checkpointed_view(recipe, save="memory")
     assert before == after
+
+
+def test_a_checkpointed_region_keeps_the_scale_of_its_forward() -> None:
+    before, after = checkpointed_view("tensorwise")
+    assert "scales=" not in before
+    lines = [line.strip() for line in after.splitlines() if "fp8graph.quantize(" in line and "# backward" not in line]
+    of_scale = [line for line in lines if "keep_scales=True" in line]
+    assert len(of_scale) == 4  # of both inputs and both weights: gate and up are one
+    assert all("rowwise=[], columnwise=[]" in line for line in of_scale)
+    assert sum(" scales=" in line for line in lines) == len(of_scale)
+
+
+@first_fast(
+    ("recipe", "way"),
+    [
+        *(("tensorwise", way) for way in (checkpointing.EVERY_SECOND, checkpointing.MATMULS, checkpointing.WHOLE)),
+        *((recipe, checkpointing.MATMULS) for recipe in ("delayed", "rowwise", "blockwise", "mxfp8")),
+    ],
+)
+def test_recomputation_quantizes_each_tensor_once(recipe: str, way: str) -> None:
+    """In a Llama layer: each x and w is cast once in forward and once in backward, and has one amax in both."""
+    graphs = checkpointing.compiled(recipe, way).graphs
+    casts, amaxes = Counter[tuple[str, str]](), Counter[str]()
+    for direction, module in graphs.items():
+        for node in module.graph.find_nodes(op="call_function", target=ops.quantize):
+            tensor = str(QuantizeNode(node).asked.x)
+            casts[direction, tensor] += bool(QuantizeNode(node).asked.layouts)
+            amaxes[tensor] += checkpointing.reads_for_scale(node)
+    assert len([tensor for direction, tensor in casts if direction == "forward"]) >= 8
+    assert max(casts.values()) == 1
+    assert max(amaxes.values()) <= 1
+    plain = checkpointing.compiled("bf16", way).graphs
+    kept, of_plain = (sum(x.nbytes for x in checkpointing.kept(found)) for found in (graphs, plain))
+    assert of_plain <= kept <= of_plain + 1024 * len(casts)
+
+
+class ChosenRegion(nn.Module):
+    """Runs again in backward, all but its matmuls."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.module, x, use_reentrant=False, **cast(Any, checkpointing.WAYS[checkpointing.MATMULS]))
+
+
+@first_fast(("recipe", "region"), [*((recipe, ChosenRegion) for recipe in RECIPES), ("tensorwise", Checkpointed)])
+def test_checkpointing_changes_no_number(recipe: str, region: Any) -> None:
+    results: list[list[Tensor]] = []
+    for around_module in (lambda module: module, region):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model, x = MLP(), torch.randn(16, 32, requires_grad=True)
+        run = torch.compile(around_module(model), backend=eager_backend(Policy(default=recipe)))
+        results.append([r for _ in range(2) for r in step(run, x, parameters=model.parameters())])
+    assert same_bits(*results)
 
 
 def refused(module: Any, *args: Tensor, policy: Any = ALL) -> list[tuple[str, str]]:

@@ -231,3 +231,11 @@ def test_unknown_region_of_a_recomputation_is_refused() -> None:
     helped = Run(inside)
     helped().square().mean().backward()
     assert_same_gradients(helped, plain_run(recipe="rowwise"))
+
+
+def test_kept_copies_of_weights_serve_a_recomputation() -> None:
+    backend = Backend(Policy(default="tensorwise"), compiler="eager", cache_weights="update")
+    run = Run(ways()["not reentrant"], backend)
+    run().square().mean().backward()
+    assert backend.weights.quantized == 1
+    assert_same_gradients(run, plain_run(recipe="tensorwise"))

@@ -1077,8 +1077,22 @@ FAULTS: Final[tuple[Fault, ...]] = (
     Fault(
         "checkpointed code is quantized again",
         "passes/save_for_backward.py",
-        'if "recompute" in node.meta:',
+        "if _RECOMPUTE in node.meta:",
         'if "recomputed" in node.meta:',
+        ("tests/passes/test_save_for_backward.py",),
+    ),
+    Fault(
+        "FP8 operands are kept with the results that a checkpointed region saves",
+        "passes/save_for_backward.py",
+        "each.meta[_RECOMPUTE] = CheckpointPolicy.PREFER_RECOMPUTE",
+        "pass",
+        ("tests/passes/test_save_for_backward.py",),
+    ),
+    Fault(
+        "a checkpointed region computes its scales again",
+        "passes/save_for_backward.py",
+        "saved.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE",
+        "pass",
         ("tests/passes/test_save_for_backward.py",),
     ),
     Fault(

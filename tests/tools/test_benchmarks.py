@@ -402,7 +402,7 @@ def test_the_documents_say_what_the_results_say() -> None:
         text = page.read_text(encoding="utf-8")
         assert report.filled(text, found) == text, f"{page.name}: run python -m benchmarks.report --write"
     measurements = report.PAGES[0].read_text(encoding="utf-8")
-    assert all(f"<!-- {name}: begin -->" in measurements for name in ("gpu", "host", "compile"))
+    assert all(f"<!-- {name}: begin -->" in measurements for name in ("gpu", "host", "compile", "checkpointing"))
     assert "<!-- speed: begin -->" in report.PAGES[1].read_text(encoding="utf-8")
     assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
     if not report.on_gpu(report.load(report.FOLDER)):
