@@ -163,6 +163,7 @@ def host(lines: Iterable[Line]) -> str:
     cases = list(dict.fromkeys((line["mode"], line["layers"]) for line in found))
     cell = {
         (line["contender"], line["mode"], line["layers"]): f"{line['us']:.0f} ({line['more_us']:+.0f})"
+        + (f", {line['more_functions']:+d} functions" if line.get("more_functions") else "")
         for line in found
     }
     titles = ("us per call (more than plain)", *(f"{mode}, {layers} layers" for mode, layers in cases))

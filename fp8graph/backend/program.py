@@ -192,7 +192,7 @@ class Program:
             more=more,
             acting=[(slot, places) for slot, places in slots if slot.acts],
             epoch=epoch,
-            parameters=self._prepared.ids(args) if known else (),
+            parameters=self._prepared.ids(args) if known else b"",
             fresh=_all_fresh([slot.fresh for slot, _ in slots if slot.fresh is not None]),
         )
         self._prepared.keep(args, moment, call)

@@ -17,7 +17,7 @@ import torch
 
 from fp8graph.compat.lives import life
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.staleness import Epoch, picker
+from fp8graph.runtime.staleness import Epoch, identities, picker
 from fp8graph.runtime.stores import Run, Slot
 
 
@@ -60,7 +60,7 @@ class Prepared:
         tuple[Slot, Sequence[int]]
     ]  # the slots that do something in each run, and their places in ``more``
     epoch: int
-    parameters: tuple[int, ...]  # their ids; () if the call is valid for any parameters
+    parameters: bytes  # their ids; b"" if the call is valid for any parameters
     fresh: Callable[[Sequence[Any]], bool] | None  # whether all slots are; None: always
 
     def act(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
@@ -100,7 +100,7 @@ class PreparedCalls:
         prepared = self._calls.get((first, situation))
         if prepared is None or prepared.epoch != self._epoch.now:
             return None
-        if prepared.parameters and prepared.parameters != tuple(map(id, self._pick(args))):
+        if prepared.parameters and prepared.parameters != identities(self._pick(args)):
             return None
         return prepared if prepared.fresh is None or prepared.fresh(args) else None
 
@@ -130,6 +130,6 @@ class PreparedCalls:
             self._calls.pop(key, None)
             self._alive.pop(key, None)
 
-    def ids(self, args: Sequence[Any]) -> tuple[int, ...]:
+    def ids(self, args: Sequence[Any]) -> bytes:
         """The ids of the parameters among ``args``."""
-        return tuple(map(id, self._pick(args)))
+        return identities(self._pick(args))

@@ -6,6 +6,7 @@ import copy
 import gc
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, cast
@@ -17,6 +18,8 @@ from torch._inductor.compile_fx import compile_fx
 
 import fp8graph
 from fp8graph import Backend, Policy
+from fp8graph.compat import autograd
+from fp8graph.runtime import call, staleness
 from fp8graph.runtime.call import Called
 from fp8graph.runtime.contents import Look
 from helpers import ALL, MLP, eager_backend
@@ -106,6 +109,32 @@ def test_a_call_costs_little_more_than_dynamos_guards(
     assert many_calls == few_calls < 35  # no function per weight
     assert (many - few) / 32 <= instructions_per_weight  # Dynamo's wrappers: 6
     assert few - 32 * instructions_per_weight < 350
+
+
+def test_a_call_reads_each_weight_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its version and its address; that the parameters are the same ones is one comparison of memory."""
+    monkeypatch.setattr(Look, "__call__", lambda _look, _args: True)
+    model, x = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(6))), torch.randn(16, 16)
+    run = torch.compile(model, backend=eager_backend(ALL, cache_weights=True))
+    read = Counter[str]()
+
+    def counting(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def read_one(x: Any) -> Any:
+            read[name] += 1
+            return function(x)
+
+        return read_one
+
+    with torch.no_grad():
+        for _ in range(3):
+            run(x)
+        monkeypatch.setattr(autograd, "version", counting("version", autograd.version))
+        monkeypatch.setattr(Tensor, "data_ptr", counting("address", Tensor.data_ptr))
+        for module in (call, staleness):
+            monkeypatch.setattr(module, "id", counting("id", id), raising=False)
+        run(x)
+    assert (read["version"], read["address"]) == (6, 6)
+    assert read["id"] <= 2  # of the first parameter, by which the prepared call is found, and of the tuple of all
 
 
 def test_prepared_calls_keep_nothing_alive() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -277,6 +278,19 @@ def test_host_time_leaves_the_compiled_code_out() -> None:
         out = compiled(x)
         assert (out.shape, out.dtype) == ((4, 16), torch.bfloat16)
         assert out.count_nonzero() == 0
+
+
+def test_host_time_is_that_of_weights_whose_numbers_are_not_read_in_each_call() -> None:
+    model = nn.Sequential(nn.Linear(32, 48, bias=False), nn.Linear(48, 16, bias=False)).bfloat16()
+    x, functions = torch.randn(4, 32, dtype=torch.bfloat16), list[int]()
+    for prepared in (host.as_on_a_gpu(), contextlib.nullcontext()):
+        compiled = host.rewritten("tensorwise")(model)
+        with torch.no_grad():
+            with prepared:
+                for _ in range(3):
+                    compiled(x)
+            functions.append(host.functions_of(lambda compiled=compiled: compiled(x)))
+    assert functions[0] + 20 < functions[1]
 
 
 # --- attention ------------------------------------------------------------------------------------------------------
