@@ -245,6 +245,16 @@ def test_the_largest_kernels_of_a_layer(layer: str, data: dict[str, Any]) -> Non
     assert not worse, f"better, or meant: make record-kernels. Recorded, and below each what is generated:\n{lines}"
 
 
+@pytest.mark.parametrize("file", sorted(recorded.FILE.parent.glob("kernels-*.json")), ids=lambda file: file.stem)
+def test_the_largest_kernels_spill_nothing_and_store_tiles_in_16_bytes(file: Path) -> None:
+    """Loops along rows store 4 or 8 bytes: Inductor gives their tiles 16 warps, so few numbers to each thread."""
+    layers = json.loads(file.read_text(encoding="utf-8"))["layers"]
+    rows = [row for layer in MEASURED for row in layers[layer]["largest"]]
+    assert rows
+    assert not [row for row in rows if row["spills"]]
+    assert {row["fp8_store"] for row in rows if row["loop"] == "poi"} <= {16, None}
+
+
 @pytest.mark.parametrize(
     "change",
     [{"registers": 65}, {"spills": 8}, {"instructions": 401}, {"store": 4}, {"fp8_store": None}, {"mib": 127}]

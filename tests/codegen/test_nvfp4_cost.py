@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from fp8graph import NVFP4BlockScaling
+from fp8graph import NVFP4BlockScaling, Policy, explain
 from fp8graph.ir import ops
 from fp8graph.numerics import quantization
-from fp8graph.recipes import OperandName
+from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.recipes import OperandName, resolve_recipe
 from generated import OF_ONE_INDUCTOR, generate
 from helpers import first_slow
 
@@ -46,6 +48,23 @@ def test_both_layouts(fields: dict[str, Any], operand: OperandName, kernels: int
     found = generate(quantize, [X, MATRIX, SEED], "sm_100").kernels
     assert len(found) <= kernels
     assert sum(kernel.bytes for kernel in found) <= reads * X.nbytes
+
+
+@OF_ONE_INDUCTOR
+@first_slow(
+    ("recipe", "target"), [("nvfp4", "sm_100"), ("mxfp8", "sm_100"), ("blockwise", "sm_90"), ("rowwise", "sm_90")]
+)
+def test_kernels_of_a_gemm_are_those_of_the_speed_model(recipe: str, target: str) -> None:
+    """No kernel puts scales in order between quantize and GEMM; NVFP4's result is multiplied by two scales."""
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    linear = nn.Linear(512, 1024, bias=False, device="meta", dtype=torch.bfloat16)
+    policy = Policy(default=recipe, min_speedup=0)
+    kernels = explain(linear, x, policy=policy, target=target, cache_weights="update").kernels
+    resolved = resolve_recipe(recipe)
+    assert resolved is not None
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        launches = [kernel for kernel in kernels if gemm in kernel.nodes]
+        assert len(launches) == SCALINGS[resolved.quantizer("input").scaling].gemm_launches, gemm
 
 
 def test_triton_rounds_to_nearest_or_to_zero_only() -> None:

@@ -169,7 +169,7 @@ class Scaling(ABC):
     # rowwise, 21 blockwise and mxfp8: codegen/test_kernels.py).
     launches: ClassVar[tuple[float, float]]
     launches_of_few: ClassVar[float | None] = None  # rowwise, hints.FEW elements at most; None: as many
-    gemm_launches: ClassVar[int] = 1  # 3: puts the scales of both operands in order
+    gemm_launches: ClassVar[int] = 1  # 2: another kernel multiplies the result by scales of whole tensors
     # The share of the per-tensor FP8 rate (FP4 if packed) that its GEMMs reach; TE and DeepGEMM name some.
     rate: ClassVar[float]
 
