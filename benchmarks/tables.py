@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.goals import Line, bounds, by_gpu_time, is_profile, judge
@@ -175,17 +175,43 @@ def compile_time(results: dict[str, Any]) -> str:
     """Seconds of a training step's compile, and how often each contender traced and generated."""
     rows: list[Sequence[Any]] = []
     for layers, found in results["compile"].items():
-        for case, seconds in found["seconds"].items():
+        for case in found["seconds"]:
             name, _, cache = case.rpartition(" ")
-            plain = found["seconds"].get(f"inductor {cache}")
-            ratio = statistics.median(seconds) / statistics.median(plain) if plain else None
-            counts = found.get("counts", {}).get(case, {})
+            counts, used = found.get("counts", {}).get(case, {}), found.get("cpu_seconds", {})
             rows.append((
-                layers, name, cache, f"{statistics.median(seconds):.1f}", f"{ratio:.2f}" if ratio else "",
-                counts.get("traces"), counts.get("code_generations"),
+                layers, name, cache, *_times_plain(found["seconds"], case), *_times_plain(used, case),
+                counts.get("traces"), counts.get("code_generations"), counts.get("kernels"),
             ))  # fmt: skip
         rows += [(layers, case, "", f"failed: {reason}") for case, reason in found.get("failed", {}).items()]
-    return table(("layers", "", "cache", "seconds", "times plain", "traces", "code generations"), rows)
+    titles = ("layers", "", "cache", "seconds", "times plain", "CPU seconds", "times plain (CPU)",
+              "traces", "code generations", "C++ files")  # fmt: skip
+    return table(titles, rows)
+
+
+def _times_plain(measured: Mapping[str, Sequence[float]], case: str) -> tuple[str, str]:
+    """The median of a case, and how many times plain torch's that is."""
+    if case not in measured:
+        return "", ""
+    median, plain = statistics.median(measured[case]), measured.get(f"inductor {case.rpartition(' ')[2]}")
+    return f"{median:.1f}", f"{median / statistics.median(plain):.2f}" if plain else ""
+
+
+def gpu_compile_time(results: dict[str, list[dict[str, Any]]]) -> str:
+    """CPU seconds of a layer's code for a GPU, with the kernels that were generated and compiled."""
+    rows: list[Sequence[Any]] = []
+    plain = None
+    for name, found in results.items():
+        done = [one for one in found if "failed" not in one]
+        if not done:
+            rows.append((name, f"failed: {found[-1]['failed']}"))
+            continue
+        generated, compiled = (statistics.median(one[part] for one in done) for part in ("generate", "compile"))
+        plain = plain or generated + compiled
+        counts = (done[-1][count] for count in ("kernels", "distinct", "configurations"))
+        ratio = (generated + compiled) / plain
+        rows.append((name, f"{generated:.1f}", f"{compiled:.1f}", f"{ratio:.2f}", *counts))
+    titles = ("", "generate", "compile", "both, times bf16's", "launches", "distinct kernels", "configurations")
+    return table(titles, rows)
 
 
 def checkpointing(rows: Iterable[Line]) -> str:

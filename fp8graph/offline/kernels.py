@@ -99,6 +99,26 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
     Returns:
         In the order of the autotuner; nothing if it does not try that configuration.
     """
+    tuner = precompile(source, target, configuration=configuration)
+    signature = [kind for kind in tuner.triton_meta["signature"].values() if kind != "constexpr"]
+    return [
+        _read(
+            result.kernel.asm["cubin"],
+            result.kernel.asm["ptx"],
+            signature,
+            shared=int(result.kernel.metadata.shared),
+            configuration=_text_of(result.config),
+        )
+        for result in tuner.compile_results
+    ]
+
+
+def precompile(source: str, target: str, *, configuration: str = "all") -> Any:
+    """Compile a kernel as :func:`compile_kernel` does, without reading its code.
+
+    Returns:
+        Inductor's tuner of it, with a result in ``compile_results`` for each configuration.
+    """
     with fake_gpu(target), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.py"
         path.write_text(source, encoding="utf-8")
@@ -110,21 +130,10 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
             tuner.configs = tuner.configs[:1]
         elif configuration != "all":
             tuner.configs = [c for c in tuner.configs if _text_of(c) == configuration]
-        if not tuner.configs:
-            return []
-        with inductor.with_options({"use_static_cuda_launcher": False}):  # keep triton's object: it has the code
-            tuner.precompile(warm_cache_only=True)
-        signature = [kind for kind in tuner.triton_meta["signature"].values() if kind != "constexpr"]
-        return [
-            _read(
-                result.kernel.asm["cubin"],
-                result.kernel.asm["ptx"],
-                signature,
-                shared=int(result.kernel.metadata.shared),
-                configuration=_text_of(result.config),
-            )
-            for result in tuner.compile_results
-        ]
+        if tuner.configs:
+            with inductor.with_options({"use_static_cuda_launcher": False}):  # keep triton's object: it has the code
+                tuner.precompile(warm_cache_only=True)
+        return tuner
 
 
 def _text_of(configuration: Any) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -253,19 +255,43 @@ def test_a_compile_that_fails_is_in_the_file_and_the_others_are_timed(monkeypatc
     """The file is written after each process."""
     written: list[Any] = []
 
-    def once(name: str, layers: int, cache: str) -> dict[str, Any]:
+    def once(cache: str, option: str, name: str, layers: str) -> dict[str, Any]:
         if name == compile_time.REGIONS:
             return {"failed": "TypeError: made up"}
-        return {"seconds": 2.0 if name == compile_time.PLAIN else 3.0, "passes": 0.5, "counts": {"traces": 1}}
+        seconds, used = (2.0, 4.0) if name == compile_time.PLAIN else (3.0, 5.0)
+        counted = {"traces": 1, "kernels": 24}
+        return {"seconds": seconds, "cpu_seconds": used, "passes": 0.5, "counts": counted}
 
     monkeypatch.setattr(compile_time, "in_fresh_process", once)
-    monkeypatch.setattr(compile_time, "write_json", lambda _, results: written.append(json.dumps(results)))
     names = [compile_time.PLAIN, compile_time.REGIONS, compile_time.WHOLE]
-    compile_time.measure_compile(2, 1, names, {}, None)
+    results: dict[str, Any] = {}
+    compile_time.measure_compile(2, 1, names, results, lambda: written.append(json.dumps(results)))
     assert len(written) == 4
-    table = tables.compile_time(json.loads(written[-1]))
-    assert "| 2 | tensorwise | cold | 3.0 | 1.50 | 1 |  |" in table
+    table = tables.compile_time({"compile": json.loads(written[-1])})
+    assert "| 2 | tensorwise | cold | 3.0 | 1.50 | 5.0 | 1.25 | 1 |  | 24 |" in table
     assert "| 2 | tensorwise, regions cold |  | failed: TypeError: made up |" in table
+
+
+def test_code_for_a_gpu_is_compared_with_that_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"bf16": 4.0, "tensorwise": 7.0}
+
+    def once(cache: str, option: str, name: str) -> dict[str, Any]:
+        if name == "delayed":
+            return {"failed": "TypeError: made up"}
+        return {"generate": seconds[name], "compile": 1.0, "kernels": 38, "distinct": 30, "configurations": 72}
+
+    monkeypatch.setattr(compile_time, "in_fresh_process", once)
+    results: dict[str, Any] = {}
+    compile_time.measure_gpu(3, list(compile_time.GPU_CONTENDERS), results, lambda: None)
+    table = tables.gpu_compile_time(results)
+    assert "| tensorwise | 7.0 | 1.0 | 1.60 | 38 | 30 | 72 |" in table
+    assert "| delayed | failed: TypeError: made up |" in table
+
+
+def test_cpu_seconds_count_children_that_ended() -> None:
+    before = compile_time.cpu_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    assert compile_time.cpu_seconds() - before > 0.02  # of a process that does nothing itself
 
 
 def test_host_time_leaves_the_compiled_code_out() -> None:
