@@ -30,7 +30,6 @@ from torch._dynamo.utils import compilation_time_metrics, counters
 
 import fp8graph
 from benchmarks.records import console, write_json
-from benchmarks.sections.quantization import TESTS
 
 PASS_LAYERS: Final = (8, 16, 32, 80, 126)
 PLAIN, WHOLE = "inductor", "tensorwise"
@@ -105,16 +104,15 @@ def compile_times(phase: str) -> list[float]:
 
 def generate_once(name: str) -> dict[str, Any]:
     """A layer's kernels for ``TARGET`` in this process: CPU seconds to generate them and to compile each once."""
-    if str(TESTS) not in sys.path:
-        sys.path.append(str(TESTS))
+    from benchmarks.decoder_layer import DecoderLayer
     from fp8graph.offline.kernels import precompile
-    from generated import DecoderLayer, triton_kernels
 
     def generated(tokens: int, hidden: int, inner: int) -> list[str]:
         layer = DecoderLayer(hidden, hidden // 4, inner, device="meta", dtype=torch.bfloat16)
         x = torch.empty(tokens, hidden, dtype=torch.bfloat16, device="meta", requires_grad=True)
         policy = fp8graph.Policy(default=None if name == BF16 else name)
-        return [k.source for k in triton_kernels(fp8graph.explain(layer, x, policy=policy, target=TARGET).kernels)]
+        kernels = fp8graph.explain(layer, x, policy=policy, target=TARGET).kernels
+        return [kernel.source for kernel in kernels if kernel.kind == "triton"]
 
     precompile(generated(256, 128, 256)[0], TARGET)  # what torch and triton do once per process
     torch._dynamo.reset()
