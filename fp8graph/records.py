@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, NamedTuple, Self, cast
 
+NATIVE_BY: Final = "native by "  # begins the part of a reason that says by what a kernel is known that was not run
+
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRecord:

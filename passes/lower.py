@@ -4,9 +4,10 @@
     y = fp8graph.scaled_mm(a, b, sa, sb, None, bf16, True)     ->   aten._scaled_mm(a, permute(b), sa, sb, ...)
 
 The aten nodes come from tracing ``ops.REFERENCE`` with Inductor's decompositions, so the arithmetic is written
-once. A trace takes about ten milliseconds, so it is kept per signature. Runs after the partitioner, on the forward
-and on the backward graph. Every dialect node except emulated grouped GEMMs (``ops.stays``) is lowered; a node that
-cannot be traced is an error.
+once. A trace takes about ten milliseconds, so it is kept per signature. The places of experts' groups, which follow
+from the offsets, are computed once for all operands. Runs after the partitioner, on the forward and on the backward
+graph. Every dialect node except emulated grouped GEMMs (``ops.stays``) is lowered; a node that cannot be traced is an
+error.
 
 Each node of the lowered graph carries the names of the nodes that it computes (``NAMES_KEY``): its own, or that of the
 dialect node that it was made for, and of the result that it is. Kernels are told by them in the report.
@@ -15,7 +16,7 @@ dialect node that it was made for, and of the result that it is. Kernels are tol
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,8 @@ def lower_for_torch_alone(graph: fx.Graph) -> None:
 
 def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> None:
     traces: dict[Any, fx.Graph] = {}
-    for node in graph.nodes:
+    known = set(graph.nodes)
+    for node in known:
         node.meta[NAMES_KEY] = (node.name,)  # Inductor makes more nodes later: they have none
     for node in list(nodes(graph, references)):
         if ops.stays(node):
@@ -49,6 +51,32 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
             traces[key] = _trace(node, references[node.target])
         _inline(graph, node, traces[key])
     erase_unused(graph)
+    _share_integers(graph, known)
+
+
+def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:
+    """Merge equal nodes, except ``known`` ones, that compute integers from integers: where groups begin and end."""
+    found: dict[Any, fx.Node] = {}
+    results = set(graph.output_node().all_input_nodes)
+    for node in list(graph.nodes):
+        if node in known or node in results or not all(map(_is_integer, (node, *node.all_input_nodes))):
+            continue
+        key = node.target, *map(_merged, (node.args, tuple(sorted(node.kwargs.items()))))
+        if (first := found.setdefault(key, node)) is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _is_integer(node: fx.Node) -> bool:
+    x = node.meta.get("val")
+    return isinstance(x, torch.Tensor) and not x.is_floating_point() and not x.is_complex()
+
+
+def _merged(argument: Any) -> Any:
+    """An argument of a node as a key: 1, 1.0 and True are three."""
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_merged, cast(Sequence[Any], argument)))
+    return argument if isinstance(argument, fx.Node) else (type(argument), str(argument))
 
 
 def _signature(node: fx.Node) -> Any:

@@ -39,6 +39,7 @@ class Hardware:
     architectures: ClassVar[tuple[str, ...]] = ()  # all of the vendor's that a user may name
     alignments: ClassVar[Mapping[str, tuple[int, int, int]]] = {}  # by GEMM of torch._scaled_mm: see ``alignment``
     is_gpu: ClassVar[bool] = False
+    why_not_grouped: ClassVar[Mapping[str, str]] = {}  # by GEMM: why torch has no grouped kernel, if that is known
     multiplies_groups: ClassVar[bool] = False  # whether torch._scaled_grouped_mm has any kernel for the vendor
 
     @classmethod
@@ -92,7 +93,8 @@ class Hardware:
         if self.is_gpu and not self.scalings and not grouped:
             return f"{self.name} {NO_FP8}"
         if kind.gemm not in (self.grouped if grouped else self.scalings):
-            return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}"
+            why = f": {reason}" if grouped and (reason := self.why_not_grouped.get(kind.gemm)) else ""
+            return f"{self.name} has no {'grouped ' if grouped else ''}{kind.gemm_title}{why}"
         rule = self.grouped_rules.get(kind.gemm) if grouped else self.rules.get(kind.gemm)
         return rule(a, b, out_dtype) if rule is not None else None
 
@@ -257,20 +259,16 @@ class Hardware:
         kind, ragged_k = SCALINGS[scaling], b.ndim == 2
         if (order := cls.order_of_groups(kind.gemm)) != "":
             ends = padded_offsets(offs, multiple) if ragged_k else offs
-            scales = [
-                scale_inv
-                if given == order
-                else group_blocks.ordered(
-                    scale_inv,
-                    ends // block[1] if ragged_k else ends if data.ndim == 2 else None,
-                    rows=block[0],
-                    columns=ragged_k,
-                )
-                for data, scale_inv, block, given in (
-                    (a, scale_inv_a, block_a, order_a),
-                    (b, scale_inv_b, block_b, order_b),
-                )
-            ]
+            scales: list[Tensor] = []
+            for data, scale_inv, block, given in (
+                (a, scale_inv_a, block_a, order_a),
+                (b, scale_inv_b, block_b, order_b),
+            ):
+                if given != order:
+                    of_rows = (offs if data.ndim == 2 else None, None)  # None: of matrices
+                    groups = group_blocks.ends_of_columns(offs, multiple, block[1]) if ragged_k else of_rows
+                    scale_inv = group_blocks.ordered(scale_inv, groups[0], in_blocks=groups[1], rows=block[0])
+                scales.append(scale_inv)
             scales_a, scales_b = (scale_inv.view(torch.float8_e8m0fnu) for scale_inv in scales)
             return ops.grouped_mm_of_blocks(a, b.transpose(-2, -1), scales_a, scales_b, ends)
         return ops.scaled_grouped_mm(

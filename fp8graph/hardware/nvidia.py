@@ -67,6 +67,7 @@ class NVIDIA(Hardware):
     architectures = tuple(f"sm_{n}" for n in (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121))
     is_gpu = True
     multiplies_groups = True
+    why_not_grouped = torch_build.WHY_NOT_GROUPED
 
     @classmethod
     def from_target(cls, target: str, device_name: str = "") -> Self | None:
@@ -164,9 +165,9 @@ class NVIDIA(Hardware):
         return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mx_groups}
 
     def checked_by(self, gemm: str) -> str:
-        return (
-            "the sources of torch and MSLK, and torch's checks of shapes; not run on a GPU" if gemm == "mxfp8" else ""
-        )
+        if gemm != "mxfp8":
+            return ""
+        return "the sources of torch and MSLK, torch's checks of shapes and Triton's interpreter, not by a run on a GPU"
 
     def _groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if out_dtype != torch.bfloat16:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp8graph.numerics.formats import amax_of
+from fp8graph.numerics.hints import materialize
 
 
 def padded_rows(rows: int, groups: int, multiple: int) -> int:
@@ -40,18 +41,26 @@ def not_empty(x: Tensor) -> Tensor:
     return x if statically_known_true(x.shape[0] > 0) else torch.constant_pad_nd(x, [0, 0] * (x.ndim - 1) + [0, 1])
 
 
-def padded_offsets(offs: Tensor, multiple: int, *, least: int = 1) -> Tensor:
-    """The end of each group after padding to ``multiple``, an empty one to ``least`` multiples."""
+def padded_offsets(offs: Tensor, multiple: int, *, least: int = 1, each: int = 1) -> Tensor:
+    """The end of each group after padding to ``multiple``, an empty one to ``least``, and all to ``each`` multiples."""
     if multiple == 1:
         return offs
-    counts = offs - torch.cat([offs.new_zeros(1), offs[:-1]])
+    counts = offs - starts(offs, torch.arange(offs.shape[0], device=offs.device))
     multiples = ((counts + (multiple - 1)) // multiple).clamp_min(least)
+    if each > 1:
+        multiples = (multiples + (each - 1)) // each * each
     return torch.cumsum(multiples * multiple, 0, dtype=offs.dtype)
+
+
+def starts(ends: Tensor, group: Tensor) -> Tensor:
+    """Where each ``group`` starts, of those that end at ``ends``; its number may be theirs: behind the last one."""
+    return torch.where(group > 0, ends[(group - 1).clamp(0, ends.shape[0] - 1)], ends.new_zeros(()))
 
 
 def group_of_rows(offs: Tensor, rows: int) -> Tensor:
     """[rows]: the group of each row; the number of groups for rows after the last one."""
-    return (torch.arange(rows, device=offs.device).unsqueeze(1) >= offs.unsqueeze(0)).sum(1)  # [rows, experts]
+    row = torch.arange(rows, dtype=offs.dtype, device=offs.device)
+    return torch.searchsorted(offs, row, right=True)  # not a sum over groups: a reduction would be a kernel of its own
 
 
 def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
@@ -62,11 +71,11 @@ def pad_groups(x: Tensor, offs: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
     group = group_of_rows(ends, size)
     known = group.clamp_max(groups - 1)
     # row p of the result is row p - (start of its padded group) + (start of its group) of x
-    shift = torch.cat([ends.new_zeros(1), ends[:-1] - offs[:-1]])
-    source = torch.arange(size, device=x.device) - shift[known]
-    valid = (group < groups) & (source < offs[known])
+    source = torch.arange(size, device=x.device) - starts(ends, known) + starts(offs, known)
+    # in memory: one kernel computes it for all operands, whose loops read one number for each row
+    source = materialize(torch.where((group < groups) & (source < offs[known]), source, -1))
     x = not_empty(x)
-    return torch.where(valid.unsqueeze(1), x[source.clamp(0, x.shape[0] - 1)], x.new_zeros(())), known
+    return torch.where((source >= 0).unsqueeze(1), x[source.clamp(0, x.shape[0] - 1)], x.new_zeros(())), known
 
 
 def amaxes_of_groups(row_amaxes: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.experts import group_of_rows, padded_offsets
-from fp8graph.numerics.hints import placed
+from fp8graph.numerics.experts import group_of_rows, padded_offsets, starts
+from fp8graph.numerics.hints import materialize, placed
 from fp8graph.numerics.tiles import ROWS, TILES, rows_of_blocks
 
 
@@ -30,12 +30,13 @@ def _up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-def ordered(scales: Tensor, ends: Tensor | None, *, rows: int = 1, columns: bool) -> Tensor:
+def ordered(scales: Tensor, ends: Tensor | None, *, in_blocks: Tensor | None = None, rows: int = 1) -> Tensor:
     """The scales of a layout in blocks.
 
     Args:
         scales: [t, tiles] of rows in groups, [m, tiles] of columns in groups, or [experts, n, tiles] of matrices.
-        ends: the end of each group, in rows, or in tiles if ``columns``: no group is empty then; None: matrices.
+        ends: the end of each group, in rows or, of columns, in tiles; None: matrices.
+        in_blocks: of columns, see :func:`ends_of_columns`.
         rows: the number of rows that share a scale: each gets it.
     """
     scales = scales.repeat_interleave(rows, -2) if rows > 1 else scales
@@ -43,8 +44,15 @@ def ordered(scales: Tensor, ends: Tensor | None, *, rows: int = 1, columns: bool
     if ends is None:
         made = _of_matrices(as_bytes)
     else:
-        made = _of_columns(as_bytes, ends) if columns else _of_rows(as_bytes, ends)
+        made = _of_rows(as_bytes, ends) if in_blocks is None else _of_columns(as_bytes, ends, in_blocks)
     return made.view(scales.dtype)
+
+
+def ends_of_columns(offs: Tensor, multiple: int, tile: int) -> tuple[Tensor, Tensor]:
+    """The ends, in tiles, of groups that are padded to ``multiple`` columns, and those of groups of whole blocks."""
+    # both from the offsets: computed from one another, they would be two scans in two kernels
+    ends, in_blocks = (padded_offsets(offs, multiple, each=each) for each in (1, TILES))
+    return ends // tile, in_blocks // tile
 
 
 def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: bool) -> list[int]:
@@ -60,33 +68,32 @@ def ordered_shape(shape: Sequence[int], groups: int, *, rows: int = 1, columns: 
 
 def _in_block(row: Tensor, tile: Tensor) -> Tensor:
     """The place of a scale in its block."""
-    return row % 32 * 16 + row % ROWS // 32 * TILES + tile % TILES
+    # bits of numbers that are not negative: a division of whole numbers takes ten instructions
+    return ((row & 31) << 4) + ((row >> 5 & 3) << 2) + (tile & 3)
 
 
 def _of_rows(scales: Tensor, offs: Tensor) -> Tensor:
     """Of rows whose groups end at ``offs``. Rows of no group follow the last group."""
     rows, tiles = scales.shape
     shape = ordered_shape(scales.shape, offs.shape[0], columns=False)
-    row = _moved(torch.arange(rows, device=scales.device), offs, padded_offsets(offs, ROWS, least=0)).unsqueeze(1)
-    tile = torch.arange(tiles, device=scales.device)
-    places = (row // ROWS * (shape[1] // TILES) + tile // TILES) * (ROWS * TILES) + _in_block(row, tile)
+    row = materialize(_moved(torch.arange(rows, device=scales.device), offs, padded_offsets(offs, ROWS, least=0)))
+    row, tile = row.unsqueeze(1), torch.arange(tiles, device=scales.device)
+    places = ((row >> 7) * (shape[1] // TILES) + (tile >> 2)) * (ROWS * TILES) + _in_block(row, tile)
     # scales of rows behind a group are not initialized: they scale results that are not stored
     return placed(scales, places, shape[0] * shape[1], filled=tiles % TILES == 0).view(shape)
 
 
-def _of_columns(scales: Tensor, ends: Tensor) -> Tensor:
+def _of_columns(scales: Tensor, ends: Tensor, in_blocks: Tensor) -> Tensor:
     """Of columns whose groups end at ``ends``, in tiles. Tiles of no group follow the last group."""
     rows, tiles = scales.shape
     shape = ordered_shape(scales.shape, ends.shape[0], columns=True)
-    in_blocks = padded_offsets(ends, TILES)
-    tile = torch.arange(tiles, device=scales.device)
     group = group_of_rows(ends, tiles)  # the number of groups for tiles behind the last one
-    starts = torch.cat([ends.new_zeros(1), in_blocks])
-    first = starts[group]
-    width = torch.cat([in_blocks, ends.new_full((1,), shape[1])])[group] - first
-    tile = _moved(tile, ends, in_blocks) - first
+    first, last = starts(in_blocks, group), in_blocks[group.clamp_max(len(ends) - 1)]
+    width = torch.where(group < len(ends), last, shape[1]) - first
+    tile = _moved(torch.arange(tiles, device=scales.device), ends, in_blocks) - first
+    first, width, tile = materialize(first), materialize(width), materialize(tile)
     row = torch.arange(rows, device=scales.device).unsqueeze(1)
-    block = row // ROWS * (width // TILES) + tile // TILES
+    block = (row >> 7) * (width >> 2) + (tile >> 2)
     places = first * shape[0] + block * (ROWS * TILES) + _in_block(row, tile)
     # a group's last tiles scale zeros, and a NaN there would be a NaN in the result
     return placed(scales, places, shape[0] * shape[1], filled=False).view(shape)
@@ -98,15 +105,15 @@ def _of_matrices(scales: Tensor) -> Tensor:
     expert = torch.arange(experts, device=scales.device).reshape(-1, 1, 1)
     row = torch.arange(rows, device=scales.device).unsqueeze(1)
     tile = torch.arange(tiles, device=scales.device)
-    block = row // ROWS * (_up(tiles, TILES) // TILES) + tile // TILES
+    block = (row >> 7) * (_up(tiles, TILES) // TILES) + (tile >> 2)
     places = expert * shape[1] + block * (ROWS * TILES) + _in_block(row, tile)
     return placed(scales, places, experts * shape[1], filled=tiles % TILES == 0).view(shape)
 
 
 def _moved(position: Tensor, ends: Tensor, padded: Tensor) -> Tensor:
-    """``position`` in groups that end at ``ends``, after each group was padded and ends at ``padded``."""
-    shift = torch.cat([ends.new_zeros(1), padded - ends])
-    return position + shift[group_of_rows(ends, position.shape[0])]
+    """``position``, of all, in groups that end at ``ends``, after each group was padded and ends at ``padded``."""
+    group = group_of_rows(ends, position.shape[0])
+    return position + starts(padded, group) - starts(ends, group)
 
 
 def of_groups(blocks: Tensor, sizes: Sequence[int], other: int, *, columns: bool) -> list[Tensor]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics import group_blocks, hints
-from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_offsets, padded_rows
+from fp8graph.numerics.experts import group_of_rows, pad_groups, padded_rows
 from fp8graph.numerics.formats import amax_of, inverse, overflow_as_nan, saturating_cast, scale_from_amax, table_of
 from fp8graph.numerics.hints import divide, materialize
 from fp8graph.numerics.scalings import SCALINGS, Groups, LayoutRequest, QuantizeArguments, Shared
@@ -142,8 +142,10 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
         if scale_inv is not None and grouped and asked.order_of(layout):
-            ends = padded_offsets(offs, multiples[1]) // asked.block[1] if offs is not None and transposed else offs
-            scale_inv = group_blocks.ordered(scale_inv, ends, rows=asked.block[0], columns=transposed)
+            ends, in_blocks = offs, None
+            if offs is not None and transposed:
+                ends, in_blocks = group_blocks.ends_of_columns(offs, multiples[1], asked.block[1])
+            scale_inv = group_blocks.ordered(scale_inv, ends, in_blocks=in_blocks, rows=asked.block[0])
         scales += [] if scale_inv is None else [scale_inv]
         whole.append(of_layout)
     return [*data, *scales, *kind.layout_scales(whole, asked), *kind.shared_outputs(shared, asked)]

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from fp8graph.records import GemmRecord, OtherRecord
+from fp8graph.records import NATIVE_BY, GemmRecord, OtherRecord
 from fp8graph.report import Report
 from fp8graph.report.tables import any_layer, these_layers
 
@@ -132,7 +132,8 @@ def _phrases(what: str, decisions: Iterable[tuple[str, str, str, str]], notes: N
     phrases: dict[tuple[str, str], list[str]] = {}  # the words and their style -> the GEMMs or directions
     for which, recipe, execution, reason in decisions:
         words = {"native": recipe, "emulated": f"{recipe}, emulated"}.get(execution, execution)
-        words += notes.mark(reason) if execution != "native" else ""
+        evidence = [part for part in reason.split("; ") if part.startswith(NATIVE_BY)]
+        words += notes.mark(reason) if execution != "native" else "".join(map(notes.mark, evidence))
         these = phrases.setdefault((words, _STYLES[execution]), [])
         these += [which] if which not in these else []
     text = Text.assemble((what, "dim"))

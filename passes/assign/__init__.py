@@ -37,7 +37,7 @@ from fp8graph.passes.assign.profit import choices, judge
 from fp8graph.recipes import GEMMS, Recipe
 from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
-from fp8graph.records import GemmRecord
+from fp8graph.records import NATIVE_BY, GemmRecord
 
 _NO_FORWARD: Final = "a backward matmul; no forward one of its operands was found"
 # backward of torch.cond, while_loop, map and scan
@@ -152,7 +152,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
     if obstacle is None and gemm.node.target in GROUPED:
         kind = SCALINGS[recipe.quantizer(gemm.a.operand).scaling]
         checked = compilation.hardware_of(gemm.node).checked_by(kind.gemm)
-        notes += [f"native by {checked}"] if checked else []
+        notes += [f"{NATIVE_BY}{checked}"] if checked else []
     return Decision(
         recipe=recipe,
         reason="; ".join(notes),

@@ -25,9 +25,19 @@ from fp8graph.ir import ops
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
 from fp8graph.tools.explain import Generating, explain
-from generated import generate, quantize_after, quantize_inputs, triton_kernels
+from generated import MIXTURES, generate, quantize_after, quantize_inputs, triton_kernels
 from helpers import first_fast, first_slow
-from recorded import CASES, DEQUANTIZED, DIRECTIONS, LAYERS, LAYOUTS, MEASURED, QUANTIZING, Case
+from recorded import (
+    CASES,
+    DEQUANTIZED,
+    DIRECTIONS,
+    EXPERTS,
+    LAYERS,
+    LAYOUTS,
+    MEASURED,
+    QUANTIZING,
+    Case,
+)
 
 pytestmark = pytest.mark.skipif(not offline.available(), reason="triton is not installed")
 
@@ -156,7 +166,7 @@ def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
     assert (ours, theirs) == ([12 * numbers], [6 * numbers])
 
 
-SLOW_LAYERS = ("delayed", "blockwise", f"rowwise {DEQUANTIZED}")
+SLOW_LAYERS = ("delayed", "blockwise", f"rowwise {DEQUANTIZED}", f"Mixtral-8x7B {EXPERTS} mxfp8")
 
 
 @pytest.mark.parametrize(
@@ -171,6 +181,8 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
         assert found[direction][1] <= mib, direction
     if (copies := data["layers"][layer].get("copies")) is not None:
         assert recorded.copies_of_layer(layer) == copies
+    if EXPERTS in layer:
+        assert recorded.called_by_layer(layer) == data["layers"][layer]["called"]
 
 
 @pytest.mark.release
@@ -194,8 +206,21 @@ def test_weights_are_read_as_often_as_the_recipe_needs(data: dict[str, Any]) -> 
 def test_no_kernel_copies_between_quantize_and_gemm(data: dict[str, Any]) -> None:
     """Scales are written in the order in which the GEMM reads them, and once for all that read them."""
     counted = {layer: counts["copies"] for layer, counts in data["layers"].items() if "copies" in counts}
-    assert "blockwise" in counted
-    assert not any(copies[direction] for copies in counted.values() for direction in DIRECTIONS), counted
+    moving = (f"{EXPERTS} bf16", f"{EXPERTS} rowwise")  # tokens to experts; mxfp8 quantizes each where it finds it
+    quantizing = {layer: copies for layer, copies in counted.items() if not layer.endswith(moving)}
+    assert {"blockwise", *(f"{name} {EXPERTS} mxfp8" for name in MIXTURES)} <= quantizing.keys()
+    for layer, copies in quantizing.items():  # experts' weights are still copied once they are quantized
+        assert not any(copies[direction] for direction in DIRECTIONS[: 2 if EXPERTS in layer else 3]), layer
+
+
+@first_fast("name", MIXTURES)
+def test_experts_launch_few_kernels_beside_those_that_quantize(name: str, data: dict[str, Any]) -> None:
+    """Every routing's places are computed once for all operands, and no kernel but the GEMMs is a library's."""
+    bf16, rowwise, mxfp8 = (data["layers"][f"{name} {EXPERTS} {recipe}"] for recipe in ("bf16", "rowwise", "mxfp8"))
+    assert bf16["called"] == {"_grouped_mm": 6}
+    assert rowwise["called"] == mxfp8["called"] == {"_scaled_grouped_mm": 6}
+    assert mxfp8["forward"][0] <= 4 + 3  # two operands in two layouts; ends, places, zeros
+    assert mxfp8["backward"][0] <= 4 + 3 + 2  # the gradient of the tokens
 
 
 _COPY = """
@@ -223,6 +248,7 @@ _COPY = """
 def test_copies_are_told_from_arithmetic(source: str, is_copy: bool) -> None:
     kernel = KernelRecord(name="k", graph="forward", kind="triton", ops=(), bytes=2**20, source=source)
     assert recorded.copies(kernel) == is_copy
+    assert recorded.copies(kernel, zeros=False) == (is_copy and "tl.load" in source and "tl.where" not in source)
     assert not recorded.copies(dataclasses.replace(kernel, bytes=64))  # a page of scales
 
 
@@ -296,8 +322,13 @@ def test_the_tables_of_the_recipes() -> None:
     names = {"bf16": "bf16, plain Inductor", "tensorwise sm_100": "`tensorwise` (sm_100)"}
     names |= {recipe: f"`{recipe}` (sm_100)" for recipe in ("mxfp8", "nvfp4")}
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+    for name in MIXTURES:
+        found = [totals(layers[f"{name} {EXPERTS} {recipe}"]) for recipe in ("bf16", "rowwise", "mxfp8")]
+        assert "".join(f" {kernels} | {round(mib):,} |" for kernels, mib in found).join((f"| {name} |", "\n")) in page
     for layer, counts in layers.items():
         kernels, mib = totals(counts)
+        if EXPERTS in layer:
+            continue
         row = f"| {names.get(layer, f'`{layer}`')} | {kernels} | {round(mib):,} |\n"
         assert (row in page) == (DEQUANTIZED not in layer and layer != "tensorwise sm_100"), layer
         if (other := layers.get(f"{layer} {DEQUANTIZED}")) is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8BlockScaling, hardware
+from fp8graph.compat.torch_build import WHY_NOT_GROUPED
 from fp8graph.numerics import quantization, tiles
 from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
 from helpers import same_bits
@@ -288,7 +289,11 @@ def test_the_order_of_a_swizzled_block() -> None:
         ("sm_103", None, torch.bfloat16, "mxfp8", None),
         ("sm_100", (12, 6), torch.bfloat16, "mxfp8", "grouped MXFP8 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
         ("sm_100", None, torch.float32, "mxfp8", "grouped FP8 GEMMs only produce bf16 output, not float32"),
-        ("sm_100", None, torch.bfloat16, "nvfp4", "sm_100 has no grouped NVFP4 GEMM"),
+        ("sm_100", None, torch.bfloat16, "nvfp4", f"sm_100 has no grouped NVFP4 GEMM: {WHY_NOT_GROUPED['nvfp4']}"),
+        (
+            *("sm_100", None, torch.bfloat16, "blockwise"),
+            f"sm_100 has no grouped FP8 GEMM with one scale per tile: {WHY_NOT_GROUPED['block']}",
+        ),
         ("sm_110", None, torch.bfloat16, "mxfp8", "sm_110 has no grouped MXFP8 GEMM"),
         ("sm_120", None, torch.bfloat16, "mxfp8", "sm_120 has no grouped MXFP8 GEMM"),
         ("sm_90", None, torch.bfloat16, "mxfp8", "sm_90 has no grouped MXFP8 GEMM"),

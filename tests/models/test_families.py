@@ -262,3 +262,4 @@ def test_experts_are_native_on_a_blackwell_gpu(name: str) -> None:
     assert [gemm.gemm for gemm in experts] == ["fprop", "dgrad", "wgrad"] * 2 * layers
     assert {(gemm.recipe, gemm.execution) for gemm in experts} == {("mxfp8", "native")}
     assert all("by the sources of torch and MSLK" in gemm.reason for gemm in experts)
+    assert "; native by the sources of torch and MSLK" in str(report)

@@ -166,3 +166,45 @@ def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> No
             insert(graph, ops.dequantize, (*node.args[:2], dtype), like=node)
     lower(graph)
     assert len(traced) == 2
+
+
+def groups_of(*widths: int) -> fx.Graph:
+    """Tokens [33, width] of each width, with one routing: quantized in both layouts as operands of grouped GEMMs."""
+    graph = fx.Graph()
+    offs, *tokens = graph_inputs_for(graph, [OFFS, *(torch.randn(33, width) for width in widths)])
+    settings: dict[str, Any] = {"scaling": "mxfp8", "block": [1, 32], "offs": offs}
+    settings |= {"rowwise_order": "128x4", "columnwise_order": "128x4"}
+    results: list[fx.Node] = []
+    for x in tokens:
+        args = (x, torch.float8_e4m3fn, True, 0.0, [1, 32], [16, 32])
+        node = insert(graph, ops.quantize, args, like=x, kwargs=settings)
+        results += (insert(graph, getitem, (node, position), like=node) for position in range(4))
+    graph.output(results)
+    return graph
+
+
+OFFS = torch.tensor([5, 5, 20, 31], dtype=torch.int32)
+PLACES = (aten.cumsum.default, aten.searchsorted.Tensor)  # where groups end, and the group of each row and tile
+
+
+def test_places_of_groups_are_computed_once_for_all_operands() -> None:
+    counts: list[int] = []
+    for widths in ((64,), (64, 96, 160)):
+        graph = groups_of(*widths)
+        inputs = [OFFS, *(torch.randn(33, width) for width in widths)]
+        before = run(graph, *inputs)
+        lower(graph)
+        graph.lint()
+        assert same_bits(before, run(graph, *inputs))
+        counts.append(sum(1 for _ in nodes(graph, PLACES)))
+    assert counts == [6, 6]  # ends padded to 32, to 4 * 32 and to 128; groups of rows, of padded rows and of tiles
+
+
+def test_equal_results_of_a_graph_stay_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(x: Tensor, *_args: Any, offs: Tensor, **_settings: Any) -> list[Tensor]:
+        return [x.neg(), x.abs(), offs.neg(), offs.neg()]
+
+    monkeypatch.setitem(ops.REFERENCE, ops.quantize, reference)
+    graph = groups_of(64)
+    lower(graph)
+    assert len(set(graph.output_node().all_input_nodes)) == 4

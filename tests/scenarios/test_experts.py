@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.numerics import sqnr_db
+from fp8graph.report.tree import print_tree
 from helpers import eager_backend, first_fast, first_slow, same_bits, step
 
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -196,11 +197,13 @@ def test_weights_of_experts_are_quantized_once_per_update() -> None:
         ("sm_100", "rowwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per row"),
         ("sm_100", "mxfp8", ["native"] * 3, "default; native by the sources of torch and MSLK"),
         ("sm_103", "mxfp8", ["native"] * 3, "default; native by the sources of torch and MSLK"),
-        ("sm_100", "blockwise", ["high precision"] * 3, "sm_100 has no grouped FP8 GEMM with one scale per tile"),
-        ("sm_100", "nvfp4", ["high precision"] * 3, "sm_100 has no grouped NVFP4 GEMM"),
+        ("sm_100", "blockwise", ["high precision"] * 3, "one scale per tile: torch 2.11 to 2.15 has none (pytorch#17"),
+        ("sm_100", "nvfp4", ["high precision"] * 3, "takes no FP4 (pytorch#187095)"),
     ],
 )
-def test_grouped_gemms_by_gpu_and_recipe(target: str, recipe: str, execution: list[str], reason: str) -> None:
+def test_grouped_gemms_by_gpu_and_recipe(
+    target: str, recipe: str, execution: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with torch.device("meta"):
         module = Experts(torch.bfloat16)
         x, offs = torch.empty(32, 32, dtype=torch.bfloat16, requires_grad=True), torch.empty(4, dtype=torch.int32)
@@ -208,6 +211,8 @@ def test_grouped_gemms_by_gpu_and_recipe(target: str, recipe: str, execution: li
     report = fp8graph.explain(module, x, offs, target=target, policy=asked)
     assert [g.execution for g in report.gemms] == execution
     assert reason in report.gemms[-1].reason
+    print_tree(report, "experts")  # as the command does: by what a kernel is known that no GPU has run
+    assert ("[1] native by the sources" in capsys.readouterr().out) == ("native by" in reason)
     named = fp8graph.Policy([fp8graph.Rule("*", recipe, op="grouped_mm")], default=None, min_speedup=0)
     report = fp8graph.explain(module, x, offs, target=target, policy=named)
     assert all(g.recipe == recipe for g in report.gemms)  # a rule that names them gets the rest emulated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -152,6 +152,48 @@ def decoder_layer(
     x = torch.empty(tokens, 4096, dtype=torch.bfloat16, device="meta", requires_grad=True)
     layer = DecoderLayer(device="meta", dtype=torch.bfloat16)
     return fp8graph.explain(layer, x, policy=policy, target=target, cache_weights=cache_weights).kernels
+
+
+class Experts(nn.Module):
+    """The experts of a layer, whose tokens arrive in the order of their experts: gate and up, SwiGLU, down."""
+
+    def __init__(self, hidden: int, inner: int, experts: int, **factory: Any) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(experts, 2 * inner, hidden, **factory))
+        self.down = nn.Parameter(torch.empty(experts, hidden, inner, **factory))
+
+    def forward(self, x: Tensor, rows: Tensor, offs: Tensor) -> Tensor:
+        gate, up = torch._grouped_mm(x[rows], self.up.transpose(-2, -1), offs=offs).chunk(2, -1)
+        return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offs)
+
+
+class Mixture(NamedTuple):
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int  # of each token
+
+
+MIXTURES = {
+    "Mixtral-8x7B": Mixture(4096, 14336, 8, 2),
+    "Qwen3-30B-A3B": Mixture(2048, 768, 128, 8),
+    "DeepSeek-V3": Mixture(7168, 2048, 256, 8),
+    "gpt-oss-20b": Mixture(2880, 2880, 32, 4),
+}
+
+
+def report_of_experts(name: str, policy: Any, target: str, tokens: int = 8192) -> fp8graph.Report:
+    """On the experts of one layer: forward, backward and their weights."""
+    torch._dynamo.reset()
+    sizes = MIXTURES[name]
+    with torch.device("meta"):
+        x = torch.empty(tokens, sizes.hidden, dtype=torch.bfloat16, requires_grad=True)
+        rows, offs = (
+            torch.empty(tokens * sizes.chosen, dtype=torch.int64),
+            torch.empty(sizes.experts, dtype=torch.int32),
+        )
+        module = Experts(*sizes[:3], dtype=torch.bfloat16)
+    return fp8graph.explain(module, x, rows, offs, policy=policy, target=target, cache_weights="update")
 
 
 def kernels_of_mlp(target: str = "sm_90", policy: fp8graph.Policy = ALL, training: bool = True) -> list[KernelRecord]:

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +29,13 @@ from fp8graph.recipes import Recipe, resolve_recipe
 from fp8graph.recipes.policy import Policy
 from generated import (
     MIB,
+    MIXTURES,
     decoder_layer,
     generate,
     quantize_after,
     quantize_after_backward,
     quantize_inputs,
+    report_of_experts,
     triton_kernels,
 )
 from kept import kept
@@ -95,20 +98,37 @@ _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
     "tensorwise sm_100": (resolve_recipe("tensorwise"), "sm_100"),
 }
 DEQUANTIZED = "dequantized"  # behind a layer's name: its backward reads what fprop multiplied
-LAYERS = _DEFAULT | {
+# The experts of one layer of a mixture, with 8192 tokens: all but grouped GEMMs.
+EXPERTS = "experts"
+_EXPERTS: dict[str, tuple[Recipe | None, str]] = {
+    f"{name} {EXPERTS} {recipe or 'bf16'}": (resolve_recipe(recipe), target)
+    for name, (recipe, target) in itertools.product(
+        MIXTURES, ((None, "sm_90"), ("rowwise", "sm_90"), ("mxfp8", "sm_100"))
+    )
+}
+_DEQUANTIZED = {
     f"{layer} {DEQUANTIZED}": (dataclasses.replace(recipe, backward_override=DEQUANTIZED), target)
     for layer, (recipe, target) in _DEFAULT.items()
     if recipe is not None
 }
+LAYERS = _DEFAULT | _DEQUANTIZED | _EXPERTS
 DIRECTIONS = ("forward", "backward", "weights")
 LARGEST = 10
 
 
 @kept
-def layer_kernels(layer: str) -> tuple[KernelRecord, ...]:
-    """The generated kernels of ``LAYERS[layer]``. Half a minute, so all tests share it."""
+def layer_launches(layer: str) -> tuple[KernelRecord, ...]:
+    """The kernels of ``LAYERS[layer]``, libraries' too. Half a minute, so all tests share it."""
     recipe, target = LAYERS[layer]
-    return tuple(triton_kernels(decoder_layer(Policy(default=recipe), target)))
+    if EXPERTS in layer:
+        policy = Policy(default=recipe, min_speedup=0)
+        return tuple(report_of_experts(layer.partition(f" {EXPERTS} ")[0], policy, target).kernels)
+    return tuple(decoder_layer(Policy(default=recipe), target))
+
+
+def layer_kernels(layer: str) -> list[KernelRecord]:
+    """The generated ones."""
+    return triton_kernels(layer_launches(layer))
 
 
 def of_layer(layer: str) -> dict[str, list[float]]:
@@ -129,21 +149,30 @@ def weights_in_forward(layer: str) -> list[float]:
     return [kernels - without[0], round(mib - without[1], 1)]
 
 
+def called_by_layer(layer: str) -> dict[str, int]:
+    """The launches of libraries' kernels by name: GEMMs, and anything else that is not generated."""
+    return dict(Counter(k.name.rpartition(".")[2] for k in layer_launches(layer) if k.kind != "triton"))
+
+
 _ASSIGNED = re.compile(r"^\s+(tmp\w+) = (.*)$")
 _STORED = re.compile(r"tl\.store\(.*, (tmp\w+)(?:\.to\([^)]*\))?, \w+\)$")
 _AS_IT_IS = re.compile(r"tl\.(load|where|full|broadcast_to)\(.*|tmp\w+(\.to\(.*\)| (<|>=|&) tmp\w+)?")
 _SMALL = 2**16  # bytes: pages of scaling states are copied, too
 
 
-def copies(kernel: KernelRecord) -> bool:
-    """Whether a kernel writes a tensor as it was read (in another place or order), or the zeros of its padding."""
+def copies(kernel: KernelRecord, *, zeros: bool = True) -> bool:
+    """Whether a kernel writes a tensor as it was read (in another place or order), or the ``zeros`` of its padding."""
     as_read: set[str] = set()
     for line in kernel.source.splitlines() if kernel.bytes > _SMALL else ():
         if (assigned := _ASSIGNED.match(line)) is not None:
             name, value = assigned.groups()
             used = set() if value.startswith("tl.load(") else {*re.findall(r"\btmp\w+", value)}
             as_read.discard(name)
-            if not used or (_AS_IT_IS.fullmatch(value) and used <= as_read):
+            if (
+                value.startswith("tl.load(")
+                or (zeros and not used)
+                or (used and used <= as_read and _AS_IT_IS.fullmatch(value))
+            ):
                 as_read.add(name)
         elif (stored := _STORED.search(line)) is not None and stored[1] in as_read:
             return True
@@ -151,7 +180,9 @@ def copies(kernel: KernelRecord) -> bool:
 
 
 def copies_of_layer(layer: str) -> dict[str, int]:
-    return {graph: sum(copies(k) for k in layer_kernels(layer) if k.graph == graph) for graph in DIRECTIONS}
+    """The number of kernels that copy; zeros begin the scales of experts' groups, and are no copies there."""
+    found = [k for k in layer_kernels(layer) if copies(k, zeros=EXPERTS not in layer)]
+    return {graph: sum(k.graph == graph for k in found) for graph in DIRECTIONS}
 
 
 def largest(layer: str) -> list[tuple[dict[str, Any], KernelRecord]]:
@@ -214,10 +245,12 @@ def _record(part: str) -> dict[str, Any]:
             continue
         print(f"{layer}...", flush=True)  # minutes each
         layers[layer] = of_layer(layer)
-        if layer.partition(" ")[0] in TILED:
+        if layer.partition(" ")[0] in TILED or EXPERTS in layer:
             layers[layer]["copies"] = copies_of_layer(layer)
         if layer in QUANTIZING:
             layers[layer]["weights_in_forward"] = weights_in_forward(layer)
+        if EXPERTS in layer:
+            layers[layer]["called"] = called_by_layer(layer)
         if layer in MEASURED:
             layers[layer]["largest"] = [
                 identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
