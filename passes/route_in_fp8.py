@@ -5,6 +5,8 @@
     q  = quantize(x3, rowwise, columnwise, offs)                              for y in (q.rowwise, q.rowwise_scale_inv))
                                                            columnwise = columnwise(data, offs)    # with one scale
                                                            columnwise = quantize(x3, columnwise, offs)      # else
+                                                           columnwise = quantize(dequantize(data, scale_inv), ...)
+                                                               # with columnwise_from_rowwise
 
 A token with k experts is quantized once, not k times, and half the bytes are moved, among them those of an all-to-all,
 in which FP8 travels as bytes beside its scales. Every number is the same as with quantizing afterwards, with one
@@ -12,7 +14,8 @@ exception: delayed scaling records the amax of all tokens, those included that n
 
 Refuses (quantizes afterwards, with the reason in the report) tensors whose rows do not have scales of their own
 (tensorwise: each expert's is that of its tokens; tiles of several rows; nvfp4); padding; rows that are read in high
-precision, too; an all-to-all of rows that are needed columnwise with other scales; delayed scaling whose amaxes are not
+precision, too; an all-to-all of rows that are needed columnwise with other scales, unless the recipe makes that copy
+from the rowwise one (``MXFP8BlockScaling(columnwise_from_rowwise=True)``); delayed scaling whose amaxes are not
 reduced over all ranks of the all-to-all; and, without an all-to-all, moves that would not become fewer bytes.
 
 Each row, all numbers of the last dim, stays together on the way. So what is done to each row by itself may be done
@@ -50,7 +53,7 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.quantize_node import QuantizeNode, call
 
-_SETTINGS: Final = frozenset({"scaling", "block", "offs"})
+_SETTINGS: Final = frozenset({"scaling", "block", "offs", "columnwise_from_rowwise"})
 _CAST = torch.ops.prims.convert_element_type.default
 _MOVES: Final = (collectives.ALL_TO_ALL, aten.index.Tensor, aten.index_select.default)
 
@@ -105,13 +108,13 @@ def _check(quantized: QuantizeNode, moves: Moves, compilation: Compilation) -> s
         if multiple > 1 and not (isinstance(size, int) and size % multiple == 0):
             return f"{after.shape[0]} x {after.shape[1]} is padded"
     if not moves.exchanges:
-        if asked.columnwise and not (kind.one_scale or kind.columns_again):
+        if asked.columnwise and not (kind.one_scale or kind.columns_again or asked.columnwise_from_rowwise):
             return "the same pass over the permuted rows makes their columnwise copy"
         rows, taken = size_hint(math.prod(before.shape[:-1])), size_hint(after.shape[0])
         if before.itemsize * (taken - rows) <= rows + taken:  # both write FP8; the permutation then reads and writes it
             return f"no fewer bytes: {taken} rows are made from {rows}"
         return None
-    if asked.columnwise and not kind.one_scale:
+    if asked.columnwise and not (kind.one_scale or asked.columnwise_from_rowwise):
         return "backward needs copies with the scales of columns, from high precision: both would have to be sent"
     groups = [exchange.args[-1] for exchange in moves.exchanges]
     if kind.has_state and any(scale_may_differ(quantized.node, group, compilation) for group in groups):
@@ -157,7 +160,11 @@ def _rewrite(graph: fx.Graph, quantized: QuantizeNode, moves: Moves) -> list[fx.
             settings: dict[str, Any] = {} if asked.offs is None else {"offs": asked.offs}
             results["columnwise"] = emit(ops.columnwise, results["rowwise"], asked.columnwise, **settings)
         elif asked.columnwise:
-            args, kwargs = call(dataclasses.replace(asked, rowwise=[]))
+            x = asked.x
+            if asked.columnwise_from_rowwise:
+                moved = (results["rowwise"], results["rowwise_scale_inv"], torch.float32)
+                x = emit(ops.dequantize, *moved, name="moved_rowwise", scaling=asked.scaling, block=list(asked.block))
+            args, kwargs = call(dataclasses.replace(asked, x=x, rowwise=[], columnwise_from_rowwise=False))
             again = _like(node, emit(ops.quantize, *args, **kwargs))
             names = enumerate(QuantizeNode(again).names)
             results |= {name: emit(getitem, again, i, name=f"moved_{name}") for i, name in names}

@@ -38,7 +38,10 @@ from fp8graph.numerics.transforms import transformed
 from fp8graph.recipes import FLT_MAX, FP8_MAX, Layout, Quantizer
 
 _DECODING: Final = ("scaling", "block")  # what decoding needs of a quantizer besides the scales
-_QUANTIZING: Final = (*_DECODING, "rotation", "stochastic", "four_over_six", "largest_scale", "row_scaled")
+_QUANTIZING: Final = (
+    *(*_DECODING, "columnwise_from_rowwise"),
+    *("rotation", "stochastic", "four_over_six", "largest_scale", "row_scaled"),
+)
 
 
 def reducible_amax(x: Tensor) -> Tensor:
@@ -104,7 +107,10 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
 
     :func:`output_names` names the results.
     """
-    asked = QuantizeArguments[Tensor](*args, **kwargs)
+    return _quantized(QuantizeArguments(*args, **kwargs))
+
+
+def _quantized(asked: QuantizeArguments[Tensor]) -> list[Tensor]:
     kind, dim, offs = SCALINGS[asked.scaling], asked.dim, asked.offs
     grouped = offs is not None or asked.per_matrix
     parts, group = asked.parts, None if asked.offs is None else group_of_rows(asked.offs, asked.x.shape[0])
@@ -117,12 +123,14 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
     data: list[Tensor] = []
     scales: list[Tensor] = []
     whole: list[Shared] = []
+    in_rows: tuple[Tensor, Tensor] | None = None  # the rowwise copy, its scales in no order
     for layout, multiples in asked.layouts.items():
         of_layout, sources, groups, transposed = shared, parts, None, layout == "columnwise"
+        if transposed and asked.columnwise_from_rowwise:
+            sources = [_rowwise_numbers(asked, in_rows)]
         if offs is not None and group is not None:
-            rows, of_rows = (
-                pad_groups(asked.x, offs, multiples[1]) if transposed else (asked.x, group.clamp_max(offs.shape[0] - 1))
-            )
+            (x,) = sources
+            rows, of_rows = pad_groups(x, offs, multiples[1]) if transposed else (x, group.clamp_max(offs.shape[0] - 1))
             sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
         if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
             sources = [transformed(source, asked.rotation, asked.matrix) for source in sources]
@@ -141,6 +149,8 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         )
         numbers, scale_inv = kind.layout(request) if groups is None else kind.layout_of_groups(request, groups)
         data.append(numbers)
+        if not transposed and asked.columnwise_from_rowwise and scale_inv is not None:
+            in_rows = numbers, kind.in_rows(numbers, scale_inv, request.order, asked.block)
         if scale_inv is not None and grouped and asked.order_of(layout):
             ends, in_blocks = offs, None
             if offs is not None and transposed:
@@ -149,6 +159,18 @@ def quantize_layouts(*args: Any, **kwargs: Any) -> list[Tensor]:
         scales += [] if scale_inv is None else [scale_inv]
         whole.append(of_layout)
     return [*data, *scales, *kind.layout_scales(whole, asked), *kind.shared_outputs(shared, asked)]
+
+
+def _rowwise_numbers(asked: QuantizeArguments[Tensor], made: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The numbers of the rowwise copy, decoded, in FP32: of the one that was ``made``, if it was."""
+    if made is None:
+        plain = dataclasses.replace(asked, rowwise=[1, 1], columnwise=[], rowwise_order="", columnwise_order="")
+        data, scale_inv = _quantized(plain)
+    else:
+        data, scale_inv = made
+    joined = sum(part.shape[asked.dim] for part in asked.parts)
+    rows, columns = (joined, asked.x.shape[-1]) if asked.dim == -2 else (asked.x.shape[-2], joined)
+    return SCALINGS[asked.scaling].decode(data, scale_inv, asked.block, None)[..., :rows, :columns]
 
 
 def quantized_copy(

@@ -83,6 +83,8 @@ class Quantizer:
     nvfp4      a ``block`` of E2M1 numbers; the scale is E4M3 times one FP32 number per tensor
     ========== ==================================================================================
 
+    ``columnwise_from_rowwise``: the columnwise copy is that of the numbers that the rowwise copy holds, decoded.
+
     The last five fields are for nvfp4: a Hadamard transform of the columnwise copy before its amax is taken
     (``rotation``: the rows of its matrix that are negated, as bits; None: no transform), stochastic rounding, for each
     tile the better of two scales ("four over six", by the error in this mode), the largest of the tiles' scales, and
@@ -94,6 +96,7 @@ class Quantizer:
     block: tuple[int, int] = (0, 0)  # (0, 0): not a block scaling
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    columnwise_from_rowwise: bool = False
     rotation: int | None = None
     stochastic: bool = False
     four_over_six: ErrorMode | Literal[""] = ""

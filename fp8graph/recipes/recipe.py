@@ -248,6 +248,8 @@ class MXFP8BlockScaling(Recipe):
         fp8_format: ``Format.E4M3`` (default) or ``Format.HYBRID``.
         enable_2d_quantization: one scale per 32x32 tile of a weight, so that forward and backward multiply by the same
             numbers: both layouts of a weight then hold them.
+        columnwise_from_rowwise: wgrad's copies of input and grad_output are quantized from the rowwise copies, decoded:
+            rounded twice, so that tokens on their way to experts on other ranks are sent in MXFP8 in training, too.
 
     Raises:
         UnsupportedRecipeError: (a ``ValueError``) for an invalid value.
@@ -256,12 +258,18 @@ class MXFP8BlockScaling(Recipe):
     fp8_format: Format = Format.E4M3
     use_fast_accum: tuple[bool, bool, bool] = (False, False, False)
     enable_2d_quantization: bool = False
+    columnwise_from_rowwise: bool = False
 
     name: ClassVar[str] = "mxfp8"
 
     def quantizer(self, operand: OperandName) -> Quantizer:
         square = operand == "weight" and self.enable_2d_quantization
-        return Quantizer(dtype=self.fp8_format.dtype(operand), scaling="mxfp8", block=(32, 32) if square else (1, 32))
+        return Quantizer(
+            dtype=self.fp8_format.dtype(operand),
+            scaling="mxfp8",
+            block=(32, 32) if square else (1, 32),
+            columnwise_from_rowwise=operand != "weight" and self.columnwise_from_rowwise,
+        )
 
 
 Scope = Literal["none", "weights", "activations", "all"]

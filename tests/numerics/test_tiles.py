@@ -14,9 +14,10 @@ from torch import Tensor
 
 import oracle
 from fp8graph import Float8BlockScaling, Float8RowwiseScaling, MXFP8BlockScaling, NVFP4BlockScaling, hardware, numerics
-from fp8graph.numerics import formats
+from fp8graph.ir import ops
+from fp8graph.numerics import formats, quantization
 from fp8graph.recipes import LAYOUTS, Recipe
-from helpers import first_fast
+from helpers import first_fast, same_bits
 
 PLAIN_FP4 = NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True)  # the rest: test_nvfp4.py
 SOURCES = [torch.bfloat16, torch.float32, torch.float16]
@@ -200,3 +201,60 @@ def test_both_layouts_of_a_weight_in_square_tiles_hold_the_same_numbers(recipe: 
     plain = MXFP8BlockScaling()
     one, other = (numerics.dequantize(numerics.quantize(w, plain, "weight", layout)) for layout in LAYOUTS)
     assert not torch.equal(one, other)
+
+
+FROM_ROWWISE = MXFP8BlockScaling(columnwise_from_rowwise=True)
+
+
+def decoded(data: Tensor, scale_inv: Tensor) -> Tensor:
+    """The numbers of a copy with one E8M0 scale per 1x32 tile, in float64."""
+    exponents = scale_inv.double() - 127
+    return data.double() * torch.exp2(exponents).repeat_interleave(32, -1)[..., : data.shape[-1]]
+
+
+@pytest.mark.parametrize("order", ["", "128x4"])
+@pytest.mark.parametrize("made", ["alone", "with the rowwise copy", "joined", "in groups"])
+def test_columnwise_copy_is_that_of_the_rowwise_numbers(made: str, order: str) -> None:
+    """Padded, in blocks and of several parts, too; 60 rows and 80 columns are no whole tiles, and each part is."""
+    columns = 128 if made == "joined" else 80
+    x = torch.randn(60, columns) * torch.logspace(-20, 20, columns)
+    offs = torch.tensor([7, 7, 41, 60], dtype=torch.int32) if made == "in groups" else None
+
+    def both(x: Tensor, recipe: Recipe, rowwise: list[int], parts: int = 1) -> list[Tensor]:
+        quantizer = recipe.quantizer("input")
+        first, *more = x.chunk(parts, -1)
+        given = quantization.quantizer_kwargs(quantizer) | {"offs": offs}
+        given |= {"rowwise_order": order, "columnwise_order": order}
+        given |= {"more": more, "dim": -1} if more else {}
+        return ops.quantize(first, *quantization.quantizer_args(quantizer), rowwise, [16, 32], **given)
+
+    rowwise = [] if made == "alone" else [16, 16] if offs is None else [1, 16]
+    found = both(x, FROM_ROWWISE, rowwise, 2 if made == "joined" else 1)
+    q = numerics.quantize(x, MXFP8BlockScaling(), "input", "rowwise")
+    expected = both(decoded(q.data, q.scale_inv).float(), MXFP8BlockScaling(), [])
+    assert same_bits([found[len(found) // 2 - 1], found[-1]], expected)
+    assert not same_bits(expected, both(x, MXFP8BlockScaling(), []))
+
+
+def sample(name: str, *shape: int) -> Tensor:
+    rows, columns = shape
+    if name == "Student's t":
+        return torch.distributions.StudentT(2.0).sample(shape)
+    sizes = {"tokens": torch.arange(rows).unsqueeze(1) % 97, "channels": torch.arange(columns) % 97}
+    return torch.randn(*shape) * torch.where(sizes.get(name, torch.ones(())) == 0, 1000.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["normal", "Student's t", "tokens", "channels"])
+def test_wgrad_of_the_rowwise_numbers_is_no_less_exact(name: str) -> None:
+    """A power of two changes no mantissa: what is rounded twice differs where numbers are small beside their tile."""
+    x, dy = sample(name, 1024, 256), sample(name, 1024, 128)
+    found: list[Tensor] = []
+    errors: list[float] = []
+    for recipe in (MXFP8BlockScaling(), FROM_ROWWISE):
+        a = numerics.dequantize(numerics.quantize(dy, recipe, "grad_output", "columnwise"))
+        b = numerics.dequantize(numerics.quantize(x, recipe, "input", "columnwise"))
+        errors.append(numerics.sqnr_db(dy.t() @ x, a.t() @ b))
+        found.append(b)
+    assert abs(errors[0] - errors[1]) < 0.02
+    assert errors[1] > 26
+    assert 0 < (found[0] != found[1]).float().mean() < 0.01

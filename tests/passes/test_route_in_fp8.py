@@ -221,7 +221,11 @@ def test_generated_code_computes_the_same(recipe: str) -> None:
     assert same_bits(*results)
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+FROM_ROWWISE = fp8graph.MXFP8BlockScaling(columnwise_from_rowwise=True)
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mxfp8 from rowwise, training": (FROM_ROWWISE, {}),
+    "mxfp8 from rowwise, exact splits": (FROM_ROWWISE, {"exact": True}),
+    "mxfp8, training": ("mxfp8", {}),
     **{f"{recipe}, training": (recipe, {}) for recipe in ("tensorwise", "rowwise", "delayed")},
     **{
         f"{recipe}, inference": (recipe, {"training": False}) for recipe in ("rowwise", "blockwise", "mxfp8", "delayed")
@@ -272,6 +276,11 @@ def test_bytes_of_an_all_to_all(ranks: int, on_ranks: Callable[[int], list[dict[
     expected = {
         "tensorwise, training": ([high, high], [high, high]),
         "rowwise, training": ([high, high], [high, high]),
+        "mxfp8, training": ([high, high], [high, high]),
+        "mxfp8 from rowwise, training": (
+            [("uint8", one), ("uint8", four // 2), high],
+            [("uint8", one), ("uint8", four // 2), high],
+        ),
         "delayed, training": ([("uint8", one), high], [("uint8", one), high]),
         "delayed, weighted before": ([("uint8", one), high], [("uint8", one), high]),
         "rowwise, inference": ([("uint8", one), ("float32", four), high], []),
@@ -285,5 +294,6 @@ def test_bytes_of_an_all_to_all(ranks: int, on_ranks: Callable[[int], list[dict[
             assert [(dtype, sent) for where, dtype, sent in found["sent"] if where == "backward"] == backward
         exact = [(where, dtype) for where, dtype, _ in rank["delayed, exact splits"][1]["sent"] if dtype != "int64"]
         assert exact == [(where, dtype) for where in ("forward", "backward") for dtype in ("uint8", "float32")]
-        assert rank["rowwise, training"][1]["refused"] == {COLUMNS}
-        assert rank["delayed, training"][1]["refused"] == set()
+        assert rank["rowwise, training"][1]["refused"] == rank["mxfp8, training"][1]["refused"] == {COLUMNS}
+        for name in ("delayed, training", "mxfp8 from rowwise, training", "mxfp8 from rowwise, exact splits"):
+            assert rank[name][1]["refused"] == set()

@@ -158,6 +158,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
     assert dataclasses.asdict(MXFP8BlockScaling()) == split | {
         "fp8_format": Format.E4M3,
         "enable_2d_quantization": False,
+        "columnwise_from_rowwise": False,
     }
     assert dataclasses.asdict(NVFP4BlockScaling()) == split | {
         "fp8_format": Format.E4M3,
@@ -205,6 +206,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         (Float8BlockScaling, {"use_fast_accum": (True, False, False)}, "block scaling accumulates in FP32 only"),
         (MXFP8BlockScaling, {"fp8_format": "E2M1"}, "one of E4M3, HYBRID"),
         (MXFP8BlockScaling, {"enable_2d_quantization": 1}, "enable_2d_quantization=1.*True or False"),
+        (MXFP8BlockScaling, {"columnwise_from_rowwise": 0}, "columnwise_from_rowwise=0.*True or False"),
         (NVFP4BlockScaling, {"fp8_format": Format.HYBRID}, "Format.E4M3: the type of the block scales"),
         (NVFP4BlockScaling, {"disable_rht": 16}, "disable_rht=16.*True or False"),
         (NVFP4BlockScaling, {"disable_stochastic_rounding": None}, "True or False"),

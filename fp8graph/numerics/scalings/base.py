@@ -52,7 +52,8 @@ class QuantizeArguments(Generic[T]):
             ``offs`` [experts], int32; or ``x`` is [experts, rows, columns]. Scales of tensors are then one per expert:
             ``scale_inv`` [experts]; columnwise scales of rows in groups are [experts, c], columnwise data of groups
             [c, padded t], each group padded to ``columnwise[1]``.
-        rotation, stochastic, four_over_six, largest_scale, row_scaled: see :class:`fp8graph.recipes.Quantizer`.
+        columnwise_from_rowwise, rotation, stochastic, four_over_six, largest_scale, row_scaled: see
+            :class:`fp8graph.recipes.Quantizer`.
         matrix: of the transform, [16, 16] in x's dtype; None: it is made from ``rotation``.
         seed, draw: for stochastic rounding, int64 [1] and the number of this tensor among those that share the seed;
             None: a seed of 0.
@@ -74,6 +75,7 @@ class QuantizeArguments(Generic[T]):
     dim: int = -1
     offs: T | None = None
     per_matrix: bool = False
+    columnwise_from_rowwise: bool = False
     rotation: int | None = None
     stochastic: bool = False
     four_over_six: str = ""
