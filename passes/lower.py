@@ -55,11 +55,16 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
 
 
 def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:
-    """Merge equal nodes, except ``known`` ones, that compute integers from integers: where groups begin and end."""
+    """Merge equal nodes, except ``known`` ones, that compute integers from integers: where groups begin and end.
+
+    Two draws of random numbers are not equal.
+    """
     found: dict[Any, fx.Node] = {}
     results = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         if node in known or node in results or not all(map(_is_integer, (node, *node.all_input_nodes))):
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         key = node.target, *map(_merged, (node.args, tuple(sorted(node.kwargs.items()))))
         if (first := found.setdefault(key, node)) is not node:

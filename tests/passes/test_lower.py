@@ -200,6 +200,17 @@ def test_places_of_groups_are_computed_once_for_all_operands() -> None:
     assert counts == [6, 6]  # ends padded to 32, to 4 * 32 and to 128; groups of rows, of padded rows and of tiles
 
 
+def test_two_draws_stay_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reference(x: Tensor, *_args: Any, offs: Tensor, **_settings: Any) -> list[Tensor]:
+        first, second = (torch.randint(9, [4]) for _ in range(2))
+        return [x.neg(), x.abs(), first + offs, second - offs]
+
+    monkeypatch.setitem(ops.REFERENCE, ops.quantize, reference)
+    graph = groups_of(64)
+    lower(graph)
+    assert [str(node.target) for node in graph.nodes].count(str(aten.randint.low)) == 2
+
+
 def test_equal_results_of_a_graph_stay_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     def reference(x: Tensor, *_args: Any, offs: Tensor, **_settings: Any) -> list[Tensor]:
         return [x.neg(), x.abs(), offs.neg(), offs.neg()]
