@@ -131,7 +131,7 @@ def compare(
             run.write(section, contender=name, stopped="the section's time is over")
             continue
         with run.attempt(section, contender=name):
-            before, start = measure.allocated(), time.perf_counter()
+            before, loaded, start = measure.allocated(), measure.loaded_code(), time.perf_counter()
             model, backend = compile(make())
             step = training_step(model, x)
             for _ in range(3):
@@ -141,7 +141,7 @@ def compare(
                 section, contender=name, measure="alone", first_3_steps_s=round(time.perf_counter() - start, 2),
                 resident_mib=(measure.allocated() - before) / MIB, peak_mib=measure.peak_mib(step, before),
                 host_ms=measure.host_ms(step), events_ms=measure.events_ms(step), profile=measure.profile(step),
-                **coverage(backend),
+                configurations=measure.chosen_configurations(loaded), **coverage(backend),
             )  # fmt: skip
             steps[name, "kept"] = step
             if backend is not None and backend.report.weights:

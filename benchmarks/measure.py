@@ -11,7 +11,10 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, Final
 
 import torch
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
+from fp8graph.offline.kernels import text_of
 from fp8graph.tools.bench import elapsed
 
 GPU: Final = torch.cuda.is_available()
@@ -127,6 +130,25 @@ def profile(run: Call, calls: int = 3, longest: int = LONGEST) -> dict[str, Any]
             run()
         synchronize()
     return kernels_of(recorded.key_averages(), calls, longest)
+
+
+def loaded_code() -> int:
+    """How many modules of generated code Inductor has loaded."""
+    return len(PyCodeCache.modules)
+
+
+def chosen_configurations(since: int = 0) -> list[tuple[str, int, str]]:
+    """The kernels of the modules loaded since there were ``since``, as this GPU tuned them.
+
+    Returns:
+        Of each its name, how many configurations were tried, and the fastest.
+    """
+    loaded = [value for module in PyCodeCache.modules[since:] for value in vars(module).values()]
+    return [
+        (tuner.inductor_meta.get("kernel_name", ""), len(tuner.compile_results), text_of(tuner.launchers[0].config))
+        for tuner in {id(value): value for value in loaded if isinstance(value, CachingAutotuner)}.values()
+        if len(tuner.launchers) == 1  # more: it did not run
+    ]
 
 
 @contextlib.contextmanager

@@ -107,7 +107,7 @@ def compile_kernel(source: str, target: str, *, configuration: str = "all") -> l
             result.kernel.asm["ptx"],
             signature,
             shared=int(result.kernel.metadata.shared),
-            configuration=_text_of(result.config),
+            configuration=text_of(result.config),
         )
         for result in tuner.compile_results
     ]
@@ -129,14 +129,14 @@ def precompile(source: str, target: str, *, configuration: str = "all") -> Any:
         if configuration == "first":
             tuner.configs = tuner.configs[:1]
         elif configuration != "all":
-            tuner.configs = [c for c in tuner.configs if _text_of(c) == configuration]
+            tuner.configs = [c for c in tuner.configs if text_of(c) == configuration]
         if tuner.configs:
             with inductor.with_options({"use_static_cuda_launcher": False}):  # keep triton's object: it has the code
                 tuner.precompile(warm_cache_only=True)
         return tuner
 
 
-def _text_of(configuration: Any) -> str:
+def text_of(configuration: Any) -> str:
     """A ``triton.Config`` in one line."""
     values = {
         **configuration.kwargs,

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8graph
@@ -227,6 +228,22 @@ def test_kernels_of_a_profile() -> None:
     assert found["by_kind_ms"] == {"gemm": 2.0, "attention": 1.5, "triton": 0.5, "copy": 0.1, "optimizer": 0.05}
     assert [name for name, *_ in found["kernels"]] == [events[0].key, events[2].key]
     assert set(plots.COLORS) == {*measure.KINDS, "other"}
+
+
+def test_tuned_kernels_name_their_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of code loaded since; a kernel that did not run has several launchers."""
+
+    def tuner(name: str, launchers: int) -> Any:
+        made: Any = CachingAutotuner.__new__(CachingAutotuner)
+        config = SimpleNamespace(kwargs={"XBLOCK": 64}, num_warps=8, num_stages=1)
+        made.__dict__.update(inductor_meta={"kernel_name": name}, compile_results=[None] * 6)
+        made.launchers = [SimpleNamespace(config=config)] * launchers
+        return made
+
+    old, new = SimpleNamespace(a=tuner("old", 1)), SimpleNamespace(a=tuner("ran", 1), b=tuner("waits", 6), c=3)
+    monkeypatch.setattr(measure.PyCodeCache, "modules", [old, new])
+    assert measure.chosen_configurations(1) == [("ran", 6, "XBLOCK=64 num_warps=8 num_stages=1")]
+    assert len(measure.chosen_configurations()) == measure.loaded_code() == 2
 
 
 def test_the_gemms_have_layouts_that_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
