@@ -191,7 +191,7 @@ def test_inductor_still_fuses_a_store_to_places_with_a_norm_and_the_amaxes_of_it
     def norm_in_groups(x: Tensor, weight: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         normed = rms_norm(x, weight)
         of_tiles = normed.unflatten(1, (-1, 32)).abs().amax(-1).to(torch.uint8)
-        return normed, group_blocks.ordered(of_tiles, ends, columns=False)
+        return normed, group_blocks.ordered(of_tiles, ends)
 
     def compile_all() -> None:
         inputs = torch.empty(256, 1024).bfloat16(), torch.empty(1024).bfloat16(), torch.empty(2, dtype=torch.int32)

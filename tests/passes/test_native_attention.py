@@ -107,7 +107,7 @@ def test_the_generated_code_calls_flash_attention_3(recipe: str) -> None:
 
     generating = explain.Generating(asking(recipe), target="sm_90")
     given = [torch.randn(2, 128, 256).bfloat16() for _ in range(3)]
-    explain._trace(generating, Attention(body), given, {}, False)  # pyright: ignore[reportPrivateUsage]
+    explain.trace(generating, Attention(body), given, {}, False)
     ((_, code),) = generating.generator.code
     assert code.count("torch.ops.aten._scaled_dot_product_flash_attention.quantized.default(") == 0
     assert code.count("= torch.ops.aten._scaled_dot_product_flash_attention.quantized(") == 1
