@@ -133,7 +133,7 @@ def profile(run: Call, calls: int = 3, longest: int = LONGEST) -> dict[str, Any]
 
 
 def loaded_code() -> int:
-    """How many modules of generated code Inductor has loaded."""
+    """The number of modules of generated code that Inductor has loaded."""
     return len(PyCodeCache.modules)
 
 
