@@ -188,8 +188,6 @@ def test_kernels_and_bytes_of_a_layer(layer: str, data: dict[str, Any]) -> None:
 @pytest.mark.release
 @pytest.mark.parametrize("layer", QUANTIZING)
 def test_kernels_and_bytes_of_weights_in_forward(layer: str, data: dict[str, Any]) -> None:
-    if "weights_in_forward" not in data["layers"][layer]:
-        pytest.skip("it is not recorded for this torch")
     kernels, mib = data["layers"][layer]["weights_in_forward"]
     found = recorded.weights_in_forward(layer)
     assert found[0] <= kernels
@@ -206,8 +204,6 @@ def test_weights_are_read_as_often_as_the_recipe_needs(data: dict[str, Any]) -> 
     reads["blockwise"] += again if data["torch"].startswith("2.11") else 0
     for layer, times in reads.items():
         counts = data["layers"][layer]
-        if "weights_in_forward" not in counts:
-            continue  # recorded before these were counted
         for _, mib in (counts["weights"], counts["weights_in_forward"]):
             assert mib <= 1.015 * 416 * (times + 1), layer  # scales
 

@@ -106,7 +106,8 @@ def test_a_call_costs_little_more_than_dynamos_guards(
         more.append((ours_calls - calls, ours_executed - executed))
         assert bool(backend.weights.bytes) == (cache_weights and policy is ALL)
     (few_calls, few), (many_calls, many) = more
-    assert many_calls == few_calls < 35  # no function per weight
+    # no function per weight; five of 38 compare the parameters, in place of an id for each, which no profile counts
+    assert many_calls == few_calls < 39
     assert (many - few) / 32 <= instructions_per_weight  # Dynamo's wrappers: 6
     assert few - 32 * instructions_per_weight < 350
 
