@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -26,7 +26,9 @@ from fp8graph import hardware
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
 from fp8graph.ir.edit import inline, trace
-from fp8graph.ir.nodes import NAMES_KEY, nodes, value
+from fp8graph.ir.nodes import NAMES_KEY, nodes, size_hint, value
+
+FEW: Final = 2**20  # one for each token, or each tile of some tokens
 
 
 def lower(graph: fx.Graph) -> None:
@@ -55,14 +57,15 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
 
 
 def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:
-    """Merge equal nodes, except ``known`` ones, that compute integers from integers: where groups begin and end.
+    """Merge equal nodes, except ``known`` ones, that compute a few integers from integers: where groups begin and end.
 
-    Two draws of random numbers are not equal.
+    Many are computed again by each kernel that uses them, such as the counters of random bits: it would have to read
+    them otherwise. Two draws of random numbers are not equal.
     """
     found: dict[Any, fx.Node] = {}
     results = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
-        if node in known or node in results or not all(map(_is_integer, (node, *node.all_input_nodes))):
+        if node in known or node in results or not all(map(_holds_few_integers, (node, *node.all_input_nodes))):
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
@@ -72,9 +75,11 @@ def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:
             graph.erase_node(node)
 
 
-def _is_integer(node: fx.Node) -> bool:
+def _holds_few_integers(node: fx.Node) -> bool:
     x = node.meta.get("val")
-    return isinstance(x, torch.Tensor) and not x.is_floating_point() and not x.is_complex()
+    if not isinstance(x, torch.Tensor) or x.is_floating_point() or x.is_complex():
+        return False
+    return size_hint(x.numel()) <= FEW
 
 
 def _merged(argument: Any) -> Any:

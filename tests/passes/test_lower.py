@@ -15,7 +15,7 @@ from fp8graph.ir import ops
 from fp8graph.ir.edit import insert, sign
 from fp8graph.ir.nodes import NAMES_KEY, aten, nodes
 from fp8graph.numerics import matmul
-from fp8graph.passes.lower import lower, lower_for_torch_alone
+from fp8graph.passes.lower import FEW, lower, lower_for_torch_alone
 from fp8graph.recipes import Float8CurrentScaling
 from helpers import graph_inputs_for, graph_text, same_bits
 
@@ -209,6 +209,21 @@ def test_two_draws_stay_two(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = groups_of(64)
     lower(graph)
     assert [str(node.target) for node in graph.nodes].count(str(aten.randint.low)) == 2
+
+
+@pytest.mark.parametrize(("count", "kept"), [(FEW, 1), (FEW + 1, 2)])
+def test_many_integers_are_computed_again_where_they_are_used(
+    count: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As random bits are, of a counter for each number: kernels would store them, and read them again."""
+
+    def reference(x: Tensor, *_args: Any, offs: Tensor, **_settings: Any) -> list[Tensor]:
+        return [x.neg(), x.abs(), torch.arange(count) + offs[0], torch.arange(count) - offs[0]]
+
+    monkeypatch.setitem(ops.REFERENCE, ops.quantize, reference)
+    graph = groups_of(64)
+    lower(graph)
+    assert [str(node.target) for node in graph.nodes].count("prims.iota.default") == kept
 
 
 def test_equal_results_of_a_graph_stay_two_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
