@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 from unittest import mock
 
 import sympy
@@ -22,7 +22,9 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor import ir, scheduler
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
@@ -119,6 +121,7 @@ def gpu_codegen_patches() -> dict[str, Any]:
         "realize_opcount_threshold": 200,
     }
     fix_nested_scatter()
+    fix_large_casts()
     known = inductor_config.get_config_copy()
     return {name: value for name, value in patches.items() if name in known}
 
@@ -205,6 +208,61 @@ def nested_fusions() -> list[tuple[Any, str]]:
     )
     owners = [(getattr(scheduler, name, None), method) for name, method in found]
     return [(owner, method) for owner, method in owners if hasattr(owner, method)]
+
+
+LARGE: Final = 2**22  # elements: a GPU takes longer over them than over a launch
+TILE: Final = 64
+TUNING: Final = ("max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning")  # options that try more blocks
+
+
+def fix_large_casts() -> None:
+    """Keep Inductor from joining large casts to FP8 with others, and give their tiles the blocks that were fastest.
+
+    A combo kernel has blocks of 32 x 32, with 4 warps, and as many programs for each part as the largest part needs: on
+    an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9. Of the
+    six configurations that Inductor compiles for a kernel that transposes, 64 x 64 with 8 warps was the fastest there
+    for most of ours, and none that is one element wide (benchmarks/results/first_hour). ``InductorChoices`` has a
+    handler for this, but per thread, which another thread's backward does not have. Graphs without the options of
+    :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all blocks. Idempotent.
+    """
+    if hasattr(InductorChoices.triton_kernel_kwargs, "_fp8graph_original"):
+        return
+    combinable = scheduler.ForeachKernelSchedulerNode.combinable_nodes
+    original = InductorChoices.triton_kernel_kwargs
+
+    def combinable_nodes(nodes: list[Any]) -> list[Any]:
+        ours = inductor_config.combo_kernels_pointwise_only
+        return [node for node in combinable(nodes) if not (ours and _casts_much(node))]
+
+    def triton_kernel_kwargs(
+        self: Any, kernel_cls: type[Any], features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        chosen = original(self, kernel_cls, features, groups, kernel_kwargs)
+        fixed = inductor_config.combo_kernels_pointwise_only and not any(map(default_option, TUNING))
+        if fixed and "fixed_config" not in chosen and _transposes(features, groups[0]):
+            blocks = {"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1}
+            chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
+        return chosen
+
+    triton_kernel_kwargs._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
+    InductorChoices.triton_kernel_kwargs = triton_kernel_kwargs
+    scheduler.ForeachKernelSchedulerNode.combinable_nodes = staticmethod(combinable_nodes)
+
+
+def _casts_much(node: Any) -> bool:
+    """Whether some loop of a scheduler's node stores at least ``LARGE`` FP8 numbers."""
+    stored = [buffer.node for part in node.get_nodes() for buffer in part.get_outputs()]
+    casts = [each for each in stored if each.get_dtype().is_floating_point and each.get_dtype().itemsize == 1]
+    return any(V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE for each in casts)
+
+
+def _transposes(features: Any, tiling: Mapping[str, Any]) -> bool:
+    """Whether a kernel without reductions stores FP8 numbers over tiles that are whole in both directions."""
+    y, x = tiling.get("y"), tiling.get("x")
+    if features.is_reduction() or "z" in tiling or not isinstance(y, int | sympy.Integer):
+        return False
+    fits = isinstance(x, int | sympy.Integer) and min(x, y) >= TILE and y <= TILE * (2**16 - 1)  # the grid's limit
+    return fits and any(_casts_much(node) for node in features.scheduler_nodes())
 
 
 def _stores_to_places(node: Any) -> bool:

@@ -26,7 +26,7 @@ from fp8graph.numerics import group_blocks, quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
 from fp8graph.recipes import resolve_recipe
-from generated import generate, rms_norm, triton_kernels
+from generated import generate, quantize_after, quantize_inputs, rms_norm, triton_kernels
 from helpers import ALL, compiled_step, eager_backend
 
 AVX512 = torch.cpu._is_avx512_supported()  # asked of torch: what is tested may not decide whether it is
@@ -206,6 +206,32 @@ def test_inductor_still_fuses_a_store_to_places_with_a_norm_and_the_amaxes_of_it
     monkeypatch.setattr(inductor, "fix_nested_scatter", lambda: None)
     with pytest.raises(Exception, match="AssertionError|Cannot broadcast|CompilationError"):
         compile_all()
+
+
+def casts_of_two(rows: int) -> list[str]:
+    """The kernels that write FP8 numbers, for two weights of ``rows`` x 2048 in both layouts."""
+    quantize = quantize_after("nothing", "tensorwise", "weight", True, True)
+    weights = quantize_inputs(rows, 2048)[::2][:2]
+    generated = generate(lambda a, b: [*quantize(a, a, a, a), *quantize(b, b, b, b)], weights).kernels
+    return [kernel.source or "" for kernel in triton_kernels(generated) if "*fp8" in (kernel.source or "")]
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_large_casts_are_kernels_of_their_own_with_fixed_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last part fails, Inductor joins large tiles otherwise, and ``fix_large_casts`` needs another look."""
+    blocks = "config={'XBLOCK': 64, 'YBLOCK': 64, 'num_warps': 8, 'num_stages': 1}"
+    assert [blocks in source for source in casts_of_two(2048)] == [True, True]
+    small = casts_of_two(1024)
+    inductor.fix_large_casts()  # again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor, "gpu_codegen_patches", dict)  # plain Inductor
+        assert not any(blocks in source for source in casts_of_two(2048))
+    with inductor_config.patch(max_autotune=True):
+        assert not any(blocks in source for source in casts_of_two(2048))
+    monkeypatch.setattr(inductor, "LARGE", 2**40)
+    for (joined,) in (small, casts_of_two(2048)):
+        assert "'num_kernels': 2" in joined
+        assert "TileHint.SQUARE" in joined
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from torch._inductor import config as inductor_config  # noqa: E402
 from torch._inductor.runtime import triton_helpers  # noqa: E402
 
 import fp8graph  # noqa: E402
+from fp8graph.compat import inductor  # noqa: E402
+from fp8graph.numerics import formats  # noqa: E402
 from generated import (  # noqa: E402
     generate,
     joined_weights,
@@ -124,7 +127,7 @@ def _few_large_programs(kernel: Any, whole: int) -> None:
     ``whole``: the number of elements, if programs must divide it, since nothing is masked.
     """
     blocks, sizes = kernel.configs[0].kwargs, kernel.size_hints or {}
-    if "XBLOCK" in blocks:
+    if "XBLOCK" in blocks and sizes:  # a kernel without them was written for its blocks
         reduced = blocks.get("R0_BLOCK") or sizes.get("r0_", 1)
         blocks["XBLOCK"] = max(1, min(sizes.get("x", 1), (1 << 18) // max(reduced, 1)))
         if "YBLOCK" in blocks:
@@ -163,6 +166,29 @@ def different_bytes(a: Tensor, b: Tensor) -> int:
 RAGGED, WHOLE = (40, 200), (64, 256)
 
 
+def compare(function: Any, size: tuple[int, int], case: Sequence[Any], tiles: int | None = None) -> None:
+    """Run the generated code of a function and the function on the same numbers; print in how many bytes they differ.
+
+    ``tiles``: the blocks that its kernel has to have.
+    """
+    with inductor_config.patch({"emulate_precision_casts": True}):  # round between producer and cast, as eager does
+        offline = generate(function, quantize_inputs(*size))
+    tensors = inputs(*size)
+    expected = [x.clone() for x in function(*tensors)]
+    (_, code), *_ = offline.code
+    assert tiles is None or f"'XBLOCK': {tiles}, 'YBLOCK': {tiles}" in code
+    used = [x for i, x in enumerate(tensors) if re.search(rf"\barg{i}_1\b", code)]
+    got: list[Tensor] = [x for x in load(code)(list(used)) if isinstance(x, Tensor)]
+    different = sum(different_bytes(a, b) for a, b in zip(got, expected, strict=True))
+    print(json.dumps({"case": [*size, *case], "outputs": len(got), "different": different}), flush=True)
+
+
+def cast(x: Tensor, weight: Tensor, y: Tensor, scales: Tensor) -> list[Tensor]:
+    """Both layouts of x * y in FP8."""
+    data = formats.saturating_cast((x * y).float() * scales[0, 0], torch.float8_e4m3fn)
+    return [data, data.t().contiguous()]
+
+
 def main(*, every: bool) -> None:
     prepare()
     if every:
@@ -170,24 +196,14 @@ def main(*, every: bool) -> None:
     else:
         cases = [(RAGGED, case) for case in CASES if all(case[-1]) and case[0] in ("rms_norm", "joined")]
     for (rows, columns), (producer, recipe, operand, layouts) in cases:
-        function: Any = quantize_after(producer, recipe, operand, *layouts)
-        size = rows, columns
         if producer == "joined":
-            function, size = quantize_joined(recipe), (rows, columns - columns % 16)
-        with inductor_config.patch({"emulate_precision_casts": True}):  # round between producer and cast, as eager does
-            offline = generate(function, quantize_inputs(*size))
-        tensors = inputs(*size)
-        expected = [x.clone() for x in function(*tensors)]
-        (_, code), *_ = offline.code
-        used = [x for i, x in enumerate(tensors) if re.search(rf"\barg{i}_1\b", code)]
-        got: list[Tensor] = [x for x in load(code)(list(used)) if isinstance(x, Tensor)]
-        different = sum(different_bytes(a, b) for a, b in zip(got, expected, strict=True))
-        case = {
-            "case": [rows, columns, producer, recipe, operand, *layouts],
-            "outputs": len(got),
-            "different": different,
-        }
-        print(json.dumps(case), flush=True)
+            compare(quantize_joined(recipe), (rows, columns - columns % 16), (producer, recipe))
+        else:
+            of_case = producer, recipe, operand, *layouts
+            compare(quantize_after(*of_case), (rows, columns), of_case)
+    with mock.patch.object(inductor, "LARGE", 1):  # tiles of 64 x 64, whole and with ragged ends
+        for size in ((128, 192), (200, 336)):
+            compare(cast, size, ["cast"], tiles=inductor.TILE)
     for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):  # gate and up, written in place
         weights = inputs(*WHOLE)[::2][:2]
         expected = joined_weights(recipe, *weights)
@@ -268,6 +284,9 @@ def experts(sizes: list[int]) -> None:
     expected = [y for y in graphs[0](*tensors) if isinstance(y, Tensor)]
     with inductor_config.patch({"emulate_precision_casts": True}):
         ((_, code),) = generate(graphs[1], tensors, "sm_100").code
+    assert (
+        re.search(r"\.item\(|\.tolist\(|\.cpu\(|_local_scalar_dense|synchronize", code) is None
+    )  # no wait for the GPU
     call: Any = load(code)
     names = getattr(call, "__func__", call).__globals__
     allocate, names["extern_kernels"] = names["empty_strided_cpu"], GroupedKernel()

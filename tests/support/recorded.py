@@ -88,7 +88,7 @@ def count(kernels: Sequence[KernelRecord]) -> list[float]:
 
 # A Llama-3-8B layer with 8192 tokens, all but GEMMs and attention. "weights": its weights are quantized, once per
 # kind of weight (q, k and v together; o; gate and up together; down).
-MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest kernels are compiled, too
+MEASURED = ("delayed", "tensorwise", "rowwise", "blockwise")  # their largest kernels are compiled, too: ``COMPILED``
 TILED = ("blockwise", "mxfp8")  # their copies are counted (loops along rows read again what they wrote)
 QUANTIZING = (*MEASURED, "mxfp8")  # forward is also generated with its weights
 _DEFAULT: dict[str, tuple[Recipe | None, str]] = {
@@ -112,6 +112,7 @@ _DEQUANTIZED = {
     if recipe is not None
 }
 LAYERS = _DEFAULT | _DEQUANTIZED | _EXPERTS
+COMPILED = (*MEASURED, *(f"{name} {EXPERTS} mxfp8" for name in MIXTURES))
 DIRECTIONS = ("forward", "backward", "weights")
 LARGEST = 10
 
@@ -193,7 +194,8 @@ def largest(layer: str) -> list[tuple[dict[str, Any], KernelRecord]]:
     found: list[tuple[dict[str, Any], KernelRecord]] = []
     for launches in sorted(kernels.values(), key=lambda launches: -round(launches[0].bytes / MIB))[:LARGEST]:
         kernel = launches[0]
-        _, loop, *_ = kernel.name.split("_")  # "poi": no reduction, "red": in a loop, "per": all at once
+        # "poi": no reduction, "red": in a loop, "per": all at once; "unk": no reduction, with fixed blocks
+        _, loop, *_ = kernel.name.split("_")
         ops = " ".join(op.removeprefix("aten.") for op in kernel.ops)
         identity = {"graph": kernel.graph, "loop": loop, "ops": ops, "launches": len(launches)}
         found.append((identity | {"mib": round(kernel.bytes / MIB)}, kernel))
@@ -208,8 +210,8 @@ def costs(compiled: Compiled) -> dict[str, Any]:
         "spills": compiled.spills,
         "instructions": compiled.instructions,
         "fp8_store": compiled.fp8_store,
-        "store": min(compiled.stores),
-        "load": min(compiled.loads),
+        "store": min(compiled.stores, default=None),  # atomic ones are no stores
+        "load": min(compiled.loads, default=None),
     }
 
 
@@ -251,7 +253,7 @@ def _record(part: str) -> dict[str, Any]:
             layers[layer]["weights_in_forward"] = weights_in_forward(layer)
         if EXPERTS in layer:
             layers[layer]["called"] = called_by_layer(layer)
-        if layer in MEASURED:
+        if layer in COMPILED:
             layers[layer]["largest"] = [
                 identity | costs(best(offline.compile_kernel(kernel.source, kernel.target)))
                 for identity, kernel in largest(layer)
