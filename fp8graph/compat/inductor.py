@@ -24,6 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor import ir, scheduler
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.cpp import CppScheduling
+from torch._inductor.codegen.simd import SIMDScheduling
 from torch._inductor.codegen.triton import FixedTritonConfig
 from torch._inductor.compile_fx import compile_fx as compile_fx
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
@@ -216,7 +217,7 @@ TUNING: Final = ("max_autotune", "max_autotune_pointwise", "coordinate_descent_t
 
 
 def fix_large_casts() -> None:
-    """Keep Inductor from joining large casts to FP8 with others, and give their tiles the blocks that were fastest.
+    """Keep Inductor from joining large casts to FP8 over tiles with others; give them the blocks that were fastest.
 
     A combo kernel has blocks of 32 x 32, with 4 warps, and as many programs for each part as the largest part needs: on
     an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9. Of the
@@ -232,14 +233,15 @@ def fix_large_casts() -> None:
 
     def combinable_nodes(nodes: list[Any]) -> list[Any]:
         ours = inductor_config.combo_kernels_pointwise_only
-        return [node for node in combinable(nodes) if not (ours and _casts_much(node))]
+        return [node for node in combinable(nodes) if not (ours and _casts_much(node) and _is_tiled(_tiling(node)))]
 
     def triton_kernel_kwargs(
         self: Any, kernel_cls: type[Any], features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         chosen = original(self, kernel_cls, features, groups, kernel_kwargs)
         fixed = inductor_config.combo_kernels_pointwise_only and not any(map(default_option, TUNING))
-        if fixed and "fixed_config" not in chosen and _transposes(features, groups[0]):
+        large = not features.is_reduction() and any(map(_casts_much, features.scheduler_nodes()))
+        if fixed and large and "fixed_config" not in chosen and _is_tiled(groups[0]):
             blocks = {"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1}
             chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
         return chosen
@@ -256,13 +258,18 @@ def _casts_much(node: Any) -> bool:
     return any(V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE for each in casts)
 
 
-def _transposes(features: Any, tiling: Mapping[str, Any]) -> bool:
-    """Whether a kernel without reductions stores FP8 numbers over tiles that are whole in both directions."""
+def _tiling(node: Any) -> Mapping[str, Any]:
+    """The sizes of the loops of a scheduler's node without reductions, as its kernel will have them."""
+    parts = node.get_nodes()
+    return SIMDScheduling.select_tiling(parts, *parts[0].group[1])
+
+
+def _is_tiled(tiling: Mapping[str, Any]) -> bool:
+    """Whether a kernel's programs are tiles of two dimensions that can be ``TILE`` wide and high."""
     y, x = tiling.get("y"), tiling.get("x")
-    if features.is_reduction() or "z" in tiling or not isinstance(y, int | sympy.Integer):
+    if "z" in tiling or not isinstance(y, int | sympy.Integer) or not isinstance(x, int | sympy.Integer):
         return False
-    fits = isinstance(x, int | sympy.Integer) and min(x, y) >= TILE and y <= TILE * (2**16 - 1)  # the grid's limit
-    return fits and any(_casts_much(node) for node in features.scheduler_nodes())
+    return min(x, y) >= TILE and y <= TILE * (2**16 - 1)  # the grid's limit
 
 
 def _stores_to_places(node: Any) -> bool:
