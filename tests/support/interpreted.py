@@ -284,9 +284,8 @@ def experts(sizes: list[int]) -> None:
     expected = [y for y in graphs[0](*tensors) if isinstance(y, Tensor)]
     with inductor_config.patch({"emulate_precision_casts": True}):
         ((_, code),) = generate(graphs[1], tensors, "sm_100").code
-    assert (
-        re.search(r"\.item\(|\.tolist\(|\.cpu\(|_local_scalar_dense|synchronize", code) is None
-    )  # no wait for the GPU
+    waits = re.search(r"\.item\(|\.tolist\(|\.cpu\(|_local_scalar_dense|synchronize", code)
+    assert waits is None, waits
     call: Any = load(code)
     names = getattr(call, "__func__", call).__globals__
     allocate, names["extern_kernels"] = names["empty_strided_cpu"], GroupedKernel()
