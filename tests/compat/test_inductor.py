@@ -208,9 +208,9 @@ def test_inductor_still_fuses_a_store_to_places_with_a_norm_and_the_amaxes_of_it
         compile_all()
 
 
-def casts_of_two(rows: int) -> list[str]:
-    """The kernels that write FP8 numbers, for two weights of ``rows`` x 2048 in both layouts."""
-    quantize = quantize_after("nothing", "tensorwise", "weight", True, True)
+def casts_of_two(rows: int, *, columnwise: bool = True) -> list[str]:
+    """The kernels that write FP8 numbers, for two weights of ``rows`` x 2048 in both layouts, or rowwise alone."""
+    quantize = quantize_after("nothing", "tensorwise", "weight", True, columnwise)
     weights = quantize_inputs(rows, 2048)[::2][:2]
     generated = generate(lambda a, b: [*quantize(a, a, a, a), *quantize(b, b, b, b)], weights).kernels
     return [kernel.source or "" for kernel in triton_kernels(generated) if "*fp8" in (kernel.source or "")]
@@ -222,6 +222,8 @@ def test_large_casts_are_kernels_of_their_own_with_fixed_blocks(monkeypatch: pyt
     blocks = "config={'XBLOCK': 64, 'YBLOCK': 64, 'num_warps': 8, 'num_stages': 1}"
     assert [blocks in source for source in casts_of_two(2048)] == [True, True]
     small = casts_of_two(1024)
+    (rowwise,) = casts_of_two(2048, columnwise=False)  # no tiles: joined as before
+    assert "'num_kernels': 2" in rowwise
     inductor.fix_large_casts()  # again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inductor, "gpu_codegen_patches", dict)  # plain Inductor
