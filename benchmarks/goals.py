@@ -46,9 +46,12 @@ def speedups(lines: Iterable[Line], section: str, weights: str = "kept") -> dict
 
 
 def whole_speedups(lines: Iterable[Line]) -> dict[str, float]:
-    """Times as many tokens per second as bf16, per contender of ``table``."""
-    found = {line["contender"]: line["tokens_per_s"] for line in lines if "tokens_per_s" in line}
-    return {name: rate / found["bf16"] for name, rate in found.items()} if "bf16" in found else {}
+    """Times as many tokens per second as bf16 in the same run, per contender of ``table``: the last value."""
+    runs: dict[str, dict[str, float]] = {}
+    for line in lines:
+        if "tokens_per_s" in line:
+            runs.setdefault(line.get("file", ""), {})[line["contender"]] = line["tokens_per_s"]
+    return {name: rate / run["bf16"] for run in runs.values() if "bf16" in run for name, rate in run.items()}
 
 
 def is_profile(line: Line, section: str) -> bool:

@@ -102,15 +102,20 @@ def _shown(pictures: Iterable[Path]) -> list[str]:
 
 
 def short(lines: list[Line]) -> str:
-    """README's lines: the speedups of the recipes."""
+    """README's lines: the speedups of the recipes, each by the last run on the same GPU that has it."""
+    last = max((line["file"] for line in lines if line["section"] in (*COMPARED, "table")), default="")
+    where = next((line["machine"] for line in lines if line["file"] == last), {})
+    lines = [line for line in lines if all(line["machine"].get(key) == where.get(key) for key in ("gpu", "torch"))]
     columns = {title: speedups(lines, section) for section, title in COMPARED.items()}
     columns["Llama-3-8B, whole"] = whole_speedups(lines)
     columns = {title: column for title, column in columns.items() if column}
     names = list(dict.fromkeys(name for column in columns.values() for name in column if "," not in name))
     if not names:
         return "Not compared with bf16 on a GPU yet." if lines else NO_GPU
-    where = next(line["machine"] for line in lines if line["section"] in (*COMPARED, "table"))
-    head = f"Times as fast as bf16 with `torch.compile`, forward and backward, {where['gpu']}, torch {where['torch']}:"
+    head = (
+        f"Times as fast as bf16 with `torch.compile` in the same run, forward and backward, {where['gpu']}, torch "
+        f"{where['torch']}; of each the last run that has it:"
+    )
     rows = [(name, *(column.get(name) for column in columns.values())) for name in names]
     return f"{head}\n\n{tables.table(('', *columns), rows)}"
 
@@ -125,7 +130,7 @@ def blocks(folder: Path) -> dict[str, str]:
     pictures = sorted(folder.glob("*.png"))
     found = {
         "gpu": gpu_page(gpu, [path for path in pictures if path.stem != "host"]),
-        "speed": short(gpu),
+        "speed": short([line for line in lines if "gpu" in line["machine"]]),
         "host": "Not measured yet.",
     }
     if host:

@@ -36,7 +36,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
 from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
-from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.runtime.hints import DeviceProperties, ReductionHint
 from torch._inductor.virtualized import V, ops
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _triton
@@ -213,18 +213,25 @@ def nested_fusions() -> list[tuple[Any, str]]:
 
 LARGE: Final = 2**22  # elements: a GPU takes longer over them than over a launch
 TILE: Final = 64
-TUNING: Final = ("max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning")  # options that try more blocks
+LOOPS: Final = 128  # programs that go along rows: as many as a GPU has multiprocessors
+# Options of a user's: they try more blocks, or let several programs share a row.
+TUNING: Final = (
+    "max_autotune", "max_autotune_pointwise", "coordinate_descent_tuning", "triton.force_cooperative_reductions"
+)  # fmt: skip
 
 
 def fix_large_casts() -> None:
     """Keep Inductor from joining large casts to FP8 over tiles with others; give them the blocks that were fastest.
 
     A combo kernel has blocks of 32 x 32, with 4 warps, and as many programs for each part as the largest part needs: on
-    an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9. Of the
-    six configurations that Inductor compiles for a kernel that transposes, 64 x 64 with 8 warps was the fastest there
-    for most of ours, and none that is one element wide (benchmarks/results/first_hour). ``InductorChoices`` has a
-    handler for this, but per thread, which another thread's backward does not have. Graphs without the options of
-    :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all blocks. Idempotent.
+    an H200 those of weights moved 1.0 to 2.0 TB/s, and the same casts, each in a kernel of its own, 2.7 to 2.9. Of 26
+    blocks for tiles, 64 x 64 with 8 warps was the fastest there, or within a few percent. Loops along rows that also
+    store them transposed (an amax of rows, or one that is kept) took up to twice as long with the best of the five to
+    seven blocks that Inductor tries as with those here: lower or higher ones, with more warps; with many results, or
+    rows across the order in memory, 32 warps have too few registers (benchmarks/results/blocks_h200.jsonl).
+    ``InductorChoices`` has a handler for this, but per thread, which another thread's backward does not have. Graphs
+    without the options of :func:`gpu_codegen_patches` are compiled as before, and with options that tune more, all
+    blocks. Idempotent.
     """
     if hasattr(InductorChoices.triton_kernel_kwargs, "_fp8graph_original"):
         return
@@ -233,17 +240,19 @@ def fix_large_casts() -> None:
 
     def combinable_nodes(nodes: list[Any]) -> list[Any]:
         ours = inductor_config.combo_kernels_pointwise_only
-        return [node for node in combinable(nodes) if not (ours and _casts_much(node) and _is_tiled(_tiling(node)))]
+        return [node for node in combinable(nodes) if not (ours and _casts(node) and _is_tiled(_tiling(node)))]
 
     def triton_kernel_kwargs(
         self: Any, kernel_cls: type[Any], features: Any, groups: list[Any], kernel_kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         chosen = original(self, kernel_cls, features, groups, kernel_kwargs)
         fixed = inductor_config.combo_kernels_pointwise_only and not any(map(default_option, TUNING))
-        large = not features.is_reduction() and any(map(_casts_much, features.scheduler_nodes()))
-        if fixed and large and "fixed_config" not in chosen and _is_tiled(groups[0]):
-            blocks = {"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1}
-            chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
+        if not fixed or "fixed_config" in chosen or kernel_kwargs.get("override_persistent_reduction"):
+            return chosen
+        if casts := sum(map(_casts, features.scheduler_nodes())):
+            blocks = _of_loop(features, groups[0], casts) if features.is_reduction() else _of_tiles(groups[0])
+            if blocks:
+                chosen = chosen | {"fixed_config": FixedTritonConfig(blocks)}
         return chosen
 
     triton_kernel_kwargs._fp8graph_original = original  # pyright: ignore[reportFunctionMemberAccess]
@@ -251,17 +260,35 @@ def fix_large_casts() -> None:
     scheduler.ForeachKernelSchedulerNode.combinable_nodes = staticmethod(combinable_nodes)
 
 
-def _casts_much(node: Any) -> bool:
-    """Whether some loop of a scheduler's node stores at least ``LARGE`` FP8 numbers."""
+def _casts(node: Any) -> int:
+    """The number of tensors of at least ``LARGE`` FP8 numbers that the loops of a scheduler's node store."""
     stored = [buffer.node for part in node.get_nodes() for buffer in part.get_outputs()]
     casts = [each for each in stored if each.get_dtype().is_floating_point and each.get_dtype().itemsize == 1]
-    return any(V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE for each in casts)
+    return sum(V.graph.sizevars.optimization_hint(each.get_numel(), fallback=0) >= LARGE for each in casts)
 
 
 def _tiling(node: Any) -> Mapping[str, Any]:
     """The sizes of the loops of a scheduler's node without reductions, as its kernel will have them."""
     parts = node.get_nodes()
     return SIMDScheduling.select_tiling(parts, *parts[0].group[1])
+
+
+def _of_tiles(tiling: Mapping[str, Any]) -> dict[str, int]:
+    """The blocks of a kernel without reductions; nothing: Inductor is to try some."""
+    return {"XBLOCK": TILE, "YBLOCK": TILE, "num_warps": 8, "num_stages": 1} if _is_tiled(tiling) else {}
+
+
+def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, int]:
+    """The blocks of a loop along rows that stores them transposed, too; nothing: Inductor is to try some."""
+    rows, columns = tiling.get("x"), tiling.get("r0_")
+    if len(tiling) > 2 or not isinstance(rows, int | sympy.Integer) or not isinstance(columns, int | sympy.Integer):
+        return {}
+    across = any(node.node.data.reduction_hint != ReductionHint.INNER for node in features.reduction_nodes())
+    height = next((each for each in ((64, 32) if across else (32, 16)) if rows >= LOOPS * each), None)
+    if height is None or columns < 1024 or features.get_reduction_hint() != ReductionHint.DEFAULT:
+        return {}
+    warps = 16 if across or casts > 2 else 32
+    return {"XBLOCK": height, "R0_BLOCK": 128 if across else 256 * warps // height, "num_warps": warps, "num_stages": 1}
 
 
 def _is_tiled(tiling: Mapping[str, Any]) -> bool:
@@ -429,9 +456,40 @@ def lower_to_placed(op: Any) -> None:
     register_lowering(op, type_promotion_kind=None)(placed)
 
 
+def lower_to_saturating_cast(op: Any, largest: Mapping[torch.dtype, float]) -> None:
+    """``op(x, dtype)`` is x, FP32, in FP8; other casts than those of ``SATURATING`` need a clamp."""
+
+    def cast(x: Any, dtype: torch.dtype) -> Any:
+        if dtype not in SATURATING or not _has_fp8_casts(x.get_device()):
+            x = lowerings[torch.ops.aten.clamp_min.default](x, -largest[dtype])
+            x = lowerings[torch.ops.aten.clamp_max.default](x, largest[dtype])
+        return lowerings[torch.ops.prims.convert_element_type.default](x, dtype)
+
+    register_lowering(op, type_promotion_kind=None)(cast)
+
+
 def lower_to_visible(op: Any) -> None:
     """``op(x)`` is x, FP32, and NaN where it is infinite. x is read once."""
-    register_lowering(op, type_promotion_kind=None)(make_pointwise(_nan_where_infinite))
+
+    def visible(x: Any) -> Any:
+        cheap = _has_fp8_casts(x.get_device())
+        return make_pointwise(_plus_zero_times_itself if cheap else _nan_where_infinite)(x)
+
+    register_lowering(op, type_promotion_kind=None)(visible)
+
+
+SATURATING: Final = (torch.float8_e4m3fn, torch.float8_e5m2)  # in PTX, where it has casts to them
+
+
+def _has_fp8_casts(device: torch.device) -> bool:
+    """Whether Triton casts to FP8 by PTX's ``cvt.rn.satfinite``: from compute capability 8.9 on."""
+    capability = None if device.type == "cpu" else DeviceProperties.create(device).cc
+    return isinstance(capability, int) and capability >= 89
+
+
+def _plus_zero_times_itself(x: Any) -> Any:
+    """x + x * 0: zeros keep their sign, inf becomes NaN. One multiply-add, no comparison and no selection."""
+    return ops.add(x, ops.mul(x, ops.constant(0.0, torch.float32)))
 
 
 def _nan_where_infinite(x: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8graph.numerics import hints
-from fp8graph.recipes import FLT_MAX, FP8_MAX
+from fp8graph.recipes import FLT_MAX
 
 # Columns of a table of scales, a row per tensor. cuBLASLt reads a scale_inv where it is, and refuses addresses that are
 # not multiples of 16 bytes (measured on an H200, CUDA 13.0): it comes first, and rows are multiples of 16 bytes.
@@ -120,12 +120,8 @@ def overflow_as_nan(x: Tensor) -> Tensor:
 
 
 def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP32 -> FP8, round to nearest even, saturating, also from inf (see :func:`overflow_as_nan`); NaN stays NaN.
-
-    The clamp is explicit because torch's casts differ: E4M3 saturates only from 2.12 on, the others never.
-    """
-    fp8_max = FP8_MAX[dtype]
-    return x.clamp_min(-fp8_max).clamp_max(fp8_max).to(dtype)
+    """FP32 -> FP8, round to nearest even, saturating, also from inf (see :func:`overflow_as_nan`); NaN stays NaN."""
+    return hints.saturating_cast(x, dtype)
 
 
 def cast_to_e2m1(x: Tensor) -> Tensor:

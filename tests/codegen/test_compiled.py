@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import Float8CurrentScaling, Format, numerics
 from fp8graph.compat import inductor, torch_build
-from fp8graph.numerics import quantization, sqnr_db
-from fp8graph.recipes import Quantizer
+from fp8graph.numerics import formats, quantization, sqnr_db
+from fp8graph.recipes import FP8_MAX, Quantizer
 from helpers import (
     ALL,
     CPU_CODE_EMULATES_PRECISION_CASTS,
@@ -58,6 +58,15 @@ def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> Non
                 number = ~eager.float().isnan()  # the sign bit of a NaN is free
                 assert torch.equal(number, ~generated.float().isnan())
                 assert same_bits([eager[number]], [generated[number]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_generated_cast_saturates(dtype: torch.dtype) -> None:
+    """As a scale of earlier steps needs it. A CPU's own casts differ from type to type, and from torch to torch."""
+    x = torch.tensor([1e30, -1e30, 500.0, -70000.0, torch.inf, 1.0])
+    kept = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
+    found = torch.compile(formats.saturating_cast, options=kept)(x, dtype)
+    assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float())
 
 
 def gemm_chain() -> nn.Module:

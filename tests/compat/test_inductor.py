@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import cpp_flex_attention_template
 from torch._inductor.codegen.cpp import CppScheduling
 from torch._inductor.kernel import mm_grouped
@@ -22,11 +24,11 @@ import fp8graph
 from fp8graph import hardware, offline
 from fp8graph.compat import inductor
 from fp8graph.ir import ops
-from fp8graph.numerics import group_blocks, quantization, sqnr_db
+from fp8graph.numerics import formats, group_blocks, quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
 from fp8graph.recipes import resolve_recipe
-from generated import generate, quantize_after, quantize_inputs, rms_norm, triton_kernels
+from generated import generate, quantize_after, quantize_after_backward, quantize_inputs, rms_norm, triton_kernels
 from helpers import ALL, compiled_step, eager_backend
 
 AVX512 = torch.cpu._is_avx512_supported()  # asked of torch: what is tested may not decide whether it is
@@ -234,6 +236,60 @@ def test_large_casts_are_kernels_of_their_own_with_fixed_blocks(monkeypatch: pyt
     for (joined,) in (small, casts_of_two(2048)):
         assert "'num_kernels': 2" in joined
         assert "TileHint.SQUARE" in joined
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("quantize", "size", "blocks"),
+    [
+        (quantize_after("nothing", "delayed", "input", True, True), (4096, 2048), (32, 256, 32)),
+        (quantize_after("nothing", "delayed", "input", True, True), (2048, 4096), (16, 512, 32)),
+        (quantize_after("nothing", "delayed", "input", True, True), (1024, 8192), None),
+        (quantize_after_backward("swiglu", "delayed"), (4096, 2048), (32, 128, 16)),
+        (quantize_after("nothing", "rowwise", "weight", False, True), (1024, 16384), (64, 128, 16)),
+    ],
+    ids=["rows", "fewer rows", "too few", "twice as many results", "columns"],
+)
+def test_loops_that_store_transposed_have_fixed_blocks(
+    quantize: Any, size: tuple[int, int], blocks: tuple[int, int, int] | None
+) -> None:
+    (source,) = (
+        kernel.source
+        for kernel in triton_kernels(generate(quantize, quantize_inputs(*size)).kernels)
+        if "*fp8" in kernel.source
+    )
+    config = "'XBLOCK': {}, 'R0_BLOCK': {}, 'num_warps': {}, 'num_stages': 1".format(*blocks or (0, 0, 0))
+    assert (config in source) == (blocks is not None)
+    assert ("triton_heuristics.reduction(" in source) == (blocks is None)
+
+
+def test_a_reduction_without_a_loop_keeps_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.11 asks for one of rows of 4096 numbers, together with the sums of a norm's weight."""
+    inductor.fix_large_casts()
+    monkeypatch.setattr(inductor, "_casts", lambda node: 1)  # pyright: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(inductor, "_of_loop", lambda *_: {"XBLOCK": 32})  # pyright: ignore[reportUnknownLambdaType]
+    features = SimpleNamespace(is_reduction=lambda: True, scheduler_nodes=lambda: [None])
+    choose: Any = InductorChoices().triton_kernel_kwargs
+    with inductor_config.patch(combo_kernels_pointwise_only=True):
+        assert "fixed_config" in choose(None, features, [{}], {})
+        assert choose(None, features, [{}], asked := {"override_persistent_reduction": True}) == asked
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float8_e4m3fn, "e4m3x2"), (torch.float8_e5m2, "e5m2x2")])
+def test_a_gpu_casts_with_an_instruction_that_saturates(target: str, dtype: torch.dtype, name: str) -> None:
+    """So the code has no clamp, and no comparison where inf becomes NaN."""
+
+    def cast(x: Tensor) -> Tensor:
+        return formats.saturating_cast(formats.overflow_as_nan(x), dtype)
+
+    assert "maximum" in triton_kernels(generate(cast, [torch.ones(64, 64)], "sm_80").kernels)[0].source  # has none
+    (kernel,) = triton_kernels(generate(cast, [torch.ones(64, 64)], target).kernels)
+    (compiled,) = compile_kernel(kernel.source, target, configuration="first")
+    casts = re.findall(r"\bcvt\.\w+\.?\w*\.e\dm\dx2\.f32", compiled.ptx)
+    assert set(casts) == {f"cvt.rn.satfinite.{name}.f32"}
+    assert not re.search(r"\b(setp|selp|min|max)\.", compiled.ptx)
 
 
 @pytest.mark.slow

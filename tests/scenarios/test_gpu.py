@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import Policy, hardware, numerics
+from fp8graph.numerics import formats
 from fp8graph.recipes import RECIPE_NAMES, NVFP4BlockScaling, resolve_recipe
 from helpers import compiled_step, multiplied
 
@@ -79,3 +80,17 @@ def test_delayed_scaling_is_the_same_on_cpu_and_gpu() -> None:
     assert states[0].keys() == states[1].keys()
     for key, value in states[0].items():
         assert torch.equal(value, states[1][key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_casts_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    """Of every number of bf16, NaN and inf included, with scales that underflow, fit and overflow."""
+
+    def cast(x: Tensor, scale: Tensor) -> Tensor:
+        return formats.saturating_cast(formats.overflow_as_nan(x) * scale, dtype)
+
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for scale in torch.tensor([2.0**-126, 0.3, 1.0, 1000.0, 3e38]):
+        expected, found = (y.float().cpu() for y in (cast(x, scale), torch.compile(cast)(x.cuda(), scale.cuda())))
+        assert torch.equal(expected.isnan(), found.isnan())
+        assert torch.equal(expected.nan_to_num().view(torch.int32), found.nan_to_num().view(torch.int32))

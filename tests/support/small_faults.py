@@ -80,10 +80,24 @@ FAULTS: Final[tuple[Fault, ...]] = (
     ),
     Fault(
         "large positive numbers do not saturate",
-        f"{_NUMERICS}/formats.py",
-        "x.clamp_min(-fp8_max).clamp_max(fp8_max).to(dtype)",
-        "x.clamp_min(-fp8_max).to(dtype)",
+        f"{_NUMERICS}/hints.py",
+        "x.clamp_min(-FP8_MAX[dtype]).clamp_max(FP8_MAX[dtype]).to(dtype)",
+        "x.clamp_min(-FP8_MAX[dtype]).to(dtype)",
         ("tests/numerics/test_quantize.py",),
+    ),
+    Fault(
+        "code for a CPU casts without a clamp",
+        "fp8graph/compat/inductor.py",
+        "if dtype not in SATURATING or not _has_fp8_casts",
+        "if dtype not in SATURATING and not _has_fp8_casts",
+        ("tests/codegen/test_compiled.py",),
+    ),
+    Fault(
+        "casts that saturate are expected of every GPU",
+        "fp8graph/compat/inductor.py",
+        "capability >= 89",
+        "capability >= 80",
+        ("tests/compat/test_inductor.py",),
     ),
     Fault(
         "scales in E8M0 are rounded to nearest",
