@@ -43,18 +43,24 @@ def jobs() -> dict[tuple[str, str], Any]:
     return made
 
 
+def inputs(producer: str, rows: int, columns: int) -> list[torch.Tensor]:
+    """Random arguments of a function of :func:`jobs`."""
+    x, y, dh = (torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    return [x, dh if "backward" in producer else dh[0].contiguous(), y, torch.ones(4, 2, device=DEVICE)]
+
+
 def quant(run: Run) -> None:
     """GPU time of each, and the rate at which it would move what it must read and write once."""
     rows, columns = (64, 256) if run.tiny else (8192, 14336)
     functions = dict(list(jobs().items())[:1]) if run.tiny else jobs()
     for (producer, recipe), function in functions.items():
-        x, y, dh = (torch.randn(rows, columns, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
-        inputs = [x, dh if "backward" in producer else dh[0].contiguous(), y, torch.ones(4, 2, device=DEVICE)]
+        given = inputs(producer, rows, columns)
+        x = given[0]
         for name, options in OPTIONS.items():
             if run.late():
                 return run.write("quant", producer=producer, recipe=recipe, stopped="the section's time is over")
             with run.attempt("quant", producer=producer, recipe=recipe, options=name):
-                call, made = compiled(function, inputs, fp8graph.Backend(inductor_options=options))
+                call, made = compiled(function, given, fp8graph.Backend(inductor_options=options))
                 moved = READ[producer] * x.nbytes + sum(t.nbytes for t in made)
                 ms = measure.replayed_ms(call, 5)
                 profile = measure.profile(call) if not options else None

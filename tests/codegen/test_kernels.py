@@ -279,11 +279,12 @@ def test_the_largest_kernels_of_a_layer(layer: str, data: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize("file", sorted(recorded.FILE.parent.glob("kernels-*.json")), ids=lambda file: file.stem)
 def test_the_largest_kernels_spill_nothing_and_store_tiles_in_16_bytes(file: Path) -> None:
-    """Loops along rows store 4 or 8 bytes: Inductor gives their tiles 16 warps, so few numbers to each thread."""
+    """Loops along rows store 4 or 8 bytes: their tiles have 16 or 32 warps, so few numbers to each thread."""
     layers = json.loads(file.read_text(encoding="utf-8"))["layers"]
     rows = [row for layer in COMPILED for row in layers[layer]["largest"]]
     assert not [row for row in rows if row["spills"]]
-    stores = {(row["loop"], row["fp8_store"]) for row in rows if row["loop"] in ("poi", "unk")}
+    tiles = [row for row in rows if row["loop"] in ("poi", "unk") and "R0_BLOCK" not in row["configuration"]]
+    stores = {(row["loop"], row["fp8_store"]) for row in tiles}
     assert ("unk", 16) in stores  # large casts
     assert {fp8_store for _, fp8_store in stores} <= {16, None}
 

@@ -21,8 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fp8graph
 import made_up
 from benchmarks import attention, compile_time, contenders, first_hour, goals, measure, plots, report, tables
+from benchmarks import blocks as tuned
 from benchmarks.records import RESULTS, Run
 from benchmarks.sections import host, limits
+from fp8graph import offline
+from generated import generate, quantize_after, quantize_inputs, triton_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -431,12 +434,18 @@ def test_the_report_of_made_up_results(tmp_path: Path) -> None:
 
 
 def test_sections_come_from_one_run_each(tmp_path: Path) -> None:
-    """A later run of one section replaces that section only; a cut-off line and a failed run replace nothing."""
+    """A later run of one section replaces that section only; a cut-off line and a failed run replace nothing.
+
+    README's table has each recipe's last ratio, of one run each, and of one GPU.
+    """
     folder = made_up.write(tmp_path)
-    later = [
+    rates = {"bf16": 2000, "tensorwise": 3000}
+    trained: dict[str, Any] = {"peak_mib": 1, "compile_s": 1, "watts": None, "losses": [1]}
+    later: list[dict[str, Any]] = [
         {"section": "run", "tiny": False, "machine": made_up.MACHINE},
         {"section": "linears", "measure": "gemms", "scaling": "tensor", "R": 2.0},
         {"section": "layers", "failed": "RuntimeError: made up"},
+        *({"section": "table", "contender": name, **trained, "tokens_per_s": rate} for name, rate in rates.items()),
     ]
     text = "\n".join(map(json.dumps, later)) + '\n{"section": "decode", "contender'
     (folder / "20000102-000000.jsonl").write_text(text, encoding="utf-8")
@@ -445,6 +454,13 @@ def test_sections_come_from_one_run_each(tmp_path: Path) -> None:
     assert goals.speedups(lines, "linears") == {}
     assert goals.speedups(lines, "layers")["tensorwise"] == 1.36
     assert len(list(tables.machines(lines))) == 2
+    shown = report.blocks(folder)["speed"]
+    assert "| tensorwise | 1.550 | 1.360 | 1.500 |" in shown
+    assert "| torchao tensorwise | 1.400 | 1.310 | 1.210 |" in shown
+    later[0] = {"section": "run", "tiny": False, "machine": made_up.MACHINE | {"gpu": "another, made up"}}
+    (folder / "20000103-000000.jsonl").write_text("\n".join(map(json.dumps, later)), encoding="utf-8")
+    assert "another, made up" in (shown := report.blocks(folder)["speed"])
+    assert "1.550" not in shown
 
 
 def test_blocks_are_replaced_in_place() -> None:
@@ -464,3 +480,16 @@ def test_the_documents_say_what_the_results_say() -> None:
     assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
     if not report.on_gpu(report.load(report.FOLDER)):
         assert report.NO_GPU in measurements
+
+
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_blocks_of_kernels_that_cast_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuned, "TILES", [(32, 64, 8), (64, 32, 4)])
+    made = generate(quantize_after("nothing", "tensorwise", "weight", True, True), quantize_inputs(2048, 2048))
+    (source,) = (kernel.source for kernel in triton_kernels(made.kernels) if "*fp8" in kernel.source)
+    with tuned.all_blocks(lambda *_: None):
+        found = offline.compile_kernel(source, "sm_90")
+    tiles = ["XBLOCK=32 YBLOCK=64 num_warps=8 num_stages=1", "XBLOCK=64 YBLOCK=32 num_warps=4 num_stages=1"]
+    assert [compiled.configuration for compiled in found] == tiles
+    assert tuned.offered({"in_ptr0": "*bf16"}, {"XBLOCK", "YBLOCK"})[0] == []  # Inductor's own
+    assert set(tuned.LOOPS) > {(32, 256, 32), (16, 512, 32), (32, 128, 16), (64, 128, 16)}  # what was chosen
