@@ -64,7 +64,7 @@ def test_quantize_of_a_graph_input_is_bit_identical(quantizer: Quantizer) -> Non
 def test_a_generated_cast_saturates(dtype: torch.dtype) -> None:
     """As a scale of earlier steps needs it. A CPU's own casts differ from type to type, and from torch to torch."""
     x = torch.tensor([1e30, -1e30, 500.0, -70000.0, torch.inf, 1.0])
-    kept = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
+    kept: dict[str, Any] = {"fx_graph_cache": False}  # torch's key knows nothing of our lowerings
     found = torch.compile(formats.saturating_cast, options=kept)(x, dtype)
     assert torch.equal(found.float(), x.clamp(-FP8_MAX[dtype], FP8_MAX[dtype]).to(dtype).float())
 
