@@ -287,6 +287,8 @@ def _of_loop(features: Any, tiling: Mapping[str, Any], casts: int) -> dict[str, 
     height = next((each for each in ((64, 32) if across else (32, 16)) if rows >= LOOPS * each), None)
     if height is None or columns < 1024 or features.get_reduction_hint() != ReductionHint.DEFAULT:
         return {}
+    if {DeviceProperties.create(node.get_device()).warp_size for node in features.scheduler_nodes()} != {32}:
+        return {}  # AMD's has 64 threads: 32 of them are more than a block may have
     warps = 16 if across or casts > 2 else 32
     return {"XBLOCK": height, "R0_BLOCK": 128 if across else 256 * warps // height, "num_warps": warps, "num_stages": 1}
 

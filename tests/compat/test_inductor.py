@@ -263,6 +263,21 @@ def test_loops_that_store_transposed_have_fixed_blocks(
     assert ("triton_heuristics.reduction(" in source) == (blocks is None)
 
 
+@pytest.mark.skipif(not offline.available(), reason="triton is not installed")
+def test_a_gpu_of_another_vendor_keeps_its_blocks_and_the_clamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its warps have 64 threads, and its casts are not known to saturate."""
+    properties = SimpleNamespace(create=lambda device: SimpleNamespace(cc="gfx950", warp_size=64))  # pyright: ignore
+    monkeypatch.setattr(inductor, "DeviceProperties", properties)
+    quantize = quantize_after("nothing", "delayed", "input", True, True)
+    (source,) = (
+        kernel.source
+        for kernel in triton_kernels(generate(quantize, quantize_inputs(4096, 2048)).kernels)
+        if "*fp8" in kernel.source
+    )
+    assert "triton_heuristics.reduction(" in source
+    assert re.search(r"maximum\(tmp\d+, tmp\d+\)\n.*\n.*minimum\(", source)
+
+
 def test_a_reduction_without_a_loop_keeps_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch 2.11 asks for one of rows of 4096 numbers, together with the sums of a norm's weight."""
     inductor.fix_large_casts()
