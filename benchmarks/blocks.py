@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -17,12 +16,14 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
+from torch._inductor import config as inductor_config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 import fp8graph
 from benchmarks.measure import DEVICE
 from benchmarks.records import RESULTS
 from benchmarks.sections.quantization import compiled, inputs, jobs
+from fp8graph.offline.kernels import text_of
 
 # rows or columns x the others, warps: 4 to 32 numbers for each thread
 TILES: Final = [
@@ -77,7 +78,7 @@ def all_blocks(found: Callable[[str, list[tuple[float, str]]], None]) -> Generat
 
     def measured(self: Any, *args: Any, **settings: Any) -> Any:
         times = measure(self, *args, **settings)
-        found(self.fn.__name__, sorted((ms, fp8graph.offline.kernels.text_of(k.config)) for k, ms in times.items()))
+        found(self.fn.__name__, sorted((ms, text_of(k.config)) for k, ms in times.items()))
         return times
 
     with (
@@ -88,9 +89,9 @@ def all_blocks(found: Callable[[str, list[tuple[float, str]]], None]) -> Generat
 
 
 def main(path: Path) -> None:
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # a worker would not know of the other blocks
     functions = jobs()
-    with path.open("w", encoding="utf-8") as file:
+    here: dict[str, Any] = {"compile_threads": 1, "force_disable_caches": True}  # a worker knows only Inductor's blocks
+    with path.open("w", encoding="utf-8") as file, inductor_config.patch(here):
         for producer, recipe, (rows, columns) in CASES:
             case = {"quantized": producer, "recipe": recipe, "rows": rows, "columns": columns}
 

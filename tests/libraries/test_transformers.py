@@ -479,7 +479,7 @@ def test_gradients_through_experts_are_those_of_transformers(
     high_precision = Policy([Rule("before", None), Rule("router", None)], extends="default")
     fp8graph.compile(model, policy=high_precision, compiler=compiler, fullgraph=True)
     for theirs, ours in zip(expected, gradients(model), strict=True):
-        assert sqnr_db(theirs.double(), ours) > 110  # FP32 sums in another order: 118 on a CPU without AVX-512
+        assert sqnr_db(theirs.double(), ours) > 115  # FP32 sums in another order: 118 on a CPU without AVX-512
     report = fp8graph.backend_of(model).report
     assert {gemm.recipe for gemm in report.gemms if gemm.op == "grouped_mm" and gemm.gemm == "fprop"} == {"blockwise"}
 
