@@ -140,7 +140,7 @@ def test_fsdp2_through_prepare_equals_fsdp2_by_hand(runs: dict[str, Any]) -> Non
 def test_fsdp2_through_prepare_gathers_in_fp8_and_stays_close_to_accelerates_own_backend(runs: dict[str, Any]) -> None:
     own, found = runs["own"], runs["tensorwise"]
     assert 0.5 < found["sent"] / own["sent"] < 0.55  # one byte per number of a linear, and the norms
-    assert distance(runs["generated"]["losses"], own["losses"]) < 0.002  # 0.0012 measured
+    assert distance(runs["generated"]["losses"], own["losses"]) < 0.0015  # 0.0008 measured
     assert found["losses"] == runs["checkpointed"]["losses"]
     assert same_bits(found["weights"].values(), runs["checkpointed"]["weights"].values())
 

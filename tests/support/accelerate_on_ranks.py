@@ -73,7 +73,7 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = causal_lm("Llama")(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     if run.fp8 is not None and not run.by_hand:
         fp8graph.compile(model, regions="auto", **run.fp8)
     if run.by_hand:
@@ -103,6 +103,16 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     return _found(run, model, losses) | {"sent": gathers.sent}
 
 
+def adam(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW whose steps follow the size of gradients.
+
+    With a usual ``eps`` the first steps are a gradient's sign. Signs of gradients near 0 are those of rounding, which
+    another CPU's GEMMs do otherwise: after three steps losses of bf16 in eager and by Inductor differ by 0.14 %, here
+    by 0.004 %.
+    """
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-2)
+
+
 def batches(rank: int, step: int) -> torch.Tensor:
     """Two micro-batches of two sequences."""
     return torch.randint(0, 64, (2, 2, 16), generator=torch.Generator().manual_seed(10 * step + rank))
@@ -120,7 +130,7 @@ def _by_hand(rank: int, run: Run, model: Any) -> dict[str, Any]:
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     losses: list[float] = []
     for step in run.steps:
         for last, ids in enumerate(batches(rank, step)):
