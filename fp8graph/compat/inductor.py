@@ -433,6 +433,11 @@ def lower_to_maximum(op: Any, few: int) -> None:
     register_lowering(op, type_promotion_kind=None)(maximum)
 
 
+def replaces(op: Any) -> bool:
+    """Whether Inductor's code computes ``op`` without calling it."""
+    return op in lowerings
+
+
 def lower_to_kernel(op: Any, kernel: Any, *settings: Any) -> None:
     """``op(*args)`` is torch's own kernel behind ``kernel(*args, *settings)``, also where Inductor would tune that."""
 

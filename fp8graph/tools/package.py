@@ -14,8 +14,10 @@ from fp8graph.backend.backend import Backend
 from fp8graph.backend.coverage import check_compiled
 from fp8graph.backend.entry import find_backend, uncompiled_copy
 from fp8graph.compat import inductor, torch_build, wrappers
-from fp8graph.compat.ops import pytree
+from fp8graph.compat.ops import OpOverload, pytree, schema
 from fp8graph.errors import ConfigError, expect, expect_path
+from fp8graph.ir.naming import split_source
+from fp8graph.ir.nodes import module_path
 from fp8graph.libraries import adopt
 from fp8graph.passes.lower import lower_for_torch_alone
 from fp8graph.recipes import RecipeLike
@@ -49,8 +51,8 @@ def package(
         The report on what the file computes.
 
     Raises:
-        ConfigError: (a ``ValueError``) the model is in training mode, it writes into its inputs or buffers, or it
-            returns what no file can hold.
+        ConfigError: (a ``ValueError``) the model is in training mode, it writes into its inputs or buffers, it returns
+            what no file can hold, or some of it needs an op of fp8graph (experts whose GEMMs are emulated).
     """
     expect("package", "model", model, nn.Module, "a model, an nn.Module")
     expect_path("package", "path", path)
@@ -138,6 +140,7 @@ class _Packaged(nn.Module):
 
         self.arrange = arrange  # not the spec: torch.export copies attributes, and a spec's copy warns
         lower_for_torch_alone(call.module.graph)
+        _check_torch_alone(call.module.graph)
         call.module.recompile()
         self.graph_module = call.module
         self.taken: list[int | str | None] = []  # for each placeholder: an input of the model, a buffer, nothing
@@ -153,6 +156,19 @@ class _Packaged(nn.Module):
         values = [leaves[x] if isinstance(x, int) else getattr(self, x) if x else None for x in self.taken]
         found = {"output": self.graph_module(*values), "input": leaves}
         return self.arrange([found[x[0]][x[1]] if isinstance(x, tuple) else x for x in self.returned])
+
+
+def _check_torch_alone(graph: fx.Graph) -> None:
+    """Refuse a graph with an op of fp8graph that Inductor does not replace: a process with torch alone has none."""
+    for node in graph.nodes:
+        target = node.target
+        if isinstance(target, OpOverload) and target.namespace.startswith("fp8graph") and not inductor.replaces(target):
+            layer, name = split_source(module_path(node))[1], f"{target.namespace}.{schema(target).name.split('::')[1]}"
+            where = "The GEMMs of experts" if "grouped_mm" in name else "Its GEMMs"
+            raise ConfigError(
+                f"{layer or 'the model'} computes {name}, an op of fp8graph: a package runs with torch alone, which "
+                f"does not have it. {where} stay in high precision with Rule({layer or '*'!r}, None, op='*')."
+            )
 
 
 def _index(x: Any, among: Sequence[Any]) -> int | None:

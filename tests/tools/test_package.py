@@ -108,7 +108,7 @@ def test_weights_that_arrived_in_fp8(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @ON_CPU
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(32, 64)
 
     def refused(model: nn.Module, match: str, *args: Any, file: str = "model.pt2", **kwargs: Any) -> None:
@@ -135,6 +135,18 @@ def test_refusals(tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
             return super().forward(x), x[1:]
 
+    class Experts(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            offs = torch.tensor([12, 32], dtype=torch.int32)
+            return torch._grouped_mm(x.bfloat16(), self.weight.view(2, 64, 32).bfloat16(), offs=offs)
+
+    experts = nn.Sequential(Experts(64, 64)).eval()
+    refused(
+        experts, r"^0 computes fp8graph.scaled_grouped_mm, .*with Rule\('0', None, op='\*'\).$", x, recipe="rowwise"
+    )
+    left = Policy([Rule("0", None, op="*")], default="rowwise")
+    monkeypatch.setattr("fp8graph.tools.package.inductor.package", lambda *_: None)
+    assert [gemm.recipe for gemm in fp8graph.package(experts, tmp_path / "model.pt2", x, policy=left).gemms] == [None]
     refused(nn.Linear(64, 64).eval(), r"model.zip: the name of a package ends with .pt2", x, file="model.zip")
     refused(nn.Linear(64, 64), r"Linear is in training mode: call model.eval\(\)", x)
     refused(Counts().eval(), "the model writes into its inputs or buffers, and a package keeps no state", x)
