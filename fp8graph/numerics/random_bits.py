@@ -31,9 +31,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
         high_a, low_a = _product(a, _MULTIPLIERS[0])
         high_c, low_c = _product(c, _MULTIPLIERS[1])
         # Inductor follows each use of a number to its start, and each word is used twice in each round: 2^10 times. It
-        # need not beyond what is stored, and stores none of these after all, since one kernel makes and reads them.
+        # need not beyond what is stored, and stores none of these after all, since one kernel makes and reads them: as
+        # long as they are few, for it fuses at most 64 loops (``max_fusion_size``), and each of these words is one.
         words = (high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a)
-        words = tuple(map(materialize, words)) if turn + 1 < _ROUNDS else words
+        words = tuple(map(materialize, words)) if turn % 3 == 2 else words  # 2^3 times
     return words
 
 

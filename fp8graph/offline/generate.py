@@ -157,9 +157,12 @@ def _launches(
             if call["triton"]:
                 name, arguments = _read_call(call["triton"])
                 source = sources.get(name, "")
-                parts = _parts_of(arguments, _written(name, source, arguments), waiting)
+                parts = _parts_of(arguments, _results(name, source, arguments), waiting)
                 waiting = [part for part in waiting if part not in parts]
-                size = sum({buffer: size for part in parts for buffer, size in part.moved.items()}.values())
+                # what is made and not stored stays in registers
+                inner = frozenset[str]().union(*(part.makes for part in parts)) - _stored(name, source, arguments)
+                moved = {name: size for part in parts for name, size in part.moved.items() if name not in inner}
+                size = sum(moved.values())
             else:
                 name = call["extern"]
             if not parts and (found := _library_call(line, calls)):  # or the launch of a user's own Triton kernel
@@ -252,11 +255,21 @@ def _read_call(call: str) -> tuple[str, list[str]]:
     return name, arguments
 
 
-def _written(name: str, source: str, arguments: Sequence[str]) -> set[str]:
-    """The arguments that the kernel writes: Inductor calls their parameters out_ptr0, in_out_ptr0."""
+def _results(name: str, source: str, arguments: Sequence[str]) -> set[str]:
+    """The arguments that are results of the kernel: Inductor calls their parameters out_ptr0, in_out_ptr0."""
+    return {a for a, parameter in _parameters(name, source, arguments) if "out_ptr" in parameter}
+
+
+def _stored(name: str, source: str, arguments: Sequence[str]) -> set[str]:
+    """Those of the arguments that it writes: it may be given memory for a result that it needs in registers alone."""
+    stored = {*re.findall(r"tl\.(?:store|atomic_\w+)\((\w+)", source)}
+    return {a for a, parameter in _parameters(name, source, arguments) if parameter in stored}
+
+
+def _parameters(name: str, source: str, arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The arguments, each with the parameter of the kernel that it is given for."""
     definition = re.search(rf"^def {name}\(([^)]*)\)", source, re.MULTILINE)
-    parameters = definition[1].split(", ") if definition else []
-    return {a for a, parameter in zip(arguments, parameters, strict=False) if "out_ptr" in parameter}
+    return zip(arguments, definition[1].split(", ") if definition else [], strict=False)
 
 
 def _parts_of(arguments: Sequence[str], written: set[str], waiting: Sequence[_Part]) -> list[_Part]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp8graph.offline.generate import _library_call, _Part, _parts_of, _read_call, _written
+from fp8graph.offline.generate import _library_call, _Part, _parts_of, _read_call, _results, _stored
 
 
 def part(node: int, makes: str = "", overwrites: str = "", reads: str = "") -> _Part:
@@ -15,9 +15,16 @@ def test_the_arguments_of_a_call() -> None:
     assert _read_call(call) == ("triton_poi_fused_0", ["buf1", "buf2", "", "s0"])
 
 
-def test_written_buffers_are_the_output_pointers() -> None:
-    source = "\ndef triton_poi_fused_0(in_out_ptr0, in_ptr0, out_ptr1, xnumel, XBLOCK : tl.constexpr):\n    pass\n"
-    assert _written("triton_poi_fused_0", source, ["buf1", "buf2", "buf3", ""]) == {"buf1", "buf3"}
+def test_results_are_the_output_pointers() -> None:
+    """Of which a kernel may leave the memory as it is, and keep the result in registers for its next loop."""
+    source = (
+        "\ndef triton_poi_fused_0(in_out_ptr0, in_ptr0, out_ptr1, out_ptr2, xnumel, XBLOCK : tl.constexpr):\n"
+        "    tmp0 = tl.load(in_out_ptr0 + (x0), None)\n    tl.store(out_ptr1 + (x0), tmp0, None)\n"
+        "    tl.atomic_add(out_ptr2 + (x1), tmp0, None)\n"
+    )
+    given = "triton_poi_fused_0", source, ["buf1", "buf2", "buf3", "buf4", ""]
+    assert _results(*given) == {"buf1", "buf3", "buf4"}
+    assert _stored(*given) == {"buf3", "buf4"}
 
 
 def test_a_launch_that_reads_what_waits_does_not_run_it() -> None:
