@@ -133,7 +133,7 @@ def quantize_pieces(
         return
     kind = SCALINGS[asked.scaling]
     amax = None
-    if (kind.own_scale and not asked.per_matrix) or kind.scale_of_layout:
+    if (kind.own_scale or kind.scale_of_layout) and not asked.per_matrix:
         amax = largest_of([piece.largest(_amax(piece.shard)) for piece in pieces])
     for piece, want in zip(pieces, wanted, strict=True):
         yield _piece(asked, piece, amax) if want else None
@@ -199,7 +199,7 @@ def why_gathered(asked: QuantizeArguments[Any], pieces: Sequence[Piece]) -> str 
     if pieces[0].shard.ndim == 3:  # experts: whole ones, on whose scale no other has a say
         if any(dim != 0 for piece in pieces for dim, _ in sharded_over(piece.parameter)):
             return "its experts are sharded, and not only their number"
-        if kind.scale_of_layout or (kind.own_scale and not asked.per_matrix):
+        if (kind.own_scale or kind.scale_of_layout) and not asked.per_matrix:
             return "all experts share a scale"
         if any(piece.shape[0] % _ranks(piece) for piece in pieces):
             return f"the ranks have different numbers of its {pieces[0].shape[0]} experts"
@@ -262,6 +262,9 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
         x = functional.pad(x, (0, 0, 0, -x.shape[0] % height))
         x = torch.cat([x, amax.to(x.dtype).expand(height, x.shape[1])])
     made = _quantized(dataclasses.replace(asked, x=x))
+    global_scale_inv = made.get("rowwise_global_scale_inv")
+    if asked.per_matrix and global_scale_inv is not None:
+        global_scale_inv = whole(piece.spread(global_scale_inv, piece.shape[:1]))  # a number of each expert
     data = made["rowwise"][..., top : top + rows, left // kind.packed : (left + columns) // kind.packed]
     shape = (*piece.shape[:-1], piece.shape[-1] // kind.packed)
     touched = None
@@ -279,6 +282,6 @@ def _piece(asked: QuantizeArguments[Any], piece: Piece, amax: Tensor | None) -> 
     return Quantized(
         data=piece.spread(data, shape),
         scale_inv=scale_inv,
-        global_scale_inv=made.get("rowwise_global_scale_inv"),
+        global_scale_inv=global_scale_inv,
         touched=touched,
     )

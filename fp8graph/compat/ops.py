@@ -18,6 +18,7 @@ __all__ = [
     "OpOverload",
     "copy_each",
     "grouped_mm_of_blocks",
+    "grouped_mm_of_fp4",
     "named_arguments",
     "pytree",
     "scaled_addmm",
@@ -96,6 +97,61 @@ def grouped_mm_of_blocks(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor,
     (``_tuned_grouped_mm_common``, torch 2.11 to 2.15).
     """
     return torch.ops.fp8graph_kernels.grouped_mm_of_blocks(a, b, scale_a, scale_b, ends)
+
+
+_library.define(
+    "grouped_mm_of_fp4(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor global_a, Tensor global_b,"
+    " Tensor ends) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _grouped_mm_of_fp4(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, global_a: Tensor, global_b: Tensor, ends: Tensor
+) -> Tensor:
+    functional: Any = torch.nn.functional
+    scaling, swizzle, experts = functional.ScalingType, functional.SwizzleType, ends.shape[0]
+    kinds = [scaling.BlockWise1x16, scaling.TensorWise]
+    orders = [swizzle.SWIZZLE_32_4_4, swizzle.NO_SWIZZLE]
+    return functional.scaled_grouped_mm(
+        a.view(torch.float4_e2m1fn_x2),
+        b.view(torch.float4_e2m1fn_x2).transpose(-2, -1),
+        # torch multiplies both scales of a group, and the kernel reads the product of each
+        scale_a=[scale_a, global_a.expand(experts)],
+        scale_recipe_a=kinds,
+        scale_b=[scale_b, global_b.expand(experts)],
+        scale_recipe_b=kinds,
+        swizzle_a=orders,
+        swizzle_b=orders,
+        offs=ends,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _shape_of_grouped_mm_of_fp4(a: Tensor, b: Tensor, *scales_and_ends: Tensor) -> Tensor:
+    shape = (a.shape[0], b.shape[1]) if b.ndim == 3 else (scales_and_ends[-1].shape[0], a.shape[0], b.shape[0])
+    return a.new_empty(shape, dtype=torch.bfloat16)
+
+
+_library.impl("grouped_mm_of_fp4", _grouped_mm_of_fp4, "CompositeExplicitAutograd")
+torch.library.register_fake("fp8graph_kernels::grouped_mm_of_fp4", _shape_of_grouped_mm_of_fp4, lib=_library)
+
+
+def grouped_mm_of_fp4(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, global_a: Tensor, global_b: Tensor, ends: Tensor
+) -> Tensor:
+    """:func:`scaled_grouped_mm` of FP4 with E4M3 scales of 16 elements each, in blocks, in bf16.
+
+    Args:
+        a, b: two E2M1 numbers per byte, both contiguous along k: a [t, k / 2] and b [experts, n, k / 2], or
+            a [m, t / 2] and b [n, t / 2].
+        global_a, global_b: FP32 [experts] or []: they multiply the scales.
+        ends: in numbers, not in bytes.
+
+    Torch's kernel for it, behind scaled_grouped_mm of torch.nn.functional alone (pytorch#187095), has a shape function
+    from torch 2.14 on; and no buffer of generated code becomes one of FP4, which Triton does not know.
+    """
+    return torch.ops.fp8graph_kernels.grouped_mm_of_fp4(a, b, scale_a, scale_b, global_a, global_b, ends)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -13,8 +13,6 @@ import torch
 # 2.14.1 and 2.15: their sources, and the texts in the libraries of the wheels.
 WHY_NOT_GROUPED: Final[Mapping[str, str]] = {
     "block": "torch 2.11 to 2.15 has none (pytorch#177038 is one for CUDA 13.4)",
-    "nvfp4": "torch._scaled_grouped_mm takes no FP4 (pytorch#187095), and scaled_grouped_mm of torch.nn.functional,"
-    " which has a shape function from 2.14 on, is not called",
 }
 
 # Whether AOTInductor's C++ for a CPU compiles with FP8 tensors: torch 2.11's does not declare their types.

@@ -247,8 +247,8 @@ class Hardware:
         [experts, m, n]. FP32 accumulation, rounded once to ``out_dtype``; if emulated, rows of no group are zero.
 
         ``scale_inv_a``, ``scale_inv_b``: as ``quantize_layouts`` returns them for ``offs`` and ``per_matrix``, in
-        these orders. ``multiple``: groups of columns are padded to it. ``native``: a kernel multiplies, with one scale
-        per row, or those of tiles in the order that it reads.
+        these orders, and so are the global scales, FP32 [experts]. ``multiple``: groups of columns are padded to it.
+        ``native``: a kernel multiplies, with one scale per row, or those of tiles in the order that it reads.
         """
         if not (native and cls.multiplies_groups):
             blocks, scalars = (block_a, block_b), (global_scale_inv_a, global_scale_inv_b)
@@ -269,6 +269,9 @@ class Hardware:
                     groups = group_blocks.ends_of_columns(offs, multiple, block[1]) if ragged_k else of_rows
                     scale_inv = group_blocks.ordered(scale_inv, groups[0], in_blocks=groups[1], rows=block[0])
                 scales.append(scale_inv)
+            scales_a, scales_b = scales
+            if global_scale_inv_a is not None and global_scale_inv_b is not None:
+                return ops.grouped_mm_of_fp4(a, b, scales_a, scales_b, global_scale_inv_a, global_scale_inv_b, ends)
             scales_a, scales_b = (scale_inv.view(torch.float8_e8m0fnu) for scale_inv in scales)
             return ops.grouped_mm_of_blocks(a, b.transpose(-2, -1), scales_a, scales_b, ends)
         return ops.scaled_grouped_mm(

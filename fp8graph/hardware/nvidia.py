@@ -18,6 +18,7 @@ from fp8graph.compat import torch_build
 from fp8graph.compat.ops import HAS_SCALED_ADDMM
 from fp8graph.hardware.device import Hardware, Rule
 from fp8graph.hardware.speed import Speed, of_data_sheet, of_device_name
+from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.tiles import BLOCKS, TRANSPOSED
 from fp8graph.recipes import Quantizer
 
@@ -87,7 +88,7 @@ class NVIDIA(Hardware):
         if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
             scalings |= {"mxfp8", "nvfp4"}
         if major == 10:
-            grouped |= {"mxfp8"}
+            grouped |= {"mxfp8", "nvfp4"}
         return cls(
             name=target,
             scalings=frozenset(scalings),
@@ -162,31 +163,42 @@ class NVIDIA(Hardware):
 
     @property
     def grouped_rules(self) -> Mapping[str, Rule]:
-        return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mx_groups}
+        return {**dict.fromkeys(self.grouped, self._groups), "mxfp8": self._mslk_groups, "nvfp4": self._fp4_groups}
 
     def checked_by(self, gemm: str) -> str:
-        if gemm != "mxfp8":
-            return ""
-        return "the sources of torch and MSLK, torch's checks of shapes and Triton's interpreter, not by a run on a GPU"
+        # torch checks the shapes of FP4 on a GPU alone
+        checks = {
+            "mxfp8": "the sources of torch and MSLK, torch's checks of shapes",
+            "nvfp4": "the sources of torch and MSLK",
+        }
+        return f"{checks[gemm]} and Triton's interpreter, not by a run on a GPU" if gemm in checks else ""
 
     def _groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
         if out_dtype != torch.bfloat16:
-            return f"grouped FP8 GEMMs only produce bf16 output, not {str(out_dtype).removeprefix('torch.')}"
+            kind = "NVFP4" if SCALINGS[a.scaling].packed > 1 else "FP8"
+            return f"grouped {kind} GEMMs only produce bf16 output, not {str(out_dtype).removeprefix('torch.')}"
         if torch.float8_e5m2 in (a.dtype, b.dtype):
             return "grouped FP8 GEMMs only take E4M3"
         return None
 
-    def _mx_groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
-        """Source: ``_scaled_grouped_mm_cuda`` in aten/src/ATen/native/cuda/GroupedBlas.cpp and, behind it, MSLK's
-        ``mx8mx8bf16_grouped_mm``, which official builds of torch for CUDA 12.8 and later contain.
+    def _mslk_groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        """Source: ``_scaled_grouped_mm_cuda`` and ``_scaled_grouped_mm_cuda_v2`` in
+        aten/src/ATen/native/cuda/GroupedBlas.cpp and, behind them, MSLK's ``mx8mx8bf16_grouped_mm`` and
+        ``f4f4bf16_grouped_mm``, which official builds of torch for CUDA 12.8 and later contain.
         """
         if self.cuda is not None and self.cuda < (12, 8):
-            return f"grouped MXFP8 GEMMs need CUDA 12.8 or later, but torch has {'.'.join(map(str, self.cuda))}"
+            kind = SCALINGS[a.scaling].gemm.upper()
+            return f"grouped {kind} GEMMs need CUDA 12.8 or later, but torch has {'.'.join(map(str, self.cuda))}"
         return self._groups(a, b, out_dtype)
+
+    def _fp4_groups(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:
+        if a.row_scaled or b.row_scaled:
+            return "grouped NVFP4 GEMMs take one FP32 scale per group, not one per row"
+        return self._mslk_groups(a, b, out_dtype)
 
     @classmethod
     def order_of_groups(cls, gemm: str) -> str:
-        return BLOCKS if gemm == "mxfp8" else ""
+        return BLOCKS if gemm in ("mxfp8", "nvfp4") else ""
 
     @classmethod
     def adds(cls, gemm: str) -> bool:

@@ -182,6 +182,9 @@ def _scaled_grouped_mm(node: fx.Node) -> str | None:
         return f"shapes {tuple(a.shape)} and {tuple(b.shape)} do not contract"
     if offs.ndim != 1 or (b.ndim == 3 and not known_equal(b.shape[0], offs.shape[0])):
         return f"{offs.shape} groups for {tuple(b.shape)}"
+    for side in "ab":
+        if (problem := _mixed(given[f"scale_inv_{side}"], given[f"global_scale_inv_{side}"])) is not None:
+            return f"operand {side} has {problem}"
     return None
 
 
@@ -194,7 +197,8 @@ def _sizes_of_groups(node: fx.Node, device: Hardware) -> str | None:
     quantizers = quantizers_of(given)
     if (problem := device.obstacle(*quantizers, given["out_dtype"], grouped=True)) is not None:
         return f"no grouped GEMM {a.dtype} x {b.dtype} -> {given['out_dtype']}: {problem}"
-    multiple = given["multiple"] if b.ndim == 2 else static_size(a.shape[1])
+    packed = SCALINGS[quantizers[0].scaling].packed
+    multiple = given["multiple"] if b.ndim == 2 else (static_size(a.shape[1]) or 0) * packed
     _, n, k = device.alignment(*quantizers)
     if (multiple or k) % k or (static_size(b.shape[-2]) or n) % n:
         return f"sizes {tuple(a.shape)} and {tuple(b.shape)} are not multiples of {k} and {n}"

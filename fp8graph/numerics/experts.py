@@ -2,7 +2,8 @@
 
 ``offs`` [experts], int32, is the end of each group of rows. Groups are contiguous and may be empty; rows after the last
 group belong to none. Each group is quantized as if it were a separate tensor, as Transformer Engine's GroupedLinear
-does, except with delayed scaling, where all groups share one scale and one history.
+does, except with delayed scaling, where all groups share one scale and one history, and in wgrad's copies of NVFP4 with
+a scale per row, where a row has one for all groups.
 
 Two forms (fprop and dgrad; wgrad), operands contiguous along k as everywhere:
 

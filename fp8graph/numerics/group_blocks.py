@@ -16,6 +16,7 @@ aten/src/ATen/native/cuda/GroupedBlas.cpp (torch 2.11 to 2.15).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +52,8 @@ def ordered(scales: Tensor, ends: Tensor | None, *, in_blocks: Tensor | None = N
 def ends_of_columns(offs: Tensor, multiple: int, tile: int) -> tuple[Tensor, Tensor]:
     """The ends, in tiles, of groups that are padded to ``multiple`` columns, and those of groups of whole blocks."""
     # both from the offsets: computed from one another, they would be two scans in two kernels
-    ends, in_blocks = (padded_offsets(offs, multiple, each=each) for each in (1, TILES))
+    block = TILES * tile
+    ends, in_blocks = (padded_offsets(offs, multiple, each=each) for each in (1, block // math.gcd(block, multiple)))
     return ends // tile, in_blocks // tile
 
 

@@ -27,7 +27,7 @@ from fp8graph.numerics.scalings import SCALINGS, Scaling
 from fp8graph.numerics.tiles import rows_of_blocks
 
 Blocks = tuple[Sequence[int], Sequence[int]]  # tiles of a and of b
-Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], or [rows, 1]
+Scalars = tuple[Tensor | None, Tensor | None]  # global scales of a and of b: [], [groups], or [rows, 1]
 
 
 def scaled_mm(
@@ -86,7 +86,7 @@ def scaled_grouped_mm(
     for span in spans(offs, multiple):
         values = [
             kind.decode(
-                *_of_group(span, data, scale_inv, kind, block, ragged_k), block, _of_rows(span, data, scalar, ragged_k)
+                *_of_group(span, data, scale_inv, kind, block, ragged_k), block, _of_unit(span, data, scalar, ragged_k)
             )
             for data, scale_inv, block, scalar in sides
         ]
@@ -107,9 +107,13 @@ def _in_rows(data: Tensor, blocks: Tensor, kind: Scaling, block: Sequence[int], 
     return torch.cat([*found, missing], 1 if multiple else 0)
 
 
-def _of_rows(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:
-    """The global scales of one group: its rows' where each row of [t, k] has one."""
-    return scalar[span.rows] if scalar is not None and scalar.ndim and data.ndim == 2 and not ragged_k else scalar
+def _of_unit(span: Span, data: Tensor, scalar: Tensor | None, ragged_k: bool) -> Tensor | None:
+    """The global scales of one group: its own, or those of its rows where each row of [t, k] has one."""
+    if scalar is None or not scalar.ndim:
+        return scalar
+    if scalar.ndim == 1:
+        return scalar[span.group]
+    return scalar[span.rows] if data.ndim == 2 and not ragged_k else scalar
 
 
 def _of_group(

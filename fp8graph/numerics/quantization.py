@@ -76,6 +76,7 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
     joined = sum(part.shape[asked.dim] for part in asked.parts)
     rows, columns = (joined, columns) if asked.dim == -2 else (rows, joined)
     groups: int = 0 if asked.offs is None else asked.offs.shape[0]
+    units = asked.x.shape[0] if asked.per_matrix else groups or None
     data: list[tuple[list[int], torch.dtype]] = []
     scales: list[tuple[list[int], torch.dtype]] = []
     whole: list[list[int]] = []
@@ -96,8 +97,7 @@ def output_shapes(asked: QuantizeArguments[Any]) -> list[tuple[list[int], torch.
                 shape = kind.ordered_shape(shape, order, block)
             scales.append((shape, kind.scale_dtype))
         if kind.scale_of_layout:
-            whole.append([*batch, r, 1] if asked.row_scaled else [])
-    units = asked.x.shape[0] if asked.per_matrix else groups or None
+            whole.append([*batch, r, 1] if asked.row_scaled else [] if units is None else [units])
     shared = kind.shared_shapes([*batch, rows], units, asked.scales is not None, asked.keep_scales)
     return [*data, *scales, *((shape, torch.float32) for shape in (*whole, *shared))]
 
@@ -134,7 +134,11 @@ def _quantized(asked: QuantizeArguments[Tensor]) -> list[Tensor]:
             sources, groups = [rows], Groups(of_rows=of_rows, count=offs.shape[0], transposed=transposed)
         if transposed and asked.rotation is not None:  # groups are whole tiles: none mixes with another
             sources = [transformed(source, asked.rotation, asked.matrix) for source in sources]
-            of_layout = kind.shared(sources, asked)
+            if groups is None:
+                of_layout = kind.shared(sources, asked)
+            else:
+                turned = dataclasses.replace(asked, x=sources[0])
+                of_layout = kind.shared_of_groups(groups.of_rows, groups.count, turned)
         if transposed and groups is None:
             sources = [source.transpose(-2, -1) for source in sources]
         if transposed and asked.row_scaled:

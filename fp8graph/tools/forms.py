@@ -104,14 +104,16 @@ def why_not(weight: Multiplied, parts: Sequence[Part]) -> str | None:
 def cut(weight: Multiplied, parts: Sequence[Part]) -> Iterator[tuple[str, Multiplied]]:
     """``weight`` as the linears that a checkpoint stores, each with the name of its layer."""
     for part in parts:
-        data, scales = weight.data, weight.scale_inv
+        data, scales, whole = weight.data, weight.scale_inv, weight.global_scale_inv
         if part.expert is not None:
             data = data[part.expert]
             scales = scales[part.expert] if len(scales) == len(weight.data) else scales
+            whole = None if whole is None else whole[part.expert]
         if _has_rows(weight):
             scales = scales[scale_rows_of(weight, part)]
         data = selected(data, part.rows)
-        yield part.layer, dataclasses.replace(weight, data=data, scale_inv=scales.contiguous())
+        scales = scales.contiguous()
+        yield part.layer, dataclasses.replace(weight, data=data, scale_inv=scales, global_scale_inv=whole)
 
 
 def scale_rows_of(weight: Multiplied, part: Part) -> Tensor:

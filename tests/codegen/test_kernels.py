@@ -167,6 +167,7 @@ def test_adding_wgrad_to_a_gradient_moves_12_bytes_for_each_number() -> None:
     assert (ours, theirs) == ([12 * numbers], [6 * numbers])
 
 
+OF_EXPERTS = ("bf16", "rowwise", "mxfp8", "nvfp4")
 SLOW_LAYERS = ("delayed", "blockwise", f"rowwise {DEQUANTIZED}", f"Mixtral-8x7B {EXPERTS} mxfp8")
 
 
@@ -221,10 +222,11 @@ def test_no_kernel_copies_between_quantize_and_gemm(data: dict[str, Any]) -> Non
 
 @first_fast("name", MIXTURES)
 def test_experts_launch_few_kernels_beside_those_that_quantize(name: str, data: dict[str, Any]) -> None:
-    """Every routing's places are computed once for all operands, and no kernel but the GEMMs is a library's."""
-    bf16, rowwise, mxfp8 = (data["layers"][f"{name} {EXPERTS} {recipe}"] for recipe in ("bf16", "rowwise", "mxfp8"))
+    """Every routing's places are computed once for all operands, and no kernel but GEMMs and a seed is a library's."""
+    bf16, rowwise, mxfp8, nvfp4 = (data["layers"][f"{name} {EXPERTS} {recipe}"] for recipe in OF_EXPERTS)
     assert bf16["called"] == {"_grouped_mm": 6}
     assert rowwise["called"] == mxfp8["called"] == {"_scaled_grouped_mm": 6}
+    assert nvfp4["called"] == {"grouped_mm_of_fp4": 6, "bmm": 4, "random_seed": 1}  # wgrad's operands are transformed
     assert mxfp8["forward"][0] <= 4 + 3  # two operands in two layouts; ends, places, zeros
     assert mxfp8["backward"][0] <= 4 + 3 + 2  # the gradient of the tokens
 
@@ -331,7 +333,7 @@ def test_the_tables_of_the_recipes() -> None:
     names |= {recipe: f"`{recipe}` (sm_100)" for recipe in ("mxfp8", "nvfp4")}
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     for name in MIXTURES:
-        found = [totals(layers[f"{name} {EXPERTS} {recipe}"]) for recipe in ("bf16", "rowwise", "mxfp8")]
+        found = [totals(layers[f"{name} {EXPERTS} {recipe}"]) for recipe in OF_EXPERTS]
         assert "".join(f" {kernels} | {round(mib):,} |" for kernels, mib in found).join((f"| {name} |", "\n")) in page
     for layer, counts in layers.items():
         kernels, mib = totals(counts)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 import oracle
-from fp8graph import Float8BlockScaling, hardware
+from fp8graph import Float8BlockScaling, NVFP4BlockScaling, hardware
 from fp8graph.compat.torch_build import WHY_NOT_GROUPED
+from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.numerics import quantization, tiles
 from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
 from helpers import same_bits
@@ -289,7 +290,15 @@ def test_the_order_of_a_swizzled_block() -> None:
         ("sm_103", None, torch.bfloat16, "mxfp8", None),
         ("sm_100", (12, 6), torch.bfloat16, "mxfp8", "grouped MXFP8 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
         ("sm_100", None, torch.float32, "mxfp8", "grouped FP8 GEMMs only produce bf16 output, not float32"),
-        ("sm_100", None, torch.bfloat16, "nvfp4", f"sm_100 has no grouped NVFP4 GEMM: {WHY_NOT_GROUPED['nvfp4']}"),
+        ("sm_100", (12, 8), torch.bfloat16, "nvfp4", None),
+        ("sm_103", None, torch.bfloat16, "nvfp4", None),
+        ("sm_100", (12, 6), torch.bfloat16, "nvfp4", "grouped NVFP4 GEMMs need CUDA 12.8 or later, but torch has 12.6"),
+        ("sm_100", None, torch.float16, "nvfp4", "grouped NVFP4 GEMMs only produce bf16 output, not float16"),
+        (
+            *("sm_100", None, torch.bfloat16, NVFP4BlockScaling(row_scaled_activation=True, disable_rht=True)),
+            "grouped NVFP4 GEMMs take one FP32 scale per group, not one per row",
+        ),
+        ("sm_110", None, torch.bfloat16, "nvfp4", "sm_110 has no grouped NVFP4 GEMM"),
         (
             *("sm_100", None, torch.bfloat16, "blockwise"),
             f"sm_100 has no grouped FP8 GEMM with one scale per tile: {WHY_NOT_GROUPED['block']}",
@@ -299,13 +308,70 @@ def test_the_order_of_a_swizzled_block() -> None:
         ("sm_90", None, torch.bfloat16, "mxfp8", "sm_90 has no grouped MXFP8 GEMM"),
     ],
 )
-def test_grouped_gemms(target: str, cuda: Any, dtype: torch.dtype, recipe: str, reason: str | None) -> None:
+def test_grouped_gemms(target: str, cuda: Any, dtype: torch.dtype, recipe: Any, reason: str | None) -> None:
     """``_scaled_grouped_mm_cuda`` and MSLK: devices 10.x, CUDA 12.8, bf16 results."""
     device: Any = hardware.from_target(target)
     found = resolve_recipe(recipe)
     assert found is not None
     operands = found.quantizer("input"), found.quantizer("weight")
     assert dataclasses.replace(device, cuda=cuda).obstacle(*operands, dtype, grouped=True) == reason
+
+
+@pytest.mark.parametrize("columns", [False, True], ids=["fprop", "wgrad"])
+def test_the_grouped_kernel_of_fp4_gets_what_it_checks(columns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All checks of ``_scaled_grouped_mm_cuda_v2`` and of MSLK's ``f4f4bf16_grouped_mm``."""
+    experts, n, k, tokens = 3, 48, 160, 70
+    offs = torch.tensor([10, 10, 60], dtype=torch.int32)
+    called: list[torch.Tensor] = []
+
+    def up(size: int, multiple: int) -> int:
+        return -(-size // multiple) * multiple
+
+    def kernel(a: torch.Tensor, b: torch.Tensor, **given: Any) -> torch.Tensor:
+        ends, kinds = given["offs"], torch.nn.functional.ScalingType
+        assert a.dtype == b.dtype == torch.float4_e2m1fn_x2
+        assert a.is_contiguous()
+        assert b.transpose(-2, -1).is_contiguous()
+        assert a.shape[-1] == b.shape[-2]
+        assert a.shape[-1] % 16 == b.shape[-1] % 16 == 0
+        assert (ends.dtype, ends.shape, ends.is_contiguous()) == (torch.int32, (experts,), True)
+        assert torch.diff(ends, prepend=ends.new_zeros(1)).remainder(32).eq(0).all() or not columns
+        for side, rows in (("a", a.shape[0]), ("b", b.shape[-1])):
+            blocks, whole = given[f"scale_{side}"]
+            assert given[f"scale_recipe_{side}"] == [kinds.BlockWise1x16, kinds.TensorWise]
+            assert (blocks.dtype, whole.dtype) == (torch.float8_e4m3fn, torch.float32)
+            assert blocks.is_contiguous()
+            assert blocks.ndim == 2
+            matrices = experts, up(n, 128) * up(k // 16, 4)
+            assert blocks.shape == matrices if side == "b" and b.ndim == 3 else blocks.shape[0] >= rows
+        product = given["scale_a"][1] * given["scale_b"][1]
+        assert product.shape == (experts,)
+        assert product.is_contiguous()
+        called.append(a)
+        return torch.empty((experts, a.shape[0], b.shape[-1]) if columns else (a.shape[0], b.shape[-1]))
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", kernel)
+    recipe, orders = NVFP4BlockScaling(), {"rowwise_order": tiles.BLOCKS, "columnwise_order": tiles.BLOCKS}
+    left, right = (
+        (torch.randn(tokens, 50), torch.randn(tokens, n))
+        if columns
+        else (torch.randn(tokens, k), torch.randn(experts, n, k))
+    )
+    for ordered in ({}, orders):  # by the GEMM; by the kernels that quantize
+        operands: list[list[torch.Tensor]] = []
+        for operand, x in zip(("grad_output", "input") if columns else ("input", "weight"), (left, right), strict=True):
+            quantizer = recipe.quantizer(operand)
+            args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
+            multiples = [1 if x is left else 16, 32]
+            layouts = ([], multiples) if columns else (multiples, [])
+            groups: Any = {"per_matrix": True} if x.ndim == 3 else {"offs": offs}
+            operands.append(quantization.quantize_layouts(x, *args, *layouts, **kwargs, **groups, **ordered))
+        (a, scale_a, global_a), (b, scale_b, global_b) = operands
+        settings: Any = {f"order_{side}": tiles.BLOCKS for side in "ab"} if ordered else {}
+        settings |= {"block_a": (1, 16), "block_b": (1, 16) if columns else (16, 16), "multiple": 32}
+        settings |= {"global_scale_inv_a": global_a, "global_scale_inv_b": global_b, "scaling": "nvfp4"}
+        NVIDIA.scaled_grouped_mm(a, b, scale_a, scale_b, offs, torch.bfloat16, False, True, **settings)
+    assert len(called) == 2
 
 
 def test_torchs_meta_kernel_refuses_what_cuda_refuses() -> None:

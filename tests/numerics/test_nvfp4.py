@@ -353,23 +353,6 @@ def test_the_error_of_a_gemm_takes_the_transform_back() -> None:
     assert parts[1].item() == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("sizes", [[16, 32, 0], [5, 40, 3]])
-def test_groups_of_an_expert_are_transformed_apart(sizes: list[int]) -> None:
-    """No group of 16 rows takes in tokens of two experts: each is padded to whole tiles before."""
-    tokens = torch.randn(sum(sizes), 48)
-    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    recipe = NVFP4BlockScaling(disable_stochastic_rounding=True)
-    quantizer = recipe.quantizer("input")
-    args, kwargs = quantization.quantizer_args(quantizer), quantization.quantizer_kwargs(quantizer)
-    made = quantization.quantize_layouts(tokens, *args, [], [1, 16], **kwargs, offs=offs)
-    starts = [0, *offs[:-1].tolist()]
-    padded = [transformed(tokens[s : s + n]) for s, n in zip(starts, sizes, strict=True) if n]
-    wanted = torch.cat(padded).t()
-    data, scale_inv, whole = made
-    tiles = formats.unpack_e2m1(data).double().unflatten(-1, (-1, 16)) * scale_inv.double().unsqueeze(-1) * whole
-    assert numerics.sqnr_db(wanted, tiles.flatten(-2)[:, : wanted.shape[1]]) > 18
-
-
 @first_slow("operand", ["input", "weight", "grad_output"])
 def test_compiled_bits_are_eager_bits(operand: OperandName) -> None:
     """Of all options, one seed, ragged sizes; random numbers are integers, so they are the same, too."""

@@ -224,41 +224,60 @@ def main(*, every: bool) -> None:
 
 
 class GroupedKernel:
-    """``torch._scaled_grouped_mm`` for E8M0 scales, as MSLK's kernel finds its operands. Rows of no group are NaN."""
+    """Torch's grouped kernels for scales in blocks, as MSLK's find their operands. Rows of no group are NaN."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)  # of the transform: bmm
 
     def _scaled_grouped_mm(
         self, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, *, out_dtype: Any, **_settings: Any
     ) -> Tensor:
-        b = b.transpose(-2, -1)  # [experts, n, k] or [n, t]
-        ragged_k = b.ndim == 2
-        shape = (len(ends), a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
-        out = torch.full(shape, torch.nan, dtype=out_dtype)
-        flat = [scales.view(torch.uint8).flatten() for scales in (scale_a, scale_b)]
-        for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-            if end == start:  # its matrix has scales all the same
-                assert not ragged_k
-                continue
-            if ragged_k:
-                assert (end - start) % 32 == 0
-                x, w, result = a[:, start:end], b[:, start:end], out[group]
-            else:
-                x, w, result = a[start:end], b[group], out[start:end]
-                flat[1] = scale_b.view(torch.uint8)[group]
-            values: list[Tensor] = []
-            for side, data in enumerate((x, w)):
-                count = -(-len(data) // 128) * 128 * -(-data.shape[1] // 128) * 4
-                values.append(decoded(data, flat[side][:count]))
-                flat[side] = flat[side][count:]
-            result.copy_(values[0] @ values[1].t())
-        return out
+        assert out_dtype == torch.bfloat16
+        return multiplied(a.float(), b.transpose(-2, -1).float(), scale_a, scale_b, ends, 32)
 
 
-def decoded(data: Tensor, blocks: Tensor) -> Tensor:
-    """The numbers of ``data`` [rows, k] in FP32, with scales in blocks of 128 rows x 4 tiles of 32."""
-    row, tile = torch.arange(data.shape[0]).unsqueeze(1), torch.arange(data.shape[1]) // 32
-    block = row // 128 * -(-data.shape[1] // 128) + tile // 4
-    exponents = blocks[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + tile % 4].to(torch.int32)
-    return data.float() * torch.exp2((exponents - 127).float())
+def grouped_mm_of_fp4(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, global_a: Tensor, global_b: Tensor, ends: Tensor
+) -> Tensor:
+    """The op of compat: the same for FP4."""
+    x, w = (formats.unpack_e2m1(data) for data in (a, b))
+    return multiplied(x, w, scale_a, scale_b, ends, 16, (global_a, global_b))
+
+
+def multiplied(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, ends: Tensor, tile: int, scalars: tuple[Tensor, ...] = ()
+) -> Tensor:
+    """a [t, k] and b [experts, n, k], or [m, t] and [n, t], in FP32, not scaled."""
+    ragged_k = b.ndim == 2
+    shape = (len(ends), a.shape[0], b.shape[0]) if ragged_k else (a.shape[0], b.shape[1])
+    out = torch.full(shape, torch.nan, dtype=torch.bfloat16)
+    flat = [scales.view(torch.uint8).flatten() for scales in (scale_a, scale_b)]
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if end == start:  # its matrix has scales all the same
+            assert not ragged_k
+            continue
+        if ragged_k:
+            assert (end - start) % 32 == 0
+            x, w, result = a[:, start:end], b[:, start:end], out[group]
+        else:
+            x, w, result = a[start:end], b[group], out[start:end]
+            flat[1] = scale_b.view(torch.uint8)[group]
+        values: list[Tensor] = []
+        for side, data in enumerate((x, w)):
+            count = -(-len(data) // 128) * 128 * -(-data.shape[1] // (4 * tile)) * 4
+            numbers = data * scales_of(data, flat[side][:count], tile)
+            values.append(numbers * scalars[side].expand(len(ends))[group] if scalars else numbers)
+            flat[side] = flat[side][count:]
+        result.copy_(values[0] @ values[1].t())
+    return out
+
+
+def scales_of(data: Tensor, blocks: Tensor, tile: int) -> Tensor:
+    """The scale of each of ``data`` [rows, k] in FP32, from blocks of 128 rows x 4 tiles."""
+    row, place = torch.arange(data.shape[0]).unsqueeze(1), torch.arange(data.shape[1]) // tile
+    block = row // 128 * -(-data.shape[1] // (4 * tile)) + place // 4
+    found = blocks[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + place % 4]
+    return torch.exp2((found.to(torch.int32) - 127).float()) if tile == 32 else found.view(torch.float8_e4m3fn).float()
 
 
 class Experts(nn.Module):
@@ -275,14 +294,15 @@ class Experts(nn.Module):
         return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(-2, -1), offs=offs)
 
 
-def experts(sizes: list[int]) -> None:
-    """One step of a layer: its code for sm_100 and the emulation of a CPU. All memory begins as 255: NaN in E8M0."""
+def experts(sizes: list[int], recipe: Any) -> None:
+    """One step of a layer: its code for sm_100 and the emulation of a CPU. All memory begins as 255: NaN as a scale."""
     torch.manual_seed(0)
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
     module, x = Experts(), torch.randn(sum(sizes), 96, dtype=torch.bfloat16, requires_grad=True)
-    policy = fp8graph.Policy([fp8graph.Rule("*", "mxfp8", op="*")], default=None, min_speedup=0)
+    policy = fp8graph.Policy([fp8graph.Rule("*", recipe, op="*")], default=None, min_speedup=0)
     graphs: list[Any] = []
-    for target in (None, "sm_100"):
+    # nvfp4 pads tokens to 32 there and to 16 here: FP32 sums in another order, so that its reference is that graph
+    for target in (None if recipe == "mxfp8" else "sm_100", "sm_100"):
         torch._dynamo.reset()
         backend = fp8graph.Backend(policy, compiler="eager", target=target, cache_weights=False)
         torch.compile(module, backend=backend, fullgraph=True)(x, offs).sum().backward()
@@ -306,12 +326,16 @@ def experts(sizes: list[int]) -> None:
     names["empty_strided_cpu"] = filled
     got = [y for y in call(list(tensors)) if isinstance(y, Tensor)]
     different = sum(different_bytes(a, b) for a, b in zip(got, expected, strict=True))
-    print(json.dumps({"case": sizes, "outputs": len(got), "different": different}), flush=True)
+    name = getattr(recipe, "name", recipe)
+    print(json.dumps({"case": name, "sizes": sizes, "outputs": len(got), "different": different}), flush=True)
 
 
 if __name__ == "__main__":
     if "experts" in sys.argv:
         prepare()
-        experts([10, 0, 37, 3])
+        experts([10, 0, 37, 3], "mxfp8")
+        library = torch.library.Library("fp8graph_kernels", "IMPL")
+        library.impl("grouped_mm_of_fp4", grouped_mm_of_fp4, "CPU")
+        experts([10, 0, 37, 3], fp8graph.NVFP4BlockScaling(disable_stochastic_rounding=True))
     else:
         main(every="all" in sys.argv)

@@ -103,7 +103,7 @@ EXPERTS = "experts"
 _EXPERTS: dict[str, tuple[Recipe | None, str]] = {
     f"{name} {EXPERTS} {recipe or 'bf16'}": (resolve_recipe(recipe), target)
     for name, (recipe, target) in itertools.product(
-        MIXTURES, ((None, "sm_90"), ("rowwise", "sm_90"), ("mxfp8", "sm_100"))
+        MIXTURES, ((None, "sm_90"), ("rowwise", "sm_90"), ("mxfp8", "sm_100"), ("nvfp4", "sm_100"))
     )
 }
 _DEQUANTIZED = {
@@ -152,7 +152,8 @@ def weights_in_forward(layer: str) -> list[float]:
 
 def called_by_layer(layer: str) -> dict[str, int]:
     """The launches of libraries' kernels by name: GEMMs, and anything else that is not generated."""
-    return dict(Counter(k.name.rpartition(".")[2] for k in layer_launches(layer) if k.kind != "triton"))
+    names = (k.name.removesuffix(".default") for k in layer_launches(layer) if k.kind != "triton")
+    return dict(Counter(name.rpartition(".")[2] for name in names))
 
 
 _ASSIGNED = re.compile(r"^\s+(tmp\w+) = (.*)$")

@@ -103,11 +103,12 @@ def matrices(recipe: str) -> list[api.QuantizedTensor]:
 
 
 def together(made: list[api.QuantizedTensor]) -> Multiplied:
-    data, scale_inv = (torch.stack([getattr(x, name) for x in made]) for name in ("data", "scale_inv"))
-    return Multiplied(parameter="experts.up", data=data, scale_inv=scale_inv, quantizer=made[0].quantizer)
+    names = ("data", "scale_inv", *(["global_scale_inv"] if made[0].global_scale_inv is not None else []))
+    each: dict[str, Any] = {name: torch.stack([getattr(x, name) for x in made]) for name in names}
+    return Multiplied(parameter="experts.up", quantizer=made[0].quantizer, **each)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"])
 def test_each_part_has_the_bytes_and_scales_of_its_rows(recipe: str) -> None:
     made = matrices(recipe)
     weight = together(made)
@@ -119,7 +120,8 @@ def test_each_part_has_the_bytes_and_scales_of_its_rows(recipe: str) -> None:
     assert found.keys() == {part.layer for part in halves}
     for part in halves:
         whole, own = made[part.expert or 0], found[part.layer]
-        got = dataclasses.replace(whole, data=own.data, scale_inv=own.scale_inv, shape=torch.Size((128, 64)))
+        scales: dict[str, Any] = {"scale_inv": own.scale_inv, "global_scale_inv": own.global_scale_inv}
+        got = dataclasses.replace(whole, data=own.data, shape=torch.Size((128, 64)), **scales)
         assert torch.equal(api.dequantize(got), api.dequantize(whole)[part.rows])
 
 

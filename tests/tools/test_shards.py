@@ -63,15 +63,17 @@ def made(recipe: str, experts: bool) -> Multiplied:
     resolved: Any = resolve_recipe(recipe)
     ones = [api.quantize(torch.randn(256, 128) * (e + 1), resolved, "weight", "rowwise") for e in range(4)]
     one = ones[0]
-    data, scales = one.data, one.scale_inv
+    data, scales, whole = one.data, one.scale_inv, one.global_scale_inv
     if experts:
         data, scales = (torch.stack([getattr(x, name) for x in ones]) for name in ("data", "scale_inv"))
+        scalars: list[Any] = [x.global_scale_inv for x in ones]
+        whole = None if whole is None else torch.stack(scalars)
     return Multiplied(
         parameter="a.weight",
         data=data,
         scale_inv=scales,
         quantizer=one.quantizer,
-        global_scale_inv=one.global_scale_inv,
+        global_scale_inv=whole,
     )
 
 
@@ -86,6 +88,7 @@ def made(recipe: str, experts: bool) -> Multiplied:
         ("tensorwise", "fp8", "experts"),
         ("mxfp8", "compressed-tensors", "itself"),
         ("nvfp4", "modelopt", "rows"),
+        ("nvfp4", "modelopt", "experts"),
     ],
 )
 def test_shards_are_the_tensors_of_the_checkpoint(recipe: str, form: str, parts: str) -> None:

@@ -113,7 +113,7 @@ class Shared:
     scale: Tensor | None = None  # [], [groups], or a shape that broadcasts with the tensor
     scale_inv: Tensor | None = None
     amax: Tensor | None = None
-    global_scale: Tensor | None = None  # [], or [..., rows, 1]
+    global_scale: Tensor | None = None  # [], [groups], or [..., rows, 1]
 
 
 @dataclass(frozen=True, kw_only=True)

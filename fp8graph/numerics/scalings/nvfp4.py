@@ -1,16 +1,16 @@
-"""E2M1 numbers, two per byte; one E4M3 scale per tile, and one FP32 scale for the tensor, or per row."""
+"""E2M1 numbers, two per byte; one E4M3 scale per tile, and one FP32 scale per tensor, group or row."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from fp8graph.numerics.experts import not_empty
+from fp8graph.numerics.experts import amaxes_of_groups
 from fp8graph.numerics.formats import (
     SCALE,
     SCALE_INV,
@@ -26,7 +26,7 @@ from fp8graph.numerics.formats import (
 )
 from fp8graph.numerics.hints import materialize
 from fp8graph.numerics.random_bits import random_halves
-from fp8graph.numerics.scalings.base import Asked, LayoutRequest, Shared
+from fp8graph.numerics.scalings.base import Asked, Groups, LayoutRequest, Shared
 from fp8graph.numerics.scalings.tiled import Tiled
 from fp8graph.numerics.tiles import join, largest_of, pad_to_multiple, untile
 from fp8graph.recipes import FLT_MAX, Layout
@@ -50,20 +50,33 @@ class NVFP4(Tiled):
 
     def shared(self, parts: Sequence[Tensor], asked: Asked) -> Shared:
         if asked.scales is not None:
-            row = asked.scales[asked.row]
-            return Shared(global_scale=row[SCALE], scale_inv=row[SCALE_INV])
+            return _given(asked.scales[asked.row], [parts[0].shape[0]] if asked.per_matrix else [])
         if asked.row_scaled:
             (whole,) = parts
             return _shared(amax_of(whole, -1, keepdim=True), asked)
+        if asked.per_matrix:
+            return _shared(amax_of(parts[0], (-2, -1)), asked)
         return _shared(largest_of([amax_of(part) for part in parts]), asked)
 
     def shared_of_groups(self, group: Tensor, groups: int, asked: Asked) -> Shared:
+        if asked.scales is not None:
+            return _given(asked.scales[asked.row], [groups])
         amaxes = torch.where(group < groups, amax_of(asked.x, -1), 0.0)
-        return _shared(amaxes.unsqueeze(1) if asked.row_scaled else not_empty(amaxes).amax(), asked)
+        return _shared(amaxes.unsqueeze(1) if asked.row_scaled else amaxes_of_groups(amaxes, group, groups), asked)
 
     def layout(self, request: LayoutRequest) -> tuple[Tensor, Tensor | None]:
         shared = _padded(request.shared, request.multiples[0], request.asked)
+        if request.asked.per_matrix and not request.asked.row_scaled:
+            shared = _at_tiles(shared, lambda of_matrix: of_matrix.reshape(-1, 1, 1))
         return super().layout(replace(request, shared=shared))
+
+    def layout_of_groups(self, request: LayoutRequest, groups: Groups) -> tuple[Tensor, Tensor | None]:
+        asked = request.asked
+        if not asked.row_scaled:
+            # [t, 1], or [1, tiles]: groups of columns are whole tiles
+            group = groups.of_rows[:: asked.block[1]].unsqueeze(0) if groups.transposed else groups.of_rows.unsqueeze(1)
+            request = replace(request, shared=_at_tiles(request.shared, lambda of_group: of_group[group]))
+        return super().layout_of_groups(request, groups)
 
     def scales(self, amax: Tensor, request: LayoutRequest) -> tuple[Tensor, Tensor]:
         # The rounded reciprocal of E2M1's maximum, as Transformer Engine's core_nvfp4.cuh: not a division by 6.
@@ -99,6 +112,22 @@ class NVFP4(Tiled):
     def values(self, data: Tensor) -> Tensor:
         return unpack_e2m1(data)
 
+    def decode(self, data: Tensor, scale_inv: Tensor, block: Sequence[int], global_scale_inv: Tensor | None) -> Tensor:
+        if data.ndim == 3 and global_scale_inv is not None and global_scale_inv.ndim == 1:  # one per matrix
+            global_scale_inv = global_scale_inv.reshape(-1, 1, 1)
+        return super().decode(data, scale_inv, block, global_scale_inv)
+
+
+def _given(row: Tensor, units: Sequence[int]) -> Shared:
+    """The scales of a row of a table, the same for all groups or matrices."""
+    return Shared(global_scale=row[SCALE].expand(units), scale_inv=row[SCALE_INV].expand(units))
+
+
+def _at_tiles(shared: Shared, where: Callable[[Tensor], Tensor]) -> Shared:
+    """The scales of units in a shape that broadcasts with those of tiles, which only the casts read."""
+    amax = None if shared.amax is None else where(shared.amax)
+    return replace(shared, amax=amax, global_scale=where(cast(Tensor, shared.global_scale)))
+
 
 def _shared(amax: Tensor, asked: Asked) -> Shared:
     global_scale = nvfp4_global_scale(amax, asked.largest_scale)
@@ -125,7 +154,7 @@ def _error(tiles: Tensor, scale: Tensor, scale_inv: Tensor, asked: Asked, shared
     numbers = tiles.to(torch.float32)
     decoded = unpack_e2m1(pack_e2m1(cast_to_e2m1(numbers * scale.unsqueeze(-2).unsqueeze(-1))))
     amax = cast(Tensor, shared.amax)
-    amax = amax.unsqueeze(-2).unsqueeze(-1) if asked.row_scaled else amax  # [..., R, 1, 1, 1]
+    amax = amax.unsqueeze(-2).unsqueeze(-1) if amax.ndim else amax  # [..., R or 1, 1, C or 1, 1]
     decoded = decoded * scale_inv.to(torch.float32).unsqueeze(-2).unsqueeze(-1) * amax
     lost = decoded / torch.full_like(decoded, 6.0 * asked.largest_scale) - numbers
     lost = materialize(lost.square() if asked.four_over_six == "MSE" else lost.abs())  # 16 sums read it
