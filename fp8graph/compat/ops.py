@@ -148,8 +148,9 @@ def grouped_mm_of_fp4(
         global_a, global_b: FP32 [experts] or []: they multiply the scales.
         ends: in numbers, not in bytes.
 
-    Torch's kernel for it, behind scaled_grouped_mm of torch.nn.functional alone (pytorch#187095), has a shape function
-    from torch 2.14 on; and no buffer of generated code becomes one of FP4, which Triton does not know.
+    An op of its own: torch's, behind scaled_grouped_mm of torch.nn.functional alone (pytorch#187095), has a shape
+    function from torch 2.14 on, and would make buffers of FP4 in generated code, which Triton's interpreter does not
+    know.
     """
     return torch.ops.fp8graph_kernels.grouped_mm_of_fp4(a, b, scale_a, scale_b, global_a, global_b, ends)
 

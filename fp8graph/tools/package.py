@@ -163,11 +163,11 @@ def _check_torch_alone(graph: fx.Graph) -> None:
     for node in graph.nodes:
         target = node.target
         if isinstance(target, OpOverload) and target.namespace.startswith("fp8graph") and not inductor.replaces(target):
-            layer, name = split_source(module_path(node))[1], f"{target.namespace}.{schema(target).name.split('::')[1]}"
-            where = "The GEMMs of experts" if "grouped_mm" in name else "Its GEMMs"
+            layer, name = split_source(module_path(node))[1], schema(target).name.replace("::", ".")
+            left = f" The GEMMs of bf16 experts stay in high precision with Rule({layer or '*'!r}, None, op='*')."
             raise ConfigError(
                 f"{layer or 'the model'} computes {name}, an op of fp8graph: a package runs with torch alone, which "
-                f"does not have it. {where} stay in high precision with Rule({layer or '*'!r}, None, op='*')."
+                f"does not have it.{left if 'grouped_mm' in name else ''}"
             )
 
 

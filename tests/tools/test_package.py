@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import zipfile
@@ -137,16 +138,21 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Experts(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-            offs = torch.tensor([12, 32], dtype=torch.int32)
-            return torch._grouped_mm(x.bfloat16(), self.weight.view(2, 64, 32).bfloat16(), offs=offs)
+            offs, w = torch.tensor([12, 32], dtype=torch.int32), self.weight.view(2, 64, 32)
+            if x.dtype == torch.float32:
+                return torch.ops.transformers.grouped_mm_fallback(x, w, offs)
+            return torch._grouped_mm(x, w, offs=offs)
 
-    experts = nn.Sequential(Experts(64, 64)).eval()
-    refused(
-        experts, r"^0 computes fp8graph.scaled_grouped_mm, .*with Rule\('0', None, op='\*'\).$", x, recipe="rowwise"
-    )
-    left = Policy([Rule("0", None, op="*")], default="rowwise")
+    importlib.import_module("transformers.integrations.moe")
+    experts, left = nn.Sequential(Experts(64, 64)).eval(), Policy([Rule("0", None, op="*")], default="rowwise")
+    text = r"^0 computes fp8graph.scaled_grouped_mm, .*bf16 experts .* with Rule\('0', None, op='\*'\).$"
+    refused(experts, text, x, recipe="rowwise")
+    refused(experts, "^0 computes fp8graph.grouped_mm, .*bf16 experts", x, policy=left)
+    experts.bfloat16()
+    refused(experts, text, x.bfloat16(), recipe="rowwise")
     monkeypatch.setattr("fp8graph.tools.package.inductor.package", lambda *_: None)
-    assert [gemm.recipe for gemm in fp8graph.package(experts, tmp_path / "model.pt2", x, policy=left).gemms] == [None]
+    report = fp8graph.package(experts, tmp_path / "model.pt2", x.bfloat16(), policy=left)
+    assert [gemm.recipe for gemm in report.gemms] == [None]
     refused(nn.Linear(64, 64).eval(), r"model.zip: the name of a package ends with .pt2", x, file="model.zip")
     refused(nn.Linear(64, 64), r"Linear is in training mode: call model.eval\(\)", x)
     refused(Counts().eval(), "the model writes into its inputs or buffers, and a package keeps no state", x)
