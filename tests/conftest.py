@@ -41,6 +41,16 @@ def fresh() -> None:
     torch.set_num_threads(1)  # summation order, and with it every bit, is then the same each time
 
 
+@pytest.fixture(autouse=True)
+def options_of_inductor() -> Iterator[None]:
+    """Set back what a test leaves: torchao's ``quantize_`` sets some for the whole process, and blocks are others."""
+    options: Any = import_module("torch._inductor.config")
+    before = options.get_config_copy()
+    yield
+    if options.get_config_copy() != before:
+        options.load_config(before)
+
+
 @pytest.fixture
 def group_of_two() -> Iterator[None]:
     """Two ranks, of which this process is one; nothing is sent."""

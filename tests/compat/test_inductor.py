@@ -27,7 +27,7 @@ from fp8graph.ir import ops
 from fp8graph.numerics import formats, group_blocks, quantization, sqnr_db
 from fp8graph.numerics.formats import amax_of
 from fp8graph.offline import compile_kernel
-from fp8graph.recipes import resolve_recipe
+from fp8graph.recipes import FP8_MAX, resolve_recipe
 from generated import generate, quantize_after, quantize_after_backward, quantize_inputs, rms_norm, triton_kernels
 from helpers import ALL, compiled_step, eager_backend
 
@@ -275,7 +275,7 @@ def test_a_gpu_of_another_vendor_keeps_its_blocks_and_the_clamp(monkeypatch: pyt
         if "*fp8" in kernel.source
     )
     assert "triton_heuristics.reduction(" in source
-    assert re.search(r"maximum\(tmp\d+, tmp\d+\)\n.*\n.*minimum\(", source)
+    assert {"448.0", "-448.0"} <= set(re.findall(r"-?448\.0", source))
 
 
 def test_a_reduction_without_a_loop_keeps_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,8 +299,11 @@ def test_a_gpu_casts_with_an_instruction_that_saturates(target: str, dtype: torc
     def cast(x: Tensor) -> Tensor:
         return formats.saturating_cast(formats.overflow_as_nan(x), dtype)
 
-    assert "maximum" in triton_kernels(generate(cast, [torch.ones(64, 64)], "sm_80").kernels)[0].source  # has none
-    (kernel,) = triton_kernels(generate(cast, [torch.ones(64, 64)], target).kernels)
+    # by the bounds: torchao.float8 has Inductor write another maximum once it is imported
+    older, kernel = (
+        triton_kernels(generate(cast, [torch.ones(64, 64)], each).kernels)[0] for each in ("sm_80", target)
+    )
+    assert [str(FP8_MAX[dtype]) in each.source for each in (older, kernel)] == [True, False]
     (compiled,) = compile_kernel(kernel.source, target, configuration="first")
     casts = re.findall(r"\bcvt\.\w+\.?\w*\.e\dm\dx2\.f32", compiled.ptx)
     assert set(casts) == {f"cvt.rn.satfinite.{name}.f32"}
