@@ -33,7 +33,7 @@ from torch._inductor.decomposition import select_decomp_table as select_decomp_t
 from torch._inductor.dependencies import StarDep as StarDep
 from torch._inductor.dependencies import WeakDep as WeakDep
 from torch._inductor.graph import GraphLowering
-from torch._inductor.lowering import lowerings, make_pointwise, register_lowering
+from torch._inductor.lowering import fallbacks, lowerings, make_pointwise, register_lowering
 from torch._inductor.ops_handler import OpsHandler
 from torch._inductor.pattern_matcher import stable_topological_sort as stable_topological_sort
 from torch._inductor.runtime.hints import DeviceProperties, ReductionHint
@@ -434,8 +434,8 @@ def lower_to_maximum(op: Any, few: int) -> None:
 
 
 def replaces(op: Any) -> bool:
-    """Whether Inductor's code computes ``op`` without calling it."""
-    return op in lowerings
+    """Whether Inductor's code computes ``op`` without calling it: it also keeps those that it had to call once."""
+    return op in lowerings and op not in fallbacks
 
 
 def lower_to_kernel(op: Any, kernel: Any, *settings: Any) -> None:
