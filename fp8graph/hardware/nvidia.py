@@ -25,6 +25,8 @@ from fp8graph.recipes import Quantizer
 # cuBLAS: tiles of a and b; not 128x128 with 128x128
 _TILES: Final = (((1, 128), (1, 128)), ((1, 128), (128, 128)), ((128, 128), (1, 128)))
 
+_IN_BLOCKS: Final = ("mxfp8", "nvfp4")  # Blackwell's GEMMs, whose scales are in blocks of 128 rows x 4 tiles
+
 # By the name that torch.cuda.get_device_name returns, more specific names first: dense TFLOPS in bf16 (accumulated in
 # FP32, which GeForce does at half its FP16 rate), FP8, FP4 (that of FP8 if there is none) and FP32; TB/s.
 BOARDS: Final[Mapping[str, Speed]] = {
@@ -86,9 +88,9 @@ class NVIDIA(Hardware):
         # one scale per row; operands with fewer scales use copies of them
         grouped = {"tensor", "row"} if (major, minor) == (9, 0) else set[str]()
         if major in (10, 11):  # sm_12x has MXFP8 for some layouts only
-            scalings |= {"mxfp8", "nvfp4"}
+            scalings |= {*_IN_BLOCKS}
         if major == 10:
-            grouped |= {"mxfp8", "nvfp4"}
+            grouped |= {*_IN_BLOCKS}
         return cls(
             name=target,
             scalings=frozenset(scalings),
@@ -198,7 +200,7 @@ class NVIDIA(Hardware):
 
     @classmethod
     def order_of_groups(cls, gemm: str) -> str:
-        return BLOCKS if gemm in ("mxfp8", "nvfp4") else ""
+        return BLOCKS if gemm in _IN_BLOCKS else ""
 
     @classmethod
     def adds(cls, gemm: str) -> bool:
@@ -206,7 +208,7 @@ class NVIDIA(Hardware):
 
     @classmethod
     def scale_order(cls, gemm: str, block: Sequence[int]) -> str:
-        if gemm in ("mxfp8", "nvfp4"):
+        if gemm in _IN_BLOCKS:
             return BLOCKS
         return TRANSPOSED if gemm == "block" and block[0] == 1 else ""
 
