@@ -256,7 +256,7 @@ def test_experts_of_a_blackwell_gpu_compute_what_emulated_ones_do(sizes: list[in
     assert len(results[0]) == 4 + 4
     if recipe == "nvfp4":  # tokens are padded to 32, emulated to 16: FP32 sums of wgrad in another order
         gradients = [[found.pop(2).float() for _ in range(2)] for found in results]
-        assert all(sqnr_db(one, other) > 60 for one, other in zip(*gradients, strict=True))
+        assert all(sqnr_db(one, other) > 85 for one, other in zip(*gradients, strict=True))  # a few last bits of bf16
     assert same_bits(*results)
 
 
