@@ -8,7 +8,8 @@ gpu        CPU seconds to generate one Llama-3-8B layer for sm_90, forward and b
            all configurations that Inductor would try; no GPU is needed
 passes     time in fp8graph's own passes against the number of layers, on meta tensors, with a linear fit
 
-The file of results is written after each process: a run that is stopped loses nothing.
+Results are written after each process: a run that is stopped loses nothing. ``gpu`` has a file of its own, so that
+``--layers --pass-layers``, without numbers, measures it alone and leaves the other as it was.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ PLAIN_LAYERS, LAYERS = "inductor, layer by layer", "tensorwise, layer by layer, 
 REGIONS: Final = "tensorwise, regions"
 CONTENDERS: Final = (PLAIN, WHOLE, PLAIN_LAYERS, LAYERS, REGIONS)
 BF16, TARGET = "bf16", "sm_90"
+GPU_CODE: Final = "gpu_code_time"  # a file of its own: each says when and with what all of it was measured
 GPU_CONTENDERS: Final = (BF16, "tensorwise", "delayed")
 
 
@@ -179,7 +181,7 @@ def measure_compile(
                     write()
 
 
-def measure_gpu(rounds: int, names: list[str], results: dict[str, Any], write: Callable[[], None]) -> None:
+def measure_gpu(rounds: int, names: list[str], results: dict[str, Any], write: Callable[[], object]) -> None:
     """All contenders of a GPU's layer in turns; ``results`` and the file grow with each process."""
     for _ in range(rounds):
         for name in names:
@@ -228,14 +230,16 @@ def main() -> int:
     if arguments.gpu_once:
         print(json.dumps(generate_once(arguments.gpu_once)))
         return 0
-    results: dict[str, Any] = {"passes": {}, "compile": {}, "gpu": {}}
+    results: dict[str, Any] = {"passes": {}, "compile": {}}
+    gpu: dict[str, Any] = {}
 
     def write() -> None:
         write_json("compile_time", results)
 
-    results["passes"] = pass_times(arguments.pass_layers)
-    write()
-    measure_gpu(arguments.rounds, arguments.gpu, results["gpu"], write)
+    if arguments.pass_layers:
+        results["passes"] = pass_times(arguments.pass_layers)
+        write()
+    measure_gpu(arguments.rounds, arguments.gpu, gpu, lambda: write_json(GPU_CODE, gpu))
     for layers in arguments.layers:  # 32: minutes each, so once
         rounds = arguments.rounds if layers <= 8 else 1
         measure_compile(layers, rounds, arguments.contenders, results["compile"], write)

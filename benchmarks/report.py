@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import plots, tables
+from benchmarks.compile_time import GPU_CODE
 from benchmarks.goals import Line, speedups, whole_speedups
 from benchmarks.records import RESULTS, console
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = RESULTS / "first_hour"
 PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
-GPU_LAYER: Final = (
-    "CPU seconds to generate one Llama-3-8B layer for sm_90, forward and backward, and to compile its kernels in each\n"
-    "configuration that Inductor would try, in a fresh process without a GPU:"
-)
 NO_GPU: Final = "Not run on a GPU yet: no GPU result exists, and no speed is claimed."
 COMPARED: Final = {"linears": "The linears of one layer", "layers": "Two Llama-3-8B layers"}
 OTHERS: Final[dict[str, tuple[str, Callable[[list[Line]], str]]]] = {
@@ -141,14 +138,13 @@ def blocks(folder: Path) -> dict[str, str]:
         written = json.loads(path.read_text(encoding="utf-8"))
         where = f"torch {written['machine']['torch']}, {written['machine']['date'][:10]}:"
         found["compile"] = f"{where}\n\n{tables.compile_time(written['results'])}"
-        if gpu_layer := written["results"].get("gpu"):
-            found["compile"] += f"\n\n{GPU_LAYER}\n\n{tables.gpu_compile_time(gpu_layer)}"
-    path = RESULTS / "checkpointing.json"
-    if path.exists():
-        written = json.loads(path.read_text(encoding="utf-8"))
-        machine = written["machine"]
-        where = f"torch {machine['torch']}, triton {machine['triton']}, {machine['date'][:10]}:"
-        found["checkpointing"] = f"{where}\n\n{tables.checkpointing(written['results'])}"
+    for name, table in ((GPU_CODE, tables.gpu_code_time), ("checkpointing", tables.checkpointing)):
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            written = json.loads(path.read_text(encoding="utf-8"))
+            machine = written["machine"]
+            where = f"torch {machine['torch']}, triton {machine['triton']}, {machine['date'][:10]}:"
+            found[name] = f"{where}\n\n{table(written['results'])}"
     return found
 
 

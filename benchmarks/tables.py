@@ -196,7 +196,7 @@ def _times_plain(measured: Mapping[str, Sequence[float]], case: str) -> tuple[st
     return f"{median:.1f}", f"{median / statistics.median(plain):.2f}" if plain else ""
 
 
-def gpu_compile_time(results: dict[str, list[dict[str, Any]]]) -> str:
+def gpu_code_time(results: dict[str, list[dict[str, Any]]]) -> str:
     """CPU seconds of a layer's code for a GPU, with the kernels that were generated and compiled."""
     rows: list[Sequence[Any]] = []
     plain = None

@@ -303,7 +303,7 @@ def test_code_for_a_gpu_is_compared_with_that_of_bf16(monkeypatch: pytest.Monkey
     monkeypatch.setattr(compile_time, "in_fresh_process", once)
     results: dict[str, Any] = {}
     compile_time.measure_gpu(3, list(compile_time.GPU_CONTENDERS), results, lambda: None)
-    table = tables.gpu_compile_time(results)
+    table = tables.gpu_code_time(results)
     assert "| tensorwise | 7.0 | 1.0 | 1.60 | 38 | 30 | 72 |" in table
     assert "| delayed | failed: TypeError: made up |" in table
 
