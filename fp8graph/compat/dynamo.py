@@ -219,9 +219,10 @@ def modules_of_frame() -> Iterator[tuple[torch.nn.Module, bool]]:
 
 
 def _modules_among(variables: Mapping[str, Any]) -> Iterator[tuple[torch.nn.Module, bool]]:
+    """Those that exist: ``self`` of an ``__init__``, a frame of its own if a call makes modules, holds none yet."""
     for name, value in variables.items():
         owner = getattr(value, "__self__", None) if name == "fn" else value
-        if isinstance(owner, torch.nn.Module):
+        if isinstance(owner, torch.nn.Module) and hasattr(owner, "_modules"):
             yield owner, name in ("self", "fn")
 
 

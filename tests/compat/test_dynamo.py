@@ -241,3 +241,41 @@ def test_callback_before_a_frame_is_traced_outlives_a_reset(monkeypatch: pytest.
     torch._dynamo.reset()
     torch.compile(lambda model, x: model(x), backend=backend)(model, torch.ones(1, 2))
     assert [(one.compiler_fn, module) for one, module in found] == [(backend, model)]
+
+
+class Doubled(nn.Module):
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2.0 * self.layer(x)
+
+
+class Renewed(nn.Module):
+    """Replaces a layer when it is called, as transformers' BigBird does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part: nn.Module = nn.Linear(32, 16, bias=False)
+
+    @torch._dynamo.disable(recursive=False)
+    def renew(self) -> None:
+        if isinstance(self.part, nn.Linear):
+            self.part = Doubled(self.part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.renew()
+        return self.part(x)
+
+
+def test_a_module_that_a_call_makes_is_compiled() -> None:
+    """Dynamo compiles ``__init__`` as a frame of its own, whose module has no attributes yet."""
+    torch._dynamo.reset()
+    model, x = Renewed(), torch.randn(32, 32)
+    backend = eager_backend()
+    with torch.no_grad():
+        expected = 2.0 * model.part(x)
+        found = torch.compile(model, backend=backend)(x)
+    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.1
+    assert [gemm.fqn for gemm in backend.report.gemms] == ["part.layer"]
