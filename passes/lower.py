@@ -4,10 +4,10 @@
     y = fp8graph.scaled_mm(a, b, sa, sb, None, bf16, True)     ->   aten._scaled_mm(a, permute(b), sa, sb, ...)
 
 The aten nodes come from tracing ``ops.REFERENCE`` with Inductor's decompositions, so the arithmetic is written
-once. A trace takes about ten milliseconds, so it is kept per signature. The places of experts' groups, which follow
-from the offsets, are computed once for all operands. Runs after the partitioner, on the forward and on the backward
-graph. Every dialect node except emulated grouped GEMMs (``ops.stays``) is lowered; a node that cannot be traced is an
-error.
+once. A trace takes 50 ms and more, so it is kept per signature, which no row of a table of scales is part of. The
+places of experts' groups, which follow from the offsets, are computed once for all operands. Runs after the
+partitioner, on the forward and on the backward graph. Every dialect node except emulated grouped GEMMs
+(``ops.stays``) is lowered; a node that cannot be traced is an error.
 
 Each node of the lowered graph carries the names of the nodes that it computes (``NAMES_KEY``): its own, or that of the
 dialect node that it was made for, and of the result that it is. Kernels are told by them in the report.
@@ -25,8 +25,9 @@ from torch import fx
 from fp8graph import hardware
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.ir import ops
-from fp8graph.ir.edit import inline, trace
-from fp8graph.ir.nodes import NAMES_KEY, nodes, size_hint, value
+from fp8graph.ir.edit import inline, insert, trace
+from fp8graph.ir.nodes import NAMES_KEY, aten, nodes, size_hint, value
+from fp8graph.ir.quantize_node import QuantizeNode
 
 FEW: Final = 2**20  # one for each token, or each tile of some tokens
 
@@ -48,12 +49,23 @@ def _replace(graph: fx.Graph, references: Mapping[Any, Callable[..., Any]]) -> N
     for node in list(nodes(graph, references)):
         if ops.stays(node):
             continue
+        if node.target is ops.quantize:
+            _read_own_row(graph, node)
         key = _signature(node)
         if key not in traces:
             traces[key] = _trace(node, references[node.target])
         _inline(graph, node, traces[key])
     erase_unused(graph)
     _share_integers(graph, known)
+
+
+def _read_own_row(graph: fx.Graph, node: fx.Node) -> None:
+    """Give a quantize node its row of the table of scales alone: tensors that differ in the row share a trace."""
+    asked = QuantizeNode(node).asked
+    if asked.scales is not None:
+        with graph.inserting_before(node):
+            row = insert(graph, aten.slice.Tensor, (asked.scales, 0, asked.row, asked.row + 1), like=node)
+        QuantizeNode(node).ask(scales=row, row=0)
 
 
 def _share_integers(graph: fx.Graph, known: Set[fx.Node]) -> None:

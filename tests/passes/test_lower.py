@@ -153,12 +153,36 @@ def test_an_input_that_is_a_result_keeps_its_name(monkeypatch: pytest.MonkeyPatc
     assert names == [("x0",), ("quantize_default", "getitem_1"), ("quantize_default", "getitem_2")]
 
 
-def test_equal_signatures_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[fx.Node]:
+    """The nodes that were traced."""
     module = importlib.import_module("fp8graph.passes.lower")  # not the function of that name
-
-    traced: list[fx.Node] = []
+    found: list[fx.Node] = []
     original = module._trace  # pyright: ignore
-    monkeypatch.setattr(module, "_trace", lambda node, *of: (traced.append(node), original(node, *of))[1])
+    monkeypatch.setattr(module, "_trace", lambda node, *of: (found.append(node), original(node, *of))[1])
+    return found
+
+
+def test_rows_of_a_table_share_a_trace(traced: list[fx.Node]) -> None:
+    """Under delayed scaling each tensor of each layer has a row of its own: they would be traced one by one."""
+    x, table = torch.randn(32, 32), torch.tensor([[1 / s, s] for s in (0.5, 8.0, 64.0)])
+    graph = fx.Graph()
+    inputs = graph_inputs_for(graph, [x, table])
+    results: list[fx.Node] = []
+    for row in (2, 0, 1):
+        settings: dict[str, Any] = {"scaling": "delayed", "scales": inputs[1], "row": row}
+        args = (inputs[0], torch.float8_e4m3fn, False, 0.0, [1, 16], [16, 16])
+        node = insert(graph, ops.quantize, args, like=inputs[0], kwargs=settings)
+        results += (insert(graph, getitem, (node, i), like=node) for i in range(len(node.meta["val"])))
+    graph.output(results)
+    before = run(graph, x, table)
+    assert {float(found) for found in before if found.shape == (1,)} == {1 / 64, 2.0, 1 / 8}
+    lower(graph)
+    assert same_bits(before, run(graph, x, table))
+    assert len(traced) == 1
+
+
+def test_equal_signatures_are_traced_once(traced: list[fx.Node]) -> None:
     graph = graph_with(ops.dequantize, FP8, ONE, torch.float32)
     (node,) = nodes(graph, ops.REFERENCE)
     with graph.inserting_after(node):
