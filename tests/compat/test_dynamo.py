@@ -277,5 +277,5 @@ def test_a_module_that_a_call_makes_is_compiled() -> None:
     with torch.no_grad():
         expected = 2.0 * model.part(x)
         found = torch.compile(model, backend=backend)(x)
-    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.1
+    assert 0.03 < float((found - expected).norm() / expected.norm()) < 0.045  # FP8's
     assert [gemm.fqn for gemm in backend.report.gemms] == ["part.layer"]

@@ -265,7 +265,8 @@ def test_code_generations_and_traces_are_counted() -> None:
     compile_time.counters.clear()
 
     def backend(module: fx.GraphModule, inputs: Any) -> Any:
-        return compile_fx(module, inputs, inner_compile=host.answer_only, config_patches={"force_disable_caches": True})  # pyright: ignore
+        patches: Any = {"force_disable_caches": True}
+        return compile_fx(module, inputs, inner_compile=host.answer_only, config_patches=patches)  # pyright: ignore
 
     torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(2, 4))
     assert compile_time.counts() == {"graphs": 1, "traces": 1, "code_generations": 0}
