@@ -59,13 +59,22 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--version", action="version", version=f"fp8graph {__version__}")
     commands = found.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        about = command.about
-        one = commands.add_parser(command.name, help=about, description=f"{about[0].upper()}{about[1:]}.")
-        one.set_defaults(run=command.run)
-        alternatives = one.add_mutually_exclusive_group() if command.alternatives else one
-        for name, settings in command.arguments.items():
-            (alternatives if name in command.alternatives else one).add_argument(name, **settings)
+        _add(commands, command)
     return found
+
+
+def _add(commands: Any, command: Command) -> None:
+    """Add the parser of a command, and those of the commands in it."""
+    about = command.about
+    one = commands.add_parser(command.name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    one.set_defaults(run=command.run)
+    alternatives = one.add_mutually_exclusive_group() if command.alternatives else one
+    for name, settings in command.arguments.items():
+        (alternatives if name in command.alternatives else one).add_argument(name, **settings)
+    if command.commands:
+        inner = one.add_subparsers(metavar="COMMAND")
+        for each in command.commands:
+            _add(inner, each)
 
 
 def install(package: str) -> str | None:
@@ -255,6 +264,45 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def record(options: argparse.Namespace) -> int:
+    """Train whole models by each contender, and write one file."""
+    from fp8graph.hardware import current_device
+    from fp8graph.tools import bench
+    from fp8graph.tools import record as records
+    from fp8graph.tools.record import forms
+    from fp8graph.tools.record.machine import refuse_changed_tree
+
+    _check_writable(options.out, ".json")
+    if not (options.any_tree or options.tiny):
+        refuse_changed_tree()
+    device = current_device() if options.tiny else bench.fp8_gpu()
+
+    def show(row: dict[str, Any]) -> None:
+        print(f"{row['model']}: {', '.join(filter(None, forms.cells(row, rows := [*rows_before, row])))}", flush=True)
+        rows_before[:] = rows
+
+    rows_before: list[dict[str, Any]] = []
+    written = records.record(
+        options.out,
+        device,
+        models=options.model,
+        contenders=options.only,
+        steps=options.steps,
+        is_tiny=options.tiny,
+        show=show,
+    )
+    print("", *forms.tables(written["rows"]), sep="\n")
+    name, text = forms.titan(written, options.entity)
+    titan = options.out.with_name(name)
+    titan.write_text(text, encoding="utf-8")
+    print(
+        f"wrote {options.out}: send it by a pull request that adds it to benchmarks/results/records/ of fp8graph's "
+        f"repository; docs/records.md shows all of them.\n"
+        f"wrote {titan}: the same in the form that torchtitan's benchmarks/ takes."
+    )
+    return 0 if any("step_s" in row for row in written["rows"]) else 1
+
+
 def completion(options: argparse.Namespace) -> int:
     """Print the parser as shtab writes it for a shell."""
     shtab: Any = importlib.import_module("shtab")
@@ -332,6 +380,7 @@ class Command(NamedTuple):
     about: str  # its line among all commands, too
     arguments: Arguments = {}
     alternatives: tuple[str, ...] = ()  # those of which one line has at most one
+    commands: tuple[Command, ...] = ()  # `fp8graph bench record`
 
     @property
     def name(self) -> str:
@@ -448,6 +497,21 @@ COMMANDS: Final = (
                 type=Path, metavar="FILE.json", help="measure the speed model's rates instead, for target=FILE"
             ),
         },
+        commands=(
+            Command(
+                record,
+                "train whole models in bf16, in FP8 and by torchao, and write one file of one run",
+                {
+                    "--model": dict(action="append", default=[], metavar="NAME", help="(default: all that fit)"),
+                    "--only": dict(action="append", default=[], metavar="CONTENDER", help="(default: all)"),
+                    "--steps": dict(type=_positive, default=33, help="of which three are not timed (default 33)"),
+                    "--out": dict(type=Path, default=Path("record.json"), metavar="FILE.json", help="(record.json)"),
+                    "--entity": dict(default="fp8graph", metavar="NAME", help="who measured, for torchtitan's file"),
+                    "--any-tree": dict(action="store_true", help="measure changed files too; it is not published"),
+                    "--tiny": dict(action="store_true", help="small models on any machine, to try it"),
+                },
+            ),
+        ),
     ),
     Command(
         completion,

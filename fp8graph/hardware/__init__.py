@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from fp8graph.errors import ConfigError
+from fp8graph.hardware import amd, nvidia
 from fp8graph.hardware.amd import AMD
 from fp8graph.hardware.device import CPU, Hardware
 from fp8graph.hardware.nvidia import NVIDIA
-from fp8graph.hardware.speed import Speed
+from fp8graph.hardware.speed import BF16_SHARE, Speed, of_device_name
 from fp8graph.recipes import GEMM_OPERANDS, GemmName, Recipe, RecipeLike, resolve_recipe
 
 VENDORS: Final[tuple[type[Hardware], ...]] = (CPU, NVIDIA, AMD)
@@ -64,6 +65,12 @@ def device_name(device: torch.device) -> str:
     """The vendor's name of a device, like "NVIDIA H100"; that of its type if it has none."""
     named: Any = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if named is None else named(device)
+
+
+def bf16_sheet(device: torch.device) -> float | None:
+    """Return the dense bf16 FLOP per second of the board's data sheet; None for a device whose board is not listed."""
+    speed = of_device_name(device_name(device), {**nvidia.BOARDS, **amd.BOARDS}, None)
+    return None if speed is None else speed.bf16_flops / BF16_SHARE
 
 
 def of_device(device: torch.device) -> Hardware:

@@ -42,6 +42,7 @@ from fp8graph.recipes import Scaling as ScalingName
 
 # By scaling: the share of the per-tensor rate that its GEMM reaches.
 RATES: Final[Mapping[str, float]] = {name: kind.rate for name, kind in SCALINGS.items()}
+BF16_SHARE: Final = 0.80  # of a data sheet's dense bf16 rate that large GEMMs reach
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ def of_data_sheet(name: str, bf16: float, fp8: float, fp4: float, fp32: float, b
     """
     return Speed(
         name=name,
-        bf16_flops=0.80e12 * bf16,
+        bf16_flops=BF16_SHARE * 1e12 * bf16,
         fp32_flops=0.80e12 * fp32,
         fp8_flops=0.68e12 * fp8,
         fp4_flops=0.68e12 * fp4,

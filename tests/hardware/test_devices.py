@@ -134,6 +134,7 @@ MAY_NAME_A_VENDOR = {
     "integrations.gradients": "DDP's hook runs on a stream of CUDA's, with a future of it; on no other GPU yet",
     "integrations.verl": "verl registers an engine for each device, by its name",
     "runtime.contents": "a CUDA graph is being captured",
+    "tools.record.machine": "the toolkit's version beside a measurement",
 }
 VENDORS_NAMES = ("cuda", "hip", "xpu", "mps", "is_cuda")
 
