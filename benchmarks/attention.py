@@ -3,7 +3,8 @@
 ``STOCK`` is ``attn_implementation="sdpa"``. While Dynamo traces, transformers builds the causal mask as a whole
 [1, 1, s, s] tensor: with torch up to 2.13 or an older transformers always, later where there is an ``attention_mask``
 (transformers issue #48925). Attention then takes a mask, so never the flash kernels, and does twice the work.
-``CAUSAL`` is the same function registered with no mask: it calls ``scaled_dot_product_attention(is_causal=True)``.
+``CAUSAL`` is the same function registered with no mask: it calls ``scaled_dot_product_attention(is_causal=True)``, as
+``fp8graph bench record`` does.
 """
 
 from __future__ import annotations
@@ -13,22 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8graph.tools.record.workloads import CAUSAL, register_causal_attention
+
 STOCK: Final = "sdpa"
-CAUSAL: Final = "causal_sdpa"
-
-
-def register_causal_attention() -> str:
-    """Make ``attn_implementation="causal_sdpa"`` known to transformers, as docs/performance.md tells users to."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    AttentionInterface.register(CAUSAL, sdpa_attention_forward)
-    AttentionMaskInterface.register(CAUSAL, _no_mask)
-    return CAUSAL
-
-
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    return None
 
 
 class Embedded(nn.Module):

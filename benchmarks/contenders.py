@@ -1,13 +1,13 @@
-"""Who is compared: bf16, fp8graph's recipes and their variations, torchao; each alone, then all in turns."""
+"""Who is compared: bf16, fp8graph's recipes and their variations, torchao; each alone, then all in shuffled turns."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,12 +15,21 @@ from torch import Tensor, nn
 
 import fp8graph
 from benchmarks import measure
-from benchmarks.measure import DEVICE, MIB
 from benchmarks.records import Run, importable
+from benchmarks.sections import limits
 from fp8graph.recipes import resolve_recipe
+from fp8graph.tools.record import coverage
+from fp8graph.tools.record.contenders import converted_by_torchao
+from fp8graph.tools.record.machine import MIB, allocated, baseline, synchronize
 
 RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise")
 OF_POLICY: Final = ("min_speedup", "extends")
+ROUNDS: Final = 10
+TORCHAO: Final = {f"torchao {recipe}": recipe for recipe in ("tensorwise", "rowwise")}
+AUTOTUNED: Final[Mapping[str, Any]] = {
+    "max_autotune": True,
+    "coordinate_descent_tuning": True,
+}  # torch's mode of that name
 Compiled = tuple[Any, fp8graph.Backend | None]  # the model to call, and fp8graph's backend where it is one
 Compile = Callable[[nn.Module], Compiled]
 
@@ -47,27 +56,16 @@ def torchao(run: Run, recipe: str) -> Compile:
     return lambda model: bf16(run)(converted_by_torchao(model, recipe))
 
 
-def converted_by_torchao(
-    model: nn.Module, recipe: str, module_filter_fn: Callable[[nn.Module, str], bool] | None = None
-) -> nn.Module:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore[reportMissingImports]
-
-    config: Any = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_training(model, config=config, module_filter_fn=module_filter_fn)
-
-
-def usual(run: Run) -> dict[str, Compile]:
-    """bf16, which is the baseline, and one contender per recipe; with --tiny only two of them."""
-    recipes = RECIPES[:2] if run.tiny else RECIPES
-    return {"bf16": bf16(run), **{recipe: fp8(run, recipe) for recipe in recipes}}
-
-
-def others(run: Run, section: str) -> dict[str, Compile]:
-    """torchao's two recipes, or a line that says it is missing."""
-    if not importable("torchao"):
-        run.write(section, contender="torchao", skipped="torchao is not installed")
-        return {}
-    return {f"torchao {recipe}": torchao(run, recipe) for recipe in ("tensorwise", "rowwise")}
+def everyone(run: Run, first: Sequence[str] = ()) -> dict[str, Compile]:
+    """Return bf16, the recipes, torchao's and the variations; after bf16, the baseline, those named ``first``."""
+    made = {
+        "bf16": bf16(run),
+        **{recipe: fp8(run, recipe) for recipe in RECIPES},
+        **{name: torchao(run, recipe) for name, recipe in TORCHAO.items()},
+        **ablations(run, "tensorwise"),
+        "bf16, max-autotune": bf16(run, **AUTOTUNED),
+    }
+    return {name: made[name] for name in dict.fromkeys(("bf16", *first, *made))}
 
 
 def ablations(run: Run, recipe: str) -> dict[str, Compile]:
@@ -80,8 +78,11 @@ def ablations(run: Run, recipe: str) -> dict[str, Compile]:
         "exact division": {"eager_numerics.division_rounding": True},
         "approximate division": {"eager_numerics.division_rounding": False},
     }
+    memory: dict[str, Any] = {"save": "memory"}
     return {
+        f"{recipe}, save memory": fp8(run, recipe, **memory),
         f"{recipe}, fast accumulation": fp8(run, fast),
+        f"{recipe}, save memory, activations in FP8": fp8(run, recipe, **memory, save_activations_in_fp8=True),
         f"{recipe}, no groups": fp8(run, recipe, group=False),
         f"{recipe}, all that is legal": fp8(run, recipe, min_speedup=0.0),
         **{f"{recipe}, {name}": fp8(run, recipe, inductor_options=option) for name, option in options.items()},
@@ -93,6 +94,7 @@ def training_step(model: Any, x: Tensor) -> Callable[[], None]:
     dy = torch.randn_like(x)  # every model here returns the shape of its input
 
     def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
         model(x).backward(dy)
         model.zero_grad(set_to_none=True)
         x.grad = None
@@ -100,86 +102,83 @@ def training_step(model: Any, x: Tensor) -> Callable[[], None]:
     return step
 
 
-def after_update(step: Callable[[], None], backend: fp8graph.Backend) -> Callable[[], None]:
-    """``step`` as it is after an optimizer's: the FP8 copies of the weights are made anew."""
-
-    def run() -> None:
-        fp8graph.refresh_weights(backend)
-        step()
-
-    return run
-
-
-def coverage(backend: fp8graph.Backend | None) -> dict[str, Any]:
-    if backend is None:
-        return {}
-    report = backend.report
-    return {"gemms": len(report.gemms), "gemms_in_fp8": sum(g.recipe is not None for g in report.gemms)}
-
-
 def compare(
-    run: Run, section: str, make: Callable[[], nn.Module], x: Tensor, contenders: Mapping[str, Compile]
+    run: Run,
+    section: str,
+    make: Callable[[], nn.Module],
+    x: Tensor,
+    contenders: Mapping[str, Compile],
+    gemms: Mapping[str, limits.Gemms] = {},
 ) -> None:
     """Forward and backward of each: alone (compile time, host, GPU, memory, kernels), then in turns (wall time).
 
-    Weights "kept": the step that does not change them. "updated": fp8graph quantizes all of them again. bf16 has
-    nothing to do again, and torchao does it in every step.
+    Args:
+        gemms: of a scaling the GEMMs of the same model alone, in bf16 and in FP8: measured in the same rounds, they
+            give R, the limit by which the contenders are judged.
     """
-    steps: dict[tuple[str, str], Callable[[], None]] = {}
-    for name, compile in contenders.items():
+    steps: dict[str, Callable[[], Any]] = {}
+    for name, compile in run.chosen(contenders).items():
         if run.late(0.75):
             run.write(section, contender=name, stopped="the section's time is over")
-            continue
-        with run.attempt(section, contender=name):
-            before, loaded, start = measure.allocated(), measure.loaded_code(), time.perf_counter()
-            model, backend = compile(make())
-            step = training_step(model, x)
-            for _ in range(3):
-                step()
-            measure.synchronize()
-            run.write(
-                section, contender=name, measure="alone", first_3_steps_s=round(time.perf_counter() - start, 2),
-                resident_mib=(measure.allocated() - before) / MIB, peak_mib=measure.peak_mib(step, before),
-                host_ms=measure.host_ms(step), events_ms=measure.events_ms(step), profile=measure.profile(step),
-                configurations=measure.chosen_configurations(loaded), **coverage(backend),
-            )  # fmt: skip
-            steps[name, "kept"] = step
-            if backend is not None and backend.report.weights:
-                again = after_update(step, backend)
-                again()
-                updated = measure.profile(again)
-                run.write(section, contender=name, measure="alone", weights="updated", profile=updated)
-                steps[name, "updated"] = again
-    in_turns(run, section, steps)
+        elif name in TORCHAO and not importable("torchao"):
+            run.write(section, contender=name, skipped="torchao is not installed")
+        else:
+            with run.attempt(section, contender=name):
+                steps[name] = _alone(run, section, name, make, compile, x)
+    for scaling, pair in gemms.items():
+        with run.attempt(section, measure="gemms", scaling=scaling):
+            steps |= {f"GEMMs alone, {name}": call for name, call in pair().items()}
+    medians = in_turns(run, section, steps)
+    for scaling in gemms:
+        before, after = (medians.get(f"GEMMs alone, {name}") for name in ("bf16", scaling))
+        if before and after:
+            run.write(section, measure="gemms", scaling=scaling, bf16_ms=before, fp8_ms=after, R=before / after)
 
 
-def in_turns(run: Run, section: str, steps: Mapping[tuple[str, str], Callable[[], None]]) -> None:
-    """Each once a round, so that a machine that slows down slows all; ratios are medians over the rounds' ratios."""
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
-    for done in range(2 if run.tiny else 7):
+def _alone(
+    run: Run, section: str, name: str, make: Callable[[], nn.Module], compile: Compile, x: Tensor
+) -> Callable[[], None]:
+    """Measure one contender, and return its step. All that a failure leaves is gone with this function's frame."""
+    before, loaded, start = baseline(), measure.loaded_code(), time.perf_counter()
+    model, backend = compile(make())
+    step = training_step(model, x)
+    for _ in range(3):
+        step()
+    synchronize()
+    run.write(
+        section, contender=name, measure="alone", first_3_steps_s=round(time.perf_counter() - start, 2),
+        resident_mib=(allocated() - before) / MIB, peak_mib=measure.peak_mib(step, before),
+        host_ms=measure.host_ms(step), events_ms=measure.events_ms(step), **measure.board(step),
+        profile=measure.profile(step), configurations=measure.chosen_configurations(loaded), **coverage(backend),
+    )  # fmt: skip
+    return step
+
+
+def in_turns(run: Run, section: str, steps: Mapping[str, Callable[[], Any]], **case: Any) -> dict[str, float]:
+    """Call each once a round, in an order drawn anew, so that what slows the machine slows all; return the medians."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for done in range(2 if run.tiny else ROUNDS):
         if done >= 3 and run.late():
             break
-        for (name, weights), step in steps.items():
-            if len(times[name, weights]) < done:  # it failed, and has its line
-                continue
-            with run.attempt(section, contender=name, weights=weights, measure="rounds"):
-                times[name, weights].append(measure.wall_ms(step, 2 if run.tiny else 5))
-    baseline = times.get(("bf16", "kept"), [])
-    for (name, weights), values in times.items():
-        if values:
-            ratios = [b / v for b, v in zip(baseline, values, strict=False)]
-            run.write(
-                section, contender=name, measure="rounds", weights=weights, wall_ms=statistics.median(values),
-                low_ms=min(values), high_ms=max(values), speedup=statistics.median(ratios) if ratios else None,
-            )  # fmt: skip
+        order = [name for name in steps if len(times[name]) == done]  # one that failed has its line
+        random.Random(done).shuffle(order)
+        for name in order:
+            with run.attempt(section, **case, contender=name, measure="rounds"):
+                times[name].append(measure.wall_ms(steps[name], 2 if run.tiny else 5))
+    medians = {name: statistics.median(values) for name, values in times.items() if values}
+    for name, median in medians.items():
+        values = times[name]
+        run.write(
+            section, **case, contender=name, measure="rounds", wall_ms=median, low_ms=min(values),
+            high_ms=max(values), rounds_ms=values,
+        )  # fmt: skip
+    return medians
 
 
 @contextlib.contextmanager
 def fresh() -> Any:
     """Nothing of another contender: Dynamo's caches and free memory."""
-    torch._dynamo.reset()
-    gc.collect()  # compiled modules are in cycles: their memory would count as the next contender's
+    torch.compiler.reset()
+    baseline()
     torch.manual_seed(0)
     yield
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()

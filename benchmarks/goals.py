@@ -1,12 +1,27 @@
-"""The goals, as shares of what the GEMMs allow, and whether measurements meet them."""
+"""The goals, as shares of what the GEMMs allow, and whether measurements meet them.
+
+Each is judged by the last clean run that has all that the goal compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-Line = Mapping[str, Any]
+from benchmarks.published import (
+    BF16,
+    LLAMA,
+    TENSORWISE,
+    TORCHAO,
+    Run,
+    all_rows,
+    bounds,
+    comparable,
+    latest,
+    measured,
+    times,
+)
 
 # of R: how much faster the GEMMs of the linears are under scaling per tensor than in bf16, in the same run
 LINEARS: Final = {"delayed": 0.93, "tensorwise": 0.90, "rowwise": 0.87, "blockwise": 0.80}
@@ -18,118 +33,95 @@ WORST_CASE: Final = 0.98
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """One goal, and what was found; ``found`` None: not measured."""
+    """One goal, and the ratio that ``run`` measured; ``ratio`` None: it was not measured."""
 
     name: str
     bar: str  # in words
     wanted: float | None  # times as fast; None: it depends on an R that was not measured
-    found: float | None
+    ratio: float | None = None
     detail: str = ""
+    run: str = ""
 
     @property
     def verdict(self) -> str:
-        if self.found is None or self.wanted is None:
+        if self.ratio is None or self.wanted is None:
             return "not measured"
-        return "holds" if self.found >= self.wanted else "missed"
+        return "holds" if self.ratio >= self.wanted else "missed"
 
 
-def speedups(lines: Iterable[Line], section: str, weights: str = "kept") -> dict[str, float]:
-    """Times as fast as bf16 by wall time, per contender: the last value, where there are several runs."""
-    return {
-        line["contender"]: line["speedup"]
-        for line in lines
-        if line["section"] == section
-        and line.get("measure") == "rounds"
-        and line.get("weights") == weights
-        and line.get("speedup")
-    }
+def judge(runs: Sequence[Run]) -> list[Goal]:
+    """Judge every goal, measured or not."""
+    goals = [_of_linears(runs, recipe, share) for recipe, share in LINEARS.items()]
+    for section, name in (("layers", "stack"), ("table", "Llama-3-8B")):
+        goals.append(_over(runs, section, f"{name}, tensorwise over bf16", STACK_OVER_BF16, BF16))
+        goals.append(_over(runs, section, f"{name}, tensorwise over {TORCHAO}", STACK_OVER_TORCHAO, TORCHAO))
+    return [*goals, *_of_decoding(runs), _of_one_linear(runs)]
 
 
-def whole_speedups(lines: Iterable[Line]) -> dict[str, float]:
-    """Times as many tokens per second as bf16 in the same run, per contender of ``table``: the last value."""
-    runs: dict[str, dict[str, float]] = {}
-    for line in lines:
-        if "tokens_per_s" in line:
-            runs.setdefault(line.get("file", ""), {})[line["contender"]] = line["tokens_per_s"]
-    return {name: rate / run["bf16"] for run in runs.values() if "bf16" in run for name, rate in run.items()}
+def _of_linears(runs: Sequence[Run], recipe: str, share: float) -> Goal:
+    name, bar = f"linears, {recipe}", f"{share:.2f} R"
+    run = latest([run for run in runs if "tensor" in bounds(run, "linears")], "linears", BF16, recipe)
+    if run is None:
+        return Goal(name=name, bar=bar, wanted=None)
+    lines, bound = measured(run, "linears"), bounds(run, "linears")["tensor"]
+    ratio = times(lines[(), recipe], lines[(), BF16])
+    of_bound = f"{ratio / bound['R']:.2f} R" if ratio else ""
+    detail = f"{of_bound}; R: {bound['bf16_ms']:.3f} / {bound['fp8_ms']:.3f} ms = {bound['R']:.3f}"
+    return Goal(name=name, bar=bar, wanted=share * bound["R"], ratio=ratio, detail=detail, run=run.file)
 
 
-def is_profile(line: Line, section: str) -> bool:
-    """Whether ``line`` has the kernels of a contender of ``section``, its weights kept."""
-    alone = line["section"] == section and line.get("measure") == "alone"
-    return alone and bool(line.get("profile")) and "weights" not in line
+def _over(runs: Sequence[Run], section: str, name: str, wanted: float, other: str) -> Goal:
+    goal: dict[str, Any] = {"name": name, "bar": f"{wanted:.2f}", "wanted": wanted}
+    case = (LLAMA,) if section == "table" else ()
+    if (run := latest(runs, section, TENSORWISE, other, case=case)) is None:
+        return Goal(**goal)
+    lines = measured(run, section)
+    return Goal(**goal, ratio=times(lines[case, TENSORWISE], lines[case, other]), run=run.file)
 
 
-def bounds(lines: Iterable[Line], section: str) -> dict[str, float]:
-    """R per scaling."""
-    return {line["scaling"]: line["R"] for line in lines if line["section"] == section and "R" in line}
-
-
-def by_gpu_time(lines: Iterable[Line]) -> dict[tuple[int, int, int, str], float]:
-    """(tokens, inputs, outputs, recipe) -> times as fast as bf16 by GPU time, from ``sweep``."""
-    times = {
-        (line["tokens"], line["inputs"], line["outputs"], line["contender"]): line["gpu_ms"]
-        for line in lines
-        if line["section"] == "sweep" and line.get("gpu_ms")
-    }
-    return {
-        (*case, name): times[(*case, "bf16")] / ms
-        for (*case, name), ms in times.items()
-        if name != "bf16" and (*case, "bf16") in times
-    }
-
-
-def decoding(lines: Iterable[Line]) -> dict[tuple[int, str], float]:
-    """(sequences, recipe) -> times as fast as bf16 by wall time, both with CUDA graphs."""
-    times = {
-        (line["batch"], line["contender"]): line["wall_ms"]
-        for line in lines
-        if line["section"] == "decode" and line.get("cuda_graphs") and "wall_ms" in line
-    }
-    return {
-        (batch, name): times[batch, "bf16"] / ms
-        for (batch, name), ms in times.items()
-        if name != "bf16" and (batch, "bf16") in times
-    }
-
-
-def judge(lines: list[Line]) -> list[Goal]:
-    """Every goal, measured or not."""
-    limit = bounds(lines, "linears").get("tensor")
-    linears, stack = speedups(lines, "linears"), speedups(lines, "layers")
-    goals = [
-        Goal(
-            name=f"linears, {recipe}",
-            bar=f"{share:.2f} R",
-            wanted=None if limit is None else share * limit,
-            found=linears.get(recipe),
-            detail="" if limit is None or recipe not in linears else f"{linears[recipe] / limit:.2f} R",
-        )
-        for recipe, share in LINEARS.items()
+def _of_decoding(runs: Sequence[Run]) -> list[Goal]:
+    """Judge each number of sequences, by the last run that has bf16 and a recipe, both with CUDA graphs."""
+    ratios: dict[int, tuple[str, dict[str, float]]] = {}
+    for run in comparable(runs, "decode"):
+        of_run: dict[int, dict[str, float]] = {}
+        for row in all_rows(run, "decode"):
+            batch, cuda_graphs = row.case
+            if cuda_graphs and row.contender != BF16 and row.times_bf16:
+                of_run.setdefault(batch, {})[row.contender] = row.times_bf16
+        ratios |= {batch: (run.file, values) for batch, values in of_run.items()}
+    return [
+        _extreme(f"decode, sequences: {batch}, CUDA graphs, the best recipe", DECODE_OVER_BF16, *ratios[batch], max)
+        if batch in ratios
+        else Goal(name="decode, CUDA graphs, the best recipe", bar=f"{DECODE_OVER_BF16:.2f}", wanted=DECODE_OVER_BF16)
+        for batch in sorted(ratios) or [0]
     ]
-    ours, theirs = stack.get("tensorwise"), stack.get("torchao tensorwise")
-    goals.append(_over("stack, tensorwise over bf16", STACK_OVER_BF16, ours))
-    ratio = ours / theirs if ours and theirs else None
-    goals.append(_over("stack, tensorwise over torchao tensorwise", STACK_OVER_TORCHAO, ratio))
-    whole = whole_speedups(lines)
-    ours, theirs = whole.get("tensorwise"), whole.get("torchao tensorwise")
-    ratio = ours / theirs if ours and theirs else None
-    goals.append(_over("Llama-3-8B, tensorwise over bf16", STACK_OVER_BF16, ours))
-    goals.append(_over("Llama-3-8B, tensorwise over torchao tensorwise", STACK_OVER_TORCHAO, ratio))
-    decoded = decoding(lines)
-    for batch in sorted({batch for batch, _ in decoded}) or [1]:
-        of_batch: dict[str, float] = {name: value for (b, name), value in decoded.items() if b == batch}
-        name = f"decode, sequences: {batch}, CUDA graphs, the best recipe"
-        goals.append(_extreme(name, DECODE_OVER_BF16, of_batch, max))
-    cases = {f"{t} x {i} -> {o}, {name}": value for (t, i, o, name), value in by_gpu_time(lines).items()}
-    goals.append(_extreme("one linear by GPU time, the worst case", WORST_CASE, cases, min))
-    return goals
 
 
-def _over(name: str, wanted: float, found: float | None) -> Goal:
-    return Goal(name=name, bar=f"{wanted:.2f}", wanted=wanted, found=found)
+def _of_one_linear(runs: Sequence[Run]) -> Goal:
+    run = next(reversed(comparable(runs, "sweep")), None)
+    cases = {f"{t} x {i} -> {o}, {name}": ratio for (t, i, o, name), ratio in by_gpu_time(run).items()} if run else {}
+    return _extreme("one linear by GPU time, the worst case", WORST_CASE, run.file if run else "", cases, min)
 
 
-def _extreme(name: str, wanted: float, found: dict[str, float], choose: Callable[..., str]) -> Goal:
-    case = choose(found, key=found.__getitem__) if found else ""
-    return Goal(name=name, bar=f"{wanted:.2f}", wanted=wanted, found=found.get(case), detail=case)
+def by_gpu_time(run: Run) -> dict[tuple[int, int, int, str], float]:
+    """Map (tokens, inputs, outputs, recipe) to the times as fast as bf16 by GPU time, from ``sweep``."""
+    return {
+        (*row.case, row.contender): row.bf16["gpu_ms"] / row.line["gpu_ms"]
+        for row in all_rows(run, "sweep")
+        if row.contender != BF16 and row.bf16 and row.bf16.get("gpu_ms") and row.line.get("gpu_ms")
+    }
+
+
+def _extreme(name: str, wanted: float, file: str, ratios: Mapping[str, float], choose: Callable[..., str]) -> Goal:
+    goal: dict[str, Any] = {"name": name, "bar": f"{wanted:.2f}", "wanted": wanted}
+    if not ratios:
+        return Goal(**goal)
+    case = choose(ratios, key=ratios.__getitem__)
+    which = "best" if choose is max else "worst"
+    return Goal(**goal, ratio=ratios[case], detail=f"{case}: the {which} of {len(ratios)} measured", run=file)
+
+
+def spread_of_bound(runs: Sequence[Run]) -> tuple[float, float, int]:
+    """Return the least and the largest R per tensor over the clean runs of ``layers``, and their number."""
+    ratios = [bounds(run, "layers")["tensor"]["R"] for run in runs if run.clean and "tensor" in bounds(run, "layers")]
+    return min(ratios, default=0.0), max(ratios, default=0.0), len(ratios)

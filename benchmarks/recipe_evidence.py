@@ -1,4 +1,4 @@
-"""The table and the picture of the runs of ``benchmarks/train_recipes.py``, with confidence intervals.
+"""The table and the two pictures of the runs of ``benchmarks/train_recipes.py``, with confidence intervals.
 
 Each run is compared with the bf16 run of its seed: relative difference of the held-out loss. The interval is
 Student's, 95 %, over the seeds. "bf16, eager" is the yardstick: a recipe whose interval overlaps with that one has not
@@ -101,33 +101,62 @@ def lines(found: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def plot(runs: Runs, path: Path) -> None:
-    """The held-out loss minus that of bf16, mean over the seeds, and the intervals of the last step."""
+def styles(names: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """The color and the line of each run: a color for each recipe, a line for what is changed of it."""
+    kinds = list(dict.fromkeys(name.split(",")[0] for name in names))
+    found: dict[str, tuple[str, Any]] = {}
+    for name in names:
+        kind = name.split(",")[0]
+        line = _LINES[sum(other.split(",")[0] == kind for other in found)]
+        found[name] = ("black" if name == BF16_AGAIN else f"C{kinds.index(kind) % 10}", line)
+    return found
+
+
+def recipes(runs: Runs) -> list[str]:
+    """The runs of a recipe as it is, without those of which something is changed, after bf16's second run."""
+    return [name for name in runs if name == BF16_AGAIN or (name != BF16 and "," not in name)]
+
+
+def curves(axes: Any, runs: Runs) -> None:
+    """The held-out loss minus that of bf16, mean over the seeds."""
+    for name, (color, line) in styles([name for name in runs if name != BF16]).items():
+        steps = sorted(int(step) for step in next(iter(runs[name].values()))["evaluations"])
+        means = [interval(differences(runs, name, at(step)))[0] for step in steps]
+        axes.plot(steps, [100 * mean for mean in means], label=name, color=color, linestyle=line, marker=".")
+    axes.set(xscale="log", xlabel="step", ylabel="held-out loss, % above bf16", title="mean over the seeds")
+    axes.grid(alpha=0.3)
+    axes.axhline(0, color="black", linewidth=1)
+    axes.set_ylim(bottom=-3.2)  # room for the legend
+    axes.legend(fontsize=7, ncols=3, loc="lower center")
+
+
+def intervals(axes: Any, runs: Runs, names: Sequence[str]) -> None:
+    """The 95 % confidence intervals of the last step, one row for each of ``names``."""
+    colors = styles([name for name in runs if name != BF16])
+    for index, name in enumerate(names):
+        last = max(int(step) for step in next(iter(runs[name].values()))["evaluations"])
+        mean, half = interval(differences(runs, name, at(last)))
+        axes.errorbar(100 * mean, index, xerr=100 * half, fmt="o", color=colors[name][0], capsize=4)
+    axes.set(xlabel="held-out loss after the last step, % above bf16", title="95 % confidence")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(alpha=0.3)
+    axes.axvline(0, color="black", linewidth=1)
+
+
+def plot(runs: Runs, path: Path, confidence: Path) -> None:
+    """Two pictures: curves and intervals of all runs, and the intervals of the recipes alone (README's)."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    names = [name for name in runs if name != BF16]
-    kinds = list(dict.fromkeys(name.split(",")[0] for name in names))  # a color each; what is changed of it, a line
-    for index, name in enumerate(names):
-        color = "black" if name == BF16_AGAIN else f"C{kinds.index(name.split(',')[0]) % 10}"
-        line = _LINES[[other for other in names if other.split(",")[0] == name.split(",")[0]].index(name)]
-        steps = sorted(int(step) for step in next(iter(runs[name].values()))["evaluations"])
-        means = [interval(differences(runs, name, at(step)))[0] for step in steps]
-        left.plot(steps, [100 * mean for mean in means], label=name, color=color, linestyle=line, marker=".")
-        mean, half = interval(differences(runs, name, at(steps[-1])))
-        right.errorbar(100 * mean, index, xerr=100 * half, fmt="o", color=color, capsize=4)
-    left.set(xscale="log", xlabel="step", ylabel="held-out loss, % above bf16", title="mean over the seeds")
-    right.set(xlabel="held-out loss after the last step, % above bf16", title="95 % confidence")
-    right.set_yticks(range(len(names)), names)
-    right.invert_yaxis()
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    left.axhline(0, color="black", linewidth=1)
-    right.axvline(0, color="black", linewidth=1)
-    left.set_ylim(bottom=-3.2)  # room for the legend
-    left.legend(fontsize=7, ncols=3, loc="lower center")
+    curves(left, runs)
+    intervals(right, runs, [name for name in runs if name != BF16])
     figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    figure, axes = pyplot.subplots(figsize=(8, 3.2), layout="constrained")
+    intervals(axes, runs, recipes(runs))
+    figure.savefig(confidence, dpi=130)
     pyplot.close(figure)
 
 
@@ -149,7 +178,7 @@ def main() -> int:
     for name in BACKENDS:
         if len(runs.get(name, {})) < len(runs[BF16]):
             console.print(f"not run yet: {name}, {len(runs[BF16]) - len(runs.get(name, {}))} seeds", highlight=False)
-    plot(runs, RESULTS / "train_recipes_cpu.png")
+    plot(runs, RESULTS / "train_recipes_cpu.png", RESULTS / "train_recipes_confidence.png")
     return 0
 
 

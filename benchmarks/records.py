@@ -7,23 +7,20 @@ one failure, or something that was left out and why. ``benchmarks.report`` reads
 from __future__ import annotations
 
 import contextlib
-import datetime
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
-import shutil
 import signal
-import subprocess
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.console import Console
+
+from fp8graph.tools.record.machine import this_machine
 
 RESULTS: Final = Path(__file__).parent / "results"
 TRACEBACK: Final = 6  # last lines of it that a failure keeps
@@ -34,48 +31,6 @@ class OutOfTime(RuntimeError):
     """The budget ended during a measurement."""
 
 
-def version_of(package: str) -> str:
-    """The installed version, or "missing"."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
-
-
-def machine() -> dict[str, Any]:
-    """Where and when: versions, the GPU and its clocks."""
-    facts: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        **{package: version_of(package) for package in ("triton", "transformers", "torchao")},
-        "commit": _commit(),
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
-    if torch.cuda.is_available():
-        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
-        facts |= {"cudnn": torch.backends.cudnn.version(), "clocks": clocks()}
-    return facts
-
-
-def clocks() -> str:
-    """Clocks, power and temperature of the GPU now; "" without nvidia-smi."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return ""
-    query = "clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,driver_version"
-    command = [tool, f"--query-gpu={query}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(RESULTS.parent), "describe", "--always", "--dirty"]
-    with contextlib.suppress(OSError):  # no git
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return ""
-
-
 class Run:
     """The lines and the time of one run.
 
@@ -84,17 +39,32 @@ class Run:
         budget: seconds for everything.
         tiny: small sizes, to try the scripts on any machine; such a run is no result.
         compiler: "inductor", or "eager" to generate no code.
+        only: the contenders to measure; all of them if it is empty.
+        widths: the hidden sizes of ``smallest``; all of them if it is empty.
     """
 
     def __init__(
-        self, path: Path | None = None, *, budget: float = 560, tiny: bool = False, compiler: Any = "inductor"
+        self,
+        path: Path | None = None,
+        *,
+        budget: float = 560,
+        tiny: bool = False,
+        compiler: Any = "inductor",
+        only: Sequence[str] = (),
+        widths: Sequence[int] = (),
     ) -> None:
         self.path = path
         self.budget = budget
         self.tiny = tiny
         self.compiler = compiler
+        self.only = only
+        self.widths = widths
         self._started = time.monotonic()
         self._section = (0.0, budget)  # seconds after the start: when the section began, when it is to end
+
+    def chosen(self, contenders: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of ``contenders`` that are measured."""
+        return {name: value for name, value in contenders.items() if not self.only or name in self.only}
 
     def write(self, section: str, **values: Any) -> None:
         """One line, in the file before this returns."""
@@ -123,10 +93,16 @@ class Run:
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def begin_section(self, left: int) -> None:
-        """Give the next section an equal part of the time that is left for it and the others; ``left`` counts all."""
+    def begin_section(self, left: int, seconds: float | None = None) -> None:
+        """Give the next section ``seconds``, or an equal part of the time left for it and the others (``left``)."""
         now = self.seconds
-        self._section = (now, now + max(0.0, self.budget - now) / left)
+        rest = max(0.0, self.budget - now)
+        self._section = (now, now + (rest / left if seconds is None else min(seconds, rest)))
+
+    @property
+    def left(self) -> float:
+        """Seconds that the section has left."""
+        return self._section[1] - self.seconds
 
     def late(self, share: float = 1.0) -> bool:
         """Whether ``share`` of the section's time is over."""
@@ -156,7 +132,7 @@ def write_json(name: str, results: Any) -> Path:
     """``benchmarks/results/<name>.json`` with the machine beside the numbers."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"machine": this_machine(), "results": results}, indent=1) + "\n", encoding="utf-8")
     return path
 
 

@@ -1,8 +1,8 @@
 """Tables and pictures of a folder of results: ``python -m benchmarks.report [FOLDER] [--write]``.
 
 FOLDER (benchmarks/results/first_hour) has one file of JSON lines per run of ``benchmarks.first_hour``. Printed: which
-goals hold, every speedup, and what keeps the others back. ``--write`` puts the same between the marks in
-docs/measurements.md and README.md, and the pictures beside the results. Runs with ``--tiny`` are left out.
+goals hold, every speedup, and what keeps the others back. ``--write`` puts the same between the marks of ``PAGES``, and
+the pictures beside the results. ``benchmarks.published`` says which runs are shown; tiny runs never are.
 """
 
 from __future__ import annotations
@@ -10,147 +10,189 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import plots, tables
 from benchmarks.compile_time import GPU_CODE
-from benchmarks.goals import Line, speedups, whole_speedups
+from benchmarks.published import (
+    BF16,
+    Row,
+    Run,
+    all_rows,
+    changed_trees,
+    last_with,
+    load,
+    load_records,
+    rows,
+    whole_model,
+)
 from benchmarks.records import RESULTS, console
 
 ROOT: Final = Path(__file__).parent.parent
 FOLDER: Final = RESULTS / "first_hour"
-PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "README.md")
+RECORDS: Final = RESULTS / "records"
+PAGES: Final = (ROOT / "docs" / "measurements.md", ROOT / "docs" / "records.md", ROOT / "README.md")
 NO_GPU: Final = "Not run on a GPU yet: no GPU result exists, and no speed is claimed."
-COMPARED: Final = {"linears": "The linears of one layer", "layers": "Two Llama-3-8B layers"}
-OTHERS: Final[dict[str, tuple[str, Callable[[list[Line]], str]]]] = {
+NO_RECORD: Final = "There is no record yet."
+# What is compared with bf16: the heading, and the table of one run's rows
+COMPARED: Final[dict[str, tuple[str, Callable[[Sequence[Row]], str]]]] = {
+    "linears": ("The linears of one layer", tables.contenders),
+    "layers": ("Two Llama-3-8B layers", tables.contenders),
     "table": ("Llama-3-8B, trained whole on one GPU", tables.whole),
     "decode": ("Decode", tables.decode),
-    "train": ("Steps with fused AdamW", tables.train),
     "smallest": ("The narrowest layer that FP8 makes faster", tables.smallest),
     "sweep": ("One linear, forward and backward", tables.sweep),
+}
+WITH_KERNELS: Final = ("linears", "layers")  # their profiles are taken apart
+OTHERS: Final[dict[str, tuple[str, Callable[[Run], str]]]] = {
+    "train": ("Steps with fused AdamW", tables.train),
     "gemm": ("GEMMs, TFLOP/s", tables.gemms),
     "quant": ("Quantization, TB/s", tables.quantization),
 }
 
 
-def load(folder: Path) -> list[Line]:
-    """The lines of all runs in ``folder``, oldest first, each with its run's ``machine``; tiny runs left out.
-
-    A line that was cut off (a run that was killed) is left out as well.
-    """
-    found: list[Line] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        run: dict[str, Any] = {}
-        for text in path.read_text(encoding="utf-8").splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if line["section"] == "run":
-                run = line
-            if run and not run["tiny"]:
-                found.append({**line, "machine": run["machine"], "file": path.name})
-    return found
-
-
-def newest(lines: Iterable[Line]) -> list[Line]:
-    """Of each section the lines of the last run that measured it: what is compared was measured in one run."""
-    lines = list(lines)
-    no_number = {"failed", "stopped", "skipped", "section_s"}
-    last = {line["section"]: line["file"] for line in lines if not no_number & line.keys()}
-    files = {file for section, file in last.items() if section != "run"}
-    return [
-        line
-        for line in lines
-        if (line["file"] in files if line["section"] == "run" else last.get(line["section"], "") == line["file"])
-    ]
-
-
-def on_gpu(lines: Iterable[Line]) -> list[Line]:
-    """The results of a GPU, each section by its last run."""
-    return newest(line for line in lines if "gpu" in line["machine"] and line["section"] != "host")
-
-
-def gpu_page(lines: list[Line], pictures: Sequence[Path] = ()) -> str:
-    """All of what GPUs measured, or the line that says that none has."""
-    if not lines:
-        return NO_GPU
-    measured = {line["section"] for line in lines}
-    parts = [*tables.machines(lines), "", "### Goals", "", tables.goals(lines)]
-    for section in (name for name in COMPARED if name in measured):
-        parts += ["", f"### {COMPARED[section]}", "", tables.limits(lines, section), ""]
-        parts += [tables.contenders(lines, section), "", "What holds each back, by GPU time:", ""]
-        parts += tables.holding_back(lines, section)
+def gpu_page(runs: Sequence[Run], folder: Path) -> str:
+    """Return all of what GPUs measured, or the line that says that none has."""
+    runs = [run for run in runs if run.gpu]
+    if not any(run.clean for run in runs):
+        return "\n\n".join([NO_GPU, *_left_out(runs)])
+    parts = [*_left_out(runs), "### Goals", tables.goals(runs)]
+    for section, (title, make) in COMPARED.items():
+        if published := rows(runs, section):
+            parts += [
+                f"### {title}",
+                *_of_section(section, published, make),
+                *_shown(folder, plots.of_section(section)),
+            ]
     for section, (title, make) in OTHERS.items():
-        if section in measured:
-            parts += ["", f"### {title}", "", make(lines)]
-    parts += _shown(pictures)
-    if notes := list(tables.left_out(lines)):
-        parts += ["", "### What failed or was left out", "", *notes]
-    return "\n".join(parts).strip()
+        if run := last_with(runs, section):
+            parts += [f"### {title}", tables.run_line(run), make(run)]
+    if notes := list(tables.failures(runs)):
+        parts += ["### What failed or was not reached", "\n".join(notes)]
+    return "\n\n".join(part for part in parts if part).strip()
 
 
-def _shown(pictures: Iterable[Path]) -> list[str]:
-    """Lines of docs/measurements.md; nothing for pictures outside the repository."""
-    inside = [path.relative_to(ROOT) for path in pictures if path.is_relative_to(ROOT)]
-    return ["", *(f"![{path.stem}](../{path})" for path in inside)] if inside else []
+def _left_out(runs: Sequence[Run]) -> Iterator[str]:
+    if files := changed_trees(runs):
+        yield f"Runs of a changed tree, not shown: {', '.join(f'`{file}`' for file in files)}."
 
 
-def short(lines: list[Line]) -> str:
-    """README's lines: the speedups of the recipes, each by the last run on the same GPU that has it."""
-    last = max((line["file"] for line in lines if line["section"] in (*COMPARED, "table")), default="")
-    where = next((line["machine"] for line in lines if line["file"] == last), {})
-    lines = [line for line in lines if all(line["machine"].get(key) == where.get(key) for key in ("gpu", "torch"))]
-    columns = {title: speedups(lines, section) for section, title in COMPARED.items()}
-    columns["Llama-3-8B, whole"] = whole_speedups(lines)
-    columns = {title: column for title, column in columns.items() if column}
-    names = list(dict.fromkeys(name for column in columns.values() for name in column if "," not in name))
-    if not names:
-        return "Not compared with bf16 on a GPU yet." if lines else NO_GPU
-    head = (
-        f"Times as fast as bf16 with `torch.compile` in the same run, forward and backward, {where['gpu']}, torch "
-        f"{where['torch']}; of each the last run that has it:"
+def _of_section(section: str, published: dict[str, list[Row]], make: Callable[[Sequence[Row]], str]) -> Iterator[str]:
+    """Yield a table per run."""
+    for of_run in published.values():
+        yield tables.run_line(of_run[0].run)
+        if section in WITH_KERNELS:
+            yield tables.limits(of_run[0].run, section)
+        yield make(of_run)
+        if section in WITH_KERNELS and (kernels := list(tables.holding_back(of_run))):
+            yield "What holds each back, by the profile's GPU time:"
+            yield "\n".join(kernels)
+        if section == "layers" and (calls := list(tables.on_the_host(of_run))):
+            yield "Where the host's time goes:"
+            yield "\n".join(calls)
+
+
+def _shown(folder: Path, names: Iterable[str]) -> Iterator[str]:
+    """Yield the pictures that ``plots.draw`` made; those outside the repository have no path for a page."""
+    for path in (folder / f"{name}.png" for name in names):
+        if path.exists() and path.is_relative_to(ROOT):
+            yield f"![{path.stem}](../{path.relative_to(ROOT)})"
+
+
+def short(runs: Sequence[Run], folder: Path) -> str:
+    """Return README's lines: a picture, its conditions, and one small table, all of one run."""
+    if not any(run.gpu and run.clean for run in runs):
+        return NO_GPU
+    if not (whole := whole_model(runs)):
+        return "Not compared with bf16 and torchao on a GPU yet."
+    run, line = whole[0].run, whole[0].line
+    m = run.machine
+    attention = "attention by cuDNN, " if tables.cudnn_attends(whole) else ""
+    sentences = (
+        f"Llama-3-8B on one {m['gpu']}, torch {m['torch']}, torchao {m['torchao']}, commit {m['commit']}, in one run, "
+        f"`{run.file}`: {line.get('tokens', tables.TOKENS):,} tokens per step, {line['optimizer']}, "
+        f"{tables.text_of(whole)}.",
+        f"The rows share {attention}blocks compiled one by one, and a head in bf16.",
+        tables.against_torchao(whole),
     )
-    rows = [(name, *(column.get(name) for column in columns.values())) for name in names]
-    return f"{head}\n\n{tables.table(('', *columns), rows)}"
+    parts: list[str] = []
+    picture = folder / f"{plots.WHOLE}.png"
+    if picture.exists() and picture.is_relative_to(ROOT):
+        parts.append(f"![{_in_words(whole)}]({picture.relative_to(ROOT)})")
+    parts.append(tables.prose(" ".join(sentence for sentence in sentences if sentence)))
+    parts.append(tables.speed(whole))
+    return "\n\n".join(parts)
 
 
-def blocks(folder: Path) -> dict[str, str]:
-    """Name of a block -> its text. A block stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``."""
-    lines = load(folder)
-    gpu = on_gpu(lines)
-    host = [line for line in newest(lines) if line["section"] in ("run", "host")]
-    hosted = {line["file"] for line in host if line["section"] == "host"}
-    host = [line for line in host if line["file"] in hosted]
-    pictures = sorted(folder.glob("*.png"))
-    found = {
-        "gpu": gpu_page(gpu, [path for path in pictures if path.stem != "host"]),
-        "speed": short([line for line in lines if "gpu" in line["machine"]]),
-        "host": "Not measured yet.",
-    }
-    if host:
-        shown = _shown(path for path in pictures if path.stem == "host")
-        found["host"] = "\n".join([*tables.machines(host), "", tables.host(host), *shown])
-    path = RESULTS / "compile_time.json"
+def _in_words(whole: Sequence[Row]) -> str:
+    """Return the picture's figures, for those who do not see it."""
+    m = whole[0].run.machine
+    rows = [
+        f"{plots.NAMED[row.contender]} {row.line['tokens_per_s']:,.0f} tokens/s".replace("\n", " ")
+        + (f" ({row.times_bf16:.2f}x)" if row.contender != BF16 and row.times_bf16 else "")
+        + (f", {row.line['peak_mib'] / 1024:.1f} GiB" if row.line.get("peak_mib") else "")
+        + (f", {row.line['watts']:.0f} W" if row.line.get("watts") else "")
+        for row in plots.of_whole(whole)
+    ]
+    return f"Training Llama-3-8B on one {m['gpu']}, {m['date'][:10]}: {'; '.join(rows)}"
+
+
+def record_page(folder: Path) -> str:
+    """Return a table per file and model; records of a changed tree are named, and not shown."""
+    records = load_records(folder) if folder.exists() else []
+    parts = list(_left_out([run for run, _ in records]))
+    for run, command in records:
+        if not run.clean:
+            continue
+        of_run = all_rows(run, "table")
+        for model in dict.fromkeys(row.case for row in of_run):
+            of_model = [row for row in of_run if row.case == model]
+            parts += [f"### {model[0]}, {run.gpu}, {run.machine['date'][:10]}", tables.run_line(run)]
+            parts += [f"`{command}`", tables.whole(of_model)]
+        left_out = [(line, why) for line in run.lines if (why := line.get("failed") or line.get("skipped"))]
+        notes = [f"* {line['model']}, {line['contender']}: {why.splitlines()[0][:100]}" for line, why in left_out]
+        parts += ["Not measured:", "\n".join(notes)] if notes else []
+    return "\n\n".join(parts) or NO_RECORD
+
+
+def _from_json(name: str, table: Callable[[Any], str]) -> Iterator[tuple[str, str]]:
+    """Yield the block of a file that another program wrote, under a line that says when, and with which code."""
+    path = RESULTS / f"{name}.json"
     if path.exists():
         written = json.loads(path.read_text(encoding="utf-8"))
-        where = f"torch {written['machine']['torch']}, {written['machine']['date'][:10]}:"
-        found["compile"] = f"{where}\n\n{tables.compile_time(written['results'])}"
-    for name, table in ((GPU_CODE, tables.gpu_code_time), ("checkpointing", tables.checkpointing)):
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            written = json.loads(path.read_text(encoding="utf-8"))
-            machine = written["machine"]
-            where = f"torch {machine['torch']}, triton {machine['triton']}, {machine['date'][:10]}:"
-            found[name] = f"{where}\n\n{table(written['results'])}"
-    return found
+        m = written["machine"]
+        versions = ", ".join(f"{key} {m[key]}" for key in ("torch", "triton") if key in m)
+        changed = " (a changed tree)" if m["commit"].endswith("-dirty") else ""
+        where = f"`{path.name}`: {versions}, {m['date'][:10]}, commit {m['commit']}{changed}."
+        yield name, f"{where}\n\n{table(written['results'])}"
 
 
-def filled(text: str, found: dict[str, str]) -> str:
-    """``text`` with its blocks replaced by those of ``found``."""
-    for name, block in found.items():
+def blocks(folder: Path, records: Path = RECORDS) -> dict[str, str]:
+    """Map the name of each block to its text.
+
+    A block stands between ``<!-- NAME: begin -->`` and ``<!-- NAME: end -->``.
+    """
+    runs = load(folder)
+    made = {
+        "gpu": gpu_page(runs, folder),
+        "speed": short(runs, folder),
+        "host": "Not measured yet.",
+        "records": record_page(records),
+    }
+    if run := last_with(runs, "host"):
+        made["host"] = "\n\n".join([tables.run_line(run), tables.host(run), *_shown(folder, ["host"])])
+    made |= _from_json("compile_time", tables.compile_time)
+    made |= _from_json(GPU_CODE, tables.gpu_code_time)
+    made |= _from_json("checkpointing", tables.checkpointing)
+    # "compile" is what docs/measurements.md calls it
+    return {"compile" if name == "compile_time" else name: text for name, text in made.items()}
+
+
+def filled(text: str, made: dict[str, str]) -> str:
+    """Return ``text`` with its blocks replaced by those of ``made``."""
+    for name, block in made.items():
         pattern = rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)"
         text = re.sub(pattern, lambda m, block=block: f"{m[1]}{block}\n{m[2]}", text, flags=re.DOTALL)
     return text
@@ -159,16 +201,19 @@ def filled(text: str, found: dict[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
-    parser.add_argument("--write", action="store_true", help="into docs/measurements.md, README.md, and the pictures")
+    pages = ", ".join(str(page.relative_to(ROOT)) for page in PAGES)
+    parser.add_argument("--write", action="store_true", help=f"into {pages}, and the pictures")
     chosen = parser.parse_args(arguments)
     if not chosen.write:
         console.print("\n\n".join(blocks(chosen.folder).values()), markup=False, highlight=False)
         return 0
-    lines = load(chosen.folder)
-    pictures = plots.draw(on_gpu(lines), newest(lines), chosen.folder)
-    found = blocks(chosen.folder)
+    pictures = plots.draw(load(chosen.folder), chosen.folder)
+    for name in plots.NAMES:
+        if (path := chosen.folder / f"{name}.png") not in pictures:  # of a run that is not published any more
+            path.unlink(missing_ok=True)
+    made = blocks(chosen.folder)
     for page in PAGES:
-        page.write_text(filled(page.read_text(encoding="utf-8"), found), encoding="utf-8")
+        page.write_text(filled(page.read_text(encoding="utf-8"), made), encoding="utf-8")
     written = [*PAGES, *pictures, *plots.passes(RESULTS / "compile_time.json")]
     console.print("wrote " + ", ".join(map(str, written)), markup=False)
     return 0

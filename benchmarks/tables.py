@@ -1,14 +1,34 @@
-"""The tables of ``benchmarks.report``, as Markdown."""
+"""The tables of ``benchmarks.report``, as Markdown. A ratio is that of two figures of its row."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
-from benchmarks.goals import Line, bounds, by_gpu_time, is_profile, judge
+from benchmarks.goals import by_gpu_time, judge, spread_of_bound
 from benchmarks.measure import kind_of
+from benchmarks.published import (
+    BF16,
+    CASES,
+    LLAMA,
+    NO_NUMBER,
+    TENSORWISE,
+    TORCHAO,
+    Line,
+    Row,
+    Run,
+    bounds,
+    measured,
+)
 from fp8graph import Policy
+
+Column = Callable[[Row], Any]
+STEPS: Final = (1, 10, 20, 30)  # those whose loss is shown
+# Llama-3-8B, for rows that do not say it: weights of matmuls (without the input embedding), layers, hidden, tokens
+PARAMETERS, LAYERS, HIDDEN, TOKENS = 7_504_924_672, 32, 4096, 8192
+H200: Final = 989e12  # FLOP/s in bf16, of its data sheet
 
 
 def table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
@@ -22,174 +42,401 @@ def _cell(value: Any) -> str:
     return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
-def of_section(lines: Iterable[Line], section: str, key: str) -> list[Line]:
-    """The lines of ``section`` that have ``key``."""
-    return [line for line in lines if line["section"] == section and line.get(key) is not None]
+def _whole_number(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"
 
 
-def machines(lines: Iterable[Line]) -> Iterator[str]:
-    """One line per run."""
-    for line in lines:
-        if line["section"] == "run":
-            m = line["machine"]
-            where = m.get("gpu") or f"CPU ({m['cpu']})"
-            versions = ", ".join(f"{k} {m[k]}" for k in ("torch", "triton", "transformers", "torchao") if k in m)
-            yield f"* `{line['file']}`: {where}, {versions}, {m['date'][:10]}, commit {m['commit']}"
+def comparison(columns: Mapping[str, Column], rows: Iterable[Row]) -> str:
+    """Return a row per contender; a column that no row has a value for is left out."""
+    cells = [[_cell(column(row)) for column in columns.values()] for row in rows]
+    kept = [index for index in range(len(columns)) if any(line[index] for line in cells)]
+    titles = list(columns)
+    return table([titles[index] for index in kept], [[line[index] for index in kept] for line in cells])
 
 
-def goals(lines: list[Line]) -> str:
-    rows = [(goal.name, goal.bar, goal.wanted, goal.found, goal.detail, goal.verdict) for goal in judge(lines)]
-    return table(("goal", "bar", "times as fast", "found", "", "verdict"), rows)
+def prose(text: str) -> str:
+    """Fill a paragraph into lines that people can read in a diff."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
-def limits(lines: list[Line], section: str) -> str:
-    found = bounds(lines, section)
-    return "R: " + ", ".join(f"{scaling} {value:.3f}" for scaling, value in found.items()) if found else ""
+def run_line(run: Run) -> str:
+    """Return where, when and with which code ``run`` was measured."""
+    m = run.machine
+    where = m.get("gpu") or f"CPU ({m['cpu']})"
+    versions = [f"{k} {m[k]}" for k in ("torch", "triton", "transformers", "torchao") if k in m]
+    if m.get("transformer_engine", "missing") != "missing":
+        versions.append(f"transformer_engine {m['transformer_engine']}")
+    return prose(f"Run `{run.file}`: {where}, {', '.join(versions)}, {m['date'][:10]}, commit {m['commit']}.")
 
 
-def contenders(lines: list[Line], section: str) -> str:
-    """Wall time kept and updated, host and GPU time, launches and memory per contender."""
-    alone = of_section(lines, section, "host_ms")
-    wall = {(line["contender"], line.get("weights")): line for line in of_section(lines, section, "wall_ms")}
-    rows: list[Sequence[Any]] = []
-    for line in alone:
-        name, profile = line["contender"], line.get("profile") or {}
-        kept, updated = wall.get((name, "kept"), line), wall.get((name, "updated"), {})
-        rows.append((
-            name, kept.get("wall_ms"), kept.get("speedup"), updated.get("speedup"), line["host_ms"],
-            profile.get("gpu_ms"), profile.get("launches"), line.get("resident_mib"), line.get("peak_mib"),
-        ))  # fmt: skip
-    times = ("wall ms", "times bf16", "after an update", "host ms", "GPU ms")
-    return table(("", *times, "launches", "resident MiB", "peak MiB"), rows)
+def goals(runs: Sequence[Run]) -> str:
+    rows = [
+        (goal.name, goal.bar, goal.wanted, goal.ratio, goal.detail, goal.verdict, goal.run and f"`{goal.run}`")
+        for goal in judge(runs)
+    ]
+    lines = [table(("goal", "bar", "times as fast", "measured", "", "verdict", "run"), rows)]
+    low, high, count = spread_of_bound(runs)
+    if count > 1:
+        lines.append(f"\nOver {count} runs of the layers, R per tensor was {low:.3f} to {high:.3f}.")
+    return "\n".join(lines)
 
 
-def holding_back(lines: list[Line], section: str, count: int = 5) -> Iterator[str]:
-    """Per contender: the shares of GPU time by kind, and the longest kernels that are no GEMMs."""
-    for line in (line for line in lines if is_profile(line, section)):
-        profile = line["profile"]
+def limits(run: Run, section: str) -> str:
+    """Return R per scaling, with the milliseconds of which it is the ratio."""
+    parts = [
+        f"{scaling} {line['R']:.3f} ({line['bf16_ms']:.3f} / {line['fp8_ms']:.3f} ms)"
+        for scaling, line in bounds(run, section).items()
+    ]
+    return prose(f"R of this run: {', '.join(parts)}.") if parts else ""
+
+
+# --- columns --------------------------------------------------------------------------------------------------------
+
+
+def _of(key: str) -> Column:
+    return lambda row: row.line.get(key)
+
+
+def _number(key: str) -> Column:
+    return lambda row: _whole_number(row.line.get(key))
+
+
+def _profile(row: Row) -> Line:
+    return row.line.get("profile") or {}
+
+
+def _gpu_ms(line: Line | None) -> float | None:
+    return (line.get("gpu_ms") or (line.get("profile") or {}).get("gpu_ms")) if line else None
+
+
+def _spread(row: Row) -> str | None:
+    """Return how far apart the rounds are."""
+    low, high = row.line.get("low_ms"), row.line.get("high_ms")
+    return f"{high / low - 1:.1%}" if low and high else None
+
+
+def _launches(row: Row) -> str | None:
+    return _whole_number(_profile(row).get("launches", row.line.get("launches")))
+
+
+def memory(line: Line) -> tuple[float | None, float | None]:
+    """Return resident and peak MiB; neither where they cannot be true: another model was freed meanwhile."""
+    resident, peak = line.get("resident_mib"), line.get("peak_mib")
+    impossible = (resident is not None and resident <= 0) or (resident and peak and peak < resident)
+    return (None, None) if impossible else (resident, peak)
+
+
+TIMES: Final[Mapping[str, Column]] = {
+    "contender": lambda row: row.contender,
+    "wall ms": _of("wall_ms"),
+    "bf16's ms": lambda row: row.bf16 and row.bf16["wall_ms"],
+    "times bf16": lambda row: row.times_bf16,
+    "torchao's ms": lambda row: row.torchao and row.torchao["wall_ms"],
+    "times torchao": lambda row: row.times_torchao,
+    "spread": _spread,
+    "host ms": _of("host_ms"),
+    "events ms": _of("events_ms"),
+    "GPU ms (profile)": lambda row: _gpu_ms(row.line),
+    "launches": _launches,
+}
+MEMORY: Final[Mapping[str, Column]] = {
+    "resident MiB": lambda row: _whole_number(memory(row.line)[0]),
+    "peak MiB": lambda row: _whole_number(memory(row.line)[1]),
+    "W": _number("watts"),
+    "SM MHz": _number("sm_mhz"),
+}
+
+
+def contenders(rows: Sequence[Row]) -> str:
+    """Return the table of ``linears`` or ``layers``."""
+    return comparison({**TIMES, **MEMORY}, rows)
+
+
+def decode(rows: Sequence[Row]) -> str:
+    """Return milliseconds of one token, and the line on memory: FP8 copies stand beside the weights in bf16."""
+    first: dict[str, Column] = {
+        "sequences": lambda row: row.case[0],
+        "CUDA graphs": lambda row: "yes" if row.case[1] else "no",
+    }
+    last = {"skipped": _of("skips"), "copied inputs": _of("copied_inputs"), "checksum": _of("checksum")}
+    lines = [comparison({**first, **TIMES, **MEMORY, **last}, rows)]
+    held = {row.contender: row.line["resident_mib"] for row in rows if row.case[0] == 1 and "resident_mib" in row.line}
+    stored = {name: mib for name, mib in held.items() if name.endswith("checkpoint")}
+    if {BF16, TENSORWISE} <= held.keys() and stored:
+        text = (
+            f"For one sequence the weights, their FP8 copies and the cache take {held[TENSORWISE]:,.0f} MiB under "
+            f"tensorwise and {held[BF16]:,.0f} MiB in bf16, since the copies stand beside the weights in bf16; only an "
+            f"FP8 checkpoint takes less: {min(stored.values()):,.0f} MiB."
+        )
+        lines.append(f"\n{prose(text)}")
+    return "\n".join(lines)
+
+
+def smallest(rows: Sequence[Row]) -> str:
+    """Return a row per layer and contender, the narrowest first, with the GEMMs that the speed model would choose."""
+
+    def chosen(row: Row) -> str | None:
+        gemms = [speedup for speedup in (row.line.get("predicted") or {}).values() if speedup is not None]
+        return f"{sum(speedup >= Policy().min_speedup for speedup in gemms)} of {len(gemms)}" if gemms else None
+
+    first: dict[str, Column] = {"tokens": lambda row: row.case[0], "hidden size": lambda row: row.case[1]}
+    last: dict[str, Column] = {"GEMMs that the speed model would choose": chosen}
+    return comparison({**first, **TIMES, **last}, sorted(rows, key=lambda row: row.case))
+
+
+def sweep(rows: Sequence[Row]) -> str:
+    """Return the 12 worst cases by the profile's GPU time."""
+    ratios = {
+        key: ratio
+        for run in {row.run.file: row.run for row in rows}.values()
+        for key, ratio in by_gpu_time(run).items()
+    }
+    worst = sorted(
+        (row for row in rows if (*row.case, row.contender) in ratios), key=lambda row: ratios[*row.case, row.contender]
+    )  # fmt: skip
+    first: dict[str, Column] = {
+        "the 12 worst: tokens x inputs -> outputs": lambda row: "{} x {} -> {}".format(*row.case)
+    }
+    last: dict[str, Column] = {
+        "bf16's GPU ms": lambda row: _gpu_ms(row.bf16),
+        "times bf16 by GPU time": lambda row: ratios[*row.case, row.contender],
+    }
+    return comparison({**first, **TIMES, **last}, worst[:12])
+
+
+# --- a whole model --------------------------------------------------------------------------------------------------
+
+
+def flop_per_token(line: Line) -> Line | None:
+    """Return FLOPs per token: attention as torchtitan counts it, and as Megatron does, the causal half."""
+    if counted := line.get("flop_per_token"):
+        return counted
+    if line.get("model", LLAMA) != LLAMA:
+        return None
+    attention = LAYERS * HIDDEN * TOKENS
+    return {"titan": 6 * PARAMETERS + 12 * attention, "megatron": 6 * PARAMETERS + 6 * attention}
+
+
+def peak_flops(row: Row) -> float | None:
+    """Return FLOP/s in bf16 that the board's data sheet names."""
+    if "peak_flops" in row.line:
+        return row.line["peak_flops"]
+    return H200 if row.run.gpu == "NVIDIA H200" else None
+
+
+def _rate(way: str) -> Column:
+    def tflops(row: Row) -> str | None:
+        counted = flop_per_token(row.line)
+        return f"{counted[way] * row.line['tokens_per_s'] / 1e12:.0f}" if counted else None
+
+    return tflops
+
+
+def _share(row: Row) -> str | None:
+    counted, peak = flop_per_token(row.line), peak_flops(row)
+    return f"{counted['titan'] * row.line['tokens_per_s'] / peak:.0%}" if counted and peak else None
+
+
+def _loss(step: int) -> Column:
+    def loss(row: Row) -> str | None:
+        losses = row.line.get("losses", ())
+        return f"{losses[step - 1]:.3f}" if row.line.get("text") and len(losses) >= step else None
+
+    return loss
+
+
+def _tokens_per_s(line: Line | None) -> str | None:
+    return _whole_number(line["tokens_per_s"]) if line else None
+
+
+def whole(rows: Sequence[Row]) -> str:
+    """Return a table per model, under the conditions that its rows share."""
+    models = [[row for row in rows if row.case == case] for case in dict.fromkeys(row.case for row in rows)]
+    return "\n\n".join(f"{prose(conditions(of_model))}\n\n{_whole(of_model)}" for of_model in models)
+
+
+def _whole(rows: Sequence[Row]) -> str:
+    """Return a row per contender."""
+    new = all(row.line.get("text") for row in rows)
+    columns: dict[str, Column] = {
+        "contender": lambda row: row.contender,
+        "tokens/s": lambda row: _tokens_per_s(row.line),
+        "bf16's tokens/s": lambda row: _tokens_per_s(row.bf16),
+        "times bf16": lambda row: row.times_bf16,
+        "torchao's tokens/s": lambda row: _tokens_per_s(row.torchao),
+        "times torchao": lambda row: row.times_torchao,
+        "TFLOP/s as torchtitan counts": _rate("titan"),
+        "TFLOP/s as Megatron counts": _rate("megatron"),
+        "of the data sheet's bf16 (torchtitan's count)": _share,
+        "peak MiB": lambda row: _whole_number(memory(row.line)[1]),
+        "resident MiB": lambda row: _whole_number(memory(row.line)[0]),
+        "W": _number("watts"),
+        "SM MHz": _number("sm_mhz"),
+        "seconds to compile" if new else "first step's extra s": lambda row: (
+            f"{row.line['compile_s']:.1f}" if "compile_s" in row.line else None
+        ),
+        **{f"loss at step {step}": _loss(step) for step in STEPS},
+    }
+    return comparison(columns, rows)
+
+
+def conditions(rows: Sequence[Row]) -> str:
+    """Return the tokens, optimizer and text that the rows of one run share, and what old runs could not show."""
+    line = rows[0].line
+    model = line.get("model", LLAMA)
+    sequence = f" in sequences of {line['sequence']:,}" if "sequence" in line else ""
+    sentences = [
+        f"{model}: {line.get('tokens', TOKENS):,} tokens per step{sequence}, {line['optimizer']}, {text_of(rows)}."
+    ]
+    if not line.get("text"):
+        sentences += [
+            "So the losses prove nothing: none is shown.",
+            "bf16 came first: its first step also paid for the start of the process.",
+        ]
+    if peak := peak_flops(rows[0]):
+        sentences.append(f"The board's data sheet names {peak / 1e12:.0f} TFLOP/s in bf16.")
+    return " ".join(sentences)
+
+
+def text_of(rows: Sequence[Row]) -> str:
+    """Return the text that the rows of one run were trained on."""
+    text = rows[0].line.get("text")
+    return f"fresh text in each step ({text})" if text else "one batch of random tokens that each step repeats"
+
+
+def cudnn_attends(rows: Iterable[Row]) -> bool:
+    """Return whether the profiles of all rows have cuDNN's attention, and no other."""
+    kernels = [[name for name, *_ in _profile(row).get("kernels", ()) if kind_of(name) == "attention"] for row in rows]
+    return bool(kernels) and all(names and all("cudnn" in name for name in names) for names in kernels)
+
+
+def speed(rows: Sequence[Row]) -> str:
+    """Return README's table: one run, which has bf16 and torchao."""
+    columns: dict[str, Column] = {
+        "contender": lambda row: row.contender,
+        "tokens/s": lambda row: _tokens_per_s(row.line),
+        "times bf16": lambda row: row.times_bf16,
+        "times torchao": lambda row: row.times_torchao,
+        "peak MiB": lambda row: _whole_number(memory(row.line)[1]),
+        "W": _number("watts"),
+    }
+    return comparison(columns, rows)
+
+
+def against_torchao(rows: Sequence[Row]) -> str:
+    """Return the sentence on peak memory, whoever needs less."""
+    peaks = {row.contender: memory(row.line)[1] for row in rows}
+    ours, theirs, plain = (peaks.get(name) for name in (TENSORWISE, TORCHAO, BF16))
+    if not (ours and theirs and plain):
+        return ""
+    less = "torchao takes less memory" if theirs < ours else "torchao takes no less memory"
+    return (
+        f"{less}: {theirs:,.0f} MiB at the peak, where fp8graph's tensorwise takes {ours:,.0f} and bf16 {plain:,.0f}."
+    )
+
+
+# --- where the time goes --------------------------------------------------------------------------------------------
+
+
+def holding_back(rows: Iterable[Row], count: int = 5) -> Iterator[str]:
+    """Yield per contender: the shares of GPU time by kind, and the longest kernels that are no GEMMs."""
+    for row in rows:
+        if not (profile := _profile(row)):
+            continue
         total = profile["gpu_ms"]
         kinds = sorted(profile["by_kind_ms"].items(), key=lambda item: -item[1])
         shares = ", ".join(f"{kind} {ms / total:.0%}" for kind, ms in kinds)
         longest = [kernel for kernel in profile["kernels"] if kind_of(kernel[0]) != "gemm"][:count]
         kernels = "; ".join(f"`{kernel[:60]}` {ms / total:.1%} ({launches:g}x)" for kernel, launches, ms in longest)
-        yield f"* **{line['contender']}**, {total:.2f} ms: {shares}. Longest beside GEMMs: {kernels}"
+        yield f"* **{row.contender}**, {total:.2f} ms: {shares}. Longest beside GEMMs: {kernels}"
 
 
-def gemms(lines: list[Line]) -> str:
-    """TFLOP/s: a row per shape, a column per variant."""
-    found = of_section(lines, "gemm", "tflops")
-    variants = list(dict.fromkeys(line["variant"] for line in found))
-    shapes = list(dict.fromkeys((line["m"], line["n"], line["k"]) for line in found))
-    rates = {(line["m"], line["n"], line["k"], line["variant"]): f"{line['tflops']:.0f}" for line in found}
+def on_the_host(rows: Iterable[Row], count: int = 5) -> Iterator[str]:
+    """Yield the longest rows of the CPU's profile, of bf16 and of tensorwise."""
+    for row in rows:
+        if row.contender in (BF16, TENSORWISE) and (longest := _profile(row).get("cpu")):
+            parts = "; ".join(f"`{name[:60]}` {ms:.2f} ms ({calls:g}x)" for name, calls, ms in longest[:count])
+            yield f"* **{row.contender}**: {parts}"
+
+
+# --- parts that are not compared ------------------------------------------------------------------------------------
+
+
+def gemms(run: Run) -> str:
+    """Return TFLOP/s: a row per shape, a column per variant."""
+    lines = [line for line in run.of("gemm") if line.get("tflops") is not None]
+    variants = list(dict.fromkeys(line["variant"] for line in lines))
+    shapes = list(dict.fromkeys((line["m"], line["n"], line["k"]) for line in lines))
+    rates = {(line["m"], line["n"], line["k"], line["variant"]): f"{line['tflops']:.0f}" for line in lines}
     rows = [(" x ".join(map(str, shape)), *(rates.get((*shape, v)) for v in variants)) for shape in shapes]
     return table(("m x n x k", *variants), rows)
 
 
-def quantization(lines: list[Line]) -> str:
-    """TB/s of what must be read and written once: a row per tensor and recipe, a column per option."""
-    found = of_section(lines, "quant", "tb_s")
-    options = list(dict.fromkeys(line["options"] for line in found))
-    keys = list(dict.fromkeys((line["producer"], line["recipe"]) for line in found))
-    rates = {(line["producer"], line["recipe"], line["options"]): f"{line['tb_s']:.2f}" for line in found}
+def quantization(run: Run) -> str:
+    """Return TB/s of what must be read and written once: a row per tensor and recipe, a column per option."""
+    lines = [line for line in run.of("quant") if line.get("tb_s") is not None]
+    options = list(dict.fromkeys(line["options"] for line in lines))
+    keys = list(dict.fromkeys((line["producer"], line["recipe"]) for line in lines))
+    rates = {(line["producer"], line["recipe"], line["options"]): f"{line['tb_s']:.2f}" for line in lines}
     return table(("", "recipe", *options), [(*key, *(rates.get((*key, o)) for o in options)) for key in keys])
 
 
-def decode(lines: list[Line]) -> str:
+def train(run: Run) -> str:
     rows = [
-        (line["batch"], "yes" if line["cuda_graphs"] else "no", line["contender"], line["wall_ms"], line["host_ms"],
-         (line.get("profile") or {}).get("gpu_ms"), line["skips"], line["copied_inputs"], line["checksum"])
-        for line in of_section(lines, "decode", "wall_ms")
+        (line["contender"], line["wall_ms"], line["host_ms"], _gpu_ms(line), line["losses"][-1], *line["resident_mib"])
+        for line in run.of("train") if "losses" in line
     ]  # fmt: skip
-    titles = ("sequences", "CUDA graphs", "", "wall ms", "host ms", "GPU ms", "skipped", "copied inputs", "checksum")
-    return table(titles, rows)
-
-
-def whole(lines: list[Line]) -> str:
-    """A row per contender of ``table``."""
-    found = of_section(lines, "table", "tokens_per_s")
-    profiles = {line["contender"]: line["profile"] for line in of_section(lines, "table", "profile")}
-    plain = next((line["tokens_per_s"] for line in found if line["contender"] == "bf16"), None)
-    rows = [
-        (line["contender"], f"{line['tokens_per_s']:,.0f}", plain and line["tokens_per_s"] / plain,
-         f"{line['peak_mib']:,.0f}", f"{line['compile_s']:.1f}", line["watts"] and f"{line['watts']:.0f}",
-         f"{line['losses'][-1]:.4f}", (profiles.get(line["contender"]) or {}).get("launches"))
-        for line in found
-    ]  # fmt: skip
-    titles = ("", "tokens/s", "times bf16", "peak MiB", "first step's extra s", "W", "last loss", "launches")
-    return table(titles, rows)
-
-
-def train(lines: list[Line]) -> str:
-    rows = [
-        (line["contender"], line["wall_ms"], line["host_ms"], (line.get("profile") or {}).get("gpu_ms"),
-         line["losses"][-1], *line["resident_mib"])
-        for line in of_section(lines, "train", "losses")
-    ]  # fmt: skip
-    titles = ("", "wall ms", "host ms", "GPU ms", "last loss", "MiB after 4 steps", "MiB at the end")
+    titles = ("contender", "wall ms", "host ms", "GPU ms (profile)", "last loss", "MiB after 4 steps", "MiB at the end")
     checks = [
         f"* {line['check']}, {line['recipe']}: {'yes' if line['holds'] else 'NO'}, largest difference {line['worst']:g}"
-        for line in of_section(lines, "train", "check")
-    ]
+        for line in run.of("train") if "check" in line
+    ]  # fmt: skip
     return "\n".join([table(titles, rows), "", *checks])
 
 
-def sweep(lines: list[Line]) -> str:
-    """By GPU time, the worst first."""
-    found = sorted(by_gpu_time(lines).items(), key=lambda item: item[1])
-    rows = [(f"{t} x {i} -> {o}", name, ratio) for (t, i, o, name), ratio in found[:12]]
-    return table(("tokens x inputs -> outputs, the 12 worst", "", "times bf16 by GPU time"), rows)
+def host(run: Run) -> str:
+    """Return a row per contender, a column per number of layers and kind of call.
 
-
-def smallest(lines: list[Line]) -> str:
-    """A row per layer that was measured, the narrowest first, with the GEMMs that the default policy would choose."""
-    found = of_section(lines, "smallest", "speedup")
-    rows: list[Sequence[Any]] = []
-    for line in sorted(found, key=lambda line: (line["tokens"], line["hidden"])):
-        gemms = [speedup for speedup in line["predicted"].values() if speedup is not None]
-        chosen = sum(speedup >= Policy().min_speedup for speedup in gemms)
-        rows.append((line["hidden"], line["tokens"], line["speedup"], f"{chosen} of {len(gemms)}"))
-    narrowest = [
-        f"* {line['tokens']} tokens: " + (f"from a hidden size of {line['narrowest']}" if line["narrowest"] else "none")
-        for line in lines
-        if line["section"] == "smallest" and "narrowest" in line
-    ]
-    titles = ("hidden size", "tokens", "times bf16, all in FP8", "GEMMs that the speed model would choose")
-    return "\n".join([table(titles, rows), "", *narrowest])
-
-
-def host(lines: Iterable[Line]) -> str:
-    """A row per contender, a column per number of layers and kind of call."""
-    found = of_section(lines, "host", "more_us")
-    cases = list(dict.fromkeys((line["mode"], line["layers"]) for line in found))
+    The raw lines hold one time per case, and no spread. How far some lie below plain's is the least that they are off.
+    """
+    lines = [line for line in run.of("host") if "us" in line]
+    cases = list(dict.fromkeys((line["mode"], line["layers"]) for line in lines))
     cell = {
-        (line["contender"], line["mode"], line["layers"]): f"{line['us']:.0f} ({line['more_us']:+.0f})"
-        + (f", {line['more_functions']:+d} functions" if line.get("more_functions") else "")
-        for line in found
+        (line["contender"], line["mode"], line["layers"]): f"{line['us']:.0f}"
+        + (f" ({line['more_functions']:+d})" if line.get("more_functions") else "")
+        for line in lines
     }
-    titles = ("us per call (more than plain)", *(f"{mode}, {layers} layers" for mode, layers in cases))
-    names = dict.fromkeys(line["contender"] for line in found)
-    return table(titles, [(name, *(cell.get((name, *case)) for case in cases)) for name in names])
+    titles = ("us per call (functions more than plain)", *(f"{mode}, {layers} layers" for mode, layers in cases))
+    names = dict.fromkeys(line["contender"] for line in lines)
+    rows = table(titles, [(name, *(cell.get((name, *case)) for case in cases)) for name in names])
+    if (noise := 1 - min((line["times_plain"] for line in lines), default=1.0)) <= 0:
+        return rows
+    text = (
+        f"The counts are exact. The times are not: a call that calls more functions took up to {noise:.0%} less time "
+        "than plain's, so only differences well above that mean anything."
+    )
+    return f"{rows}\n\n{prose(text)}"
 
 
 def compile_time(results: dict[str, Any]) -> str:
-    """Seconds of a training step's compile, and how often each contender traced and generated."""
+    """Return seconds of a training step's compile, and how often each contender traced and generated."""
     rows: list[Sequence[Any]] = []
-    for layers, found in results["compile"].items():
-        for case in found["seconds"]:
+    for layers, of_layers in results["compile"].items():
+        for case in of_layers["seconds"]:
             name, _, cache = case.rpartition(" ")
-            counts, used = found.get("counts", {}).get(case, {}), found.get("cpu_seconds", {})
+            counts, used = of_layers.get("counts", {}).get(case, {}), of_layers.get("cpu_seconds", {})
             rows.append((
-                layers, name, cache, *_times_plain(found["seconds"], case), *_times_plain(used, case),
+                layers, name, cache, *_times_plain(of_layers["seconds"], case), *_times_plain(used, case),
                 counts.get("traces"), counts.get("code_generations"), counts.get("kernels"),
             ))  # fmt: skip
-        rows += [(layers, case, "", f"failed: {reason}") for case, reason in found.get("failed", {}).items()]
+        rows += [(layers, case, "", f"failed: {reason}") for case, reason in of_layers.get("failed", {}).items()]
     titles = ("layers", "", "cache", "seconds", "times plain", "CPU seconds", "times plain (CPU)",
               "traces", "code generations", "C++ files")  # fmt: skip
     return table(titles, rows)
 
 
 def _times_plain(measured: Mapping[str, Sequence[float]], case: str) -> tuple[str, str]:
-    """The median of a case, and how many times plain torch's that is."""
+    """Return the median of a case, and how many times plain torch's that is."""
     if case not in measured:
         return "", ""
     median, plain = statistics.median(measured[case]), measured.get(f"inductor {case.rpartition(' ')[2]}")
@@ -197,13 +444,13 @@ def _times_plain(measured: Mapping[str, Sequence[float]], case: str) -> tuple[st
 
 
 def gpu_code_time(results: dict[str, list[dict[str, Any]]]) -> str:
-    """CPU seconds of a layer's code for a GPU, with the kernels that were generated and compiled."""
+    """Return CPU seconds of a layer's code for a GPU, with the kernels that were generated and compiled."""
     rows: list[Sequence[Any]] = []
     plain = None
-    for name, found in results.items():
-        done = [one for one in found if "failed" not in one]
+    for name, processes in results.items():
+        done = [one for one in processes if "failed" not in one]
         if not done:
-            rows.append((name, f"failed: {found[-1]['failed']}"))
+            rows.append((name, f"failed: {processes[-1]['failed']}"))
             continue
         generated, compiled = (statistics.median(one[part] for one in done) for part in ("generate", "compile"))
         plain = plain or generated + compiled
@@ -215,36 +462,64 @@ def gpu_code_time(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def checkpointing(rows: Iterable[Line]) -> str:
-    """Bytes that a layer keeps until backward, kernels and their traffic, and what runs again."""
+    """Return bytes that a layer keeps until backward, kernels and their traffic, and what runs again."""
     titles = (
         "", "run again", "save", "kept MiB", "forward: kernels", "MiB moved", "backward: kernels", "MiB moved",
         "GEMMs again", "x, w quantized again", "amaxes again",
     )  # fmt: skip
-    found: list[Sequence[Any]] = []
+    cells: list[Sequence[Any]] = []
     for row in rows:
         forward, backward = row["forward"], row["backward"]
         again = backward["inputs"] + backward["weights"]
-        found.append((
+        cells.append((
             row["recipe"], row["recomputed"], row["save"], f"{row['kept_mib']:,.0f}", forward["kernels"],
             f"{forward['mib']:,}", backward["kernels"], f"{backward['mib']:,}", row["gemms_again"], again,
             backward["amaxes"],
         ))  # fmt: skip
-    return table(titles, found)
+    return table(titles, cells)
 
 
-def left_out(lines: Iterable[Line]) -> Iterator[str]:
-    """Rows of the parts that failed, were stopped or were skipped."""
-    named = ("contender", "variant", "scaling", "producer", "recipe", "options")
-    sized = ("m", "n", "k", "tokens", "inputs")
-    found: dict[tuple[str, str], list[str]] = {}
-    for line in lines:
-        for word in ("failed", "stopped", "skipped"):
-            if word in line:
-                names, sizes = ([str(line[key]) for key in keys if key in line] for keys in (named, sized))
-                reason = str(line[word]).splitlines()[0]
-                case = f"{line['section']} {', '.join(names)}".rstrip(), f"{word}: {reason[:100]}"
-                found.setdefault(case, []).append(" x ".join(sizes) + (reason[100:200] if not sizes else ""))
-    for (what, reason), cases in found.items():
-        sizes = [case for case in cases if case]
-        where = f" ({', '.join(sizes[:3])}{', ...' if len(sizes) > 3 else ''})" if " x " in "".join(sizes) else ""
-        yield f"* {what}: {reason}{'' if where else cases[0]}{where}"
+def failures(runs: Sequence[Run]) -> Iterator[str]:
+    """Yield what failed or was skipped in a clean run and was not measured since; then who was never reached."""
+    clean = [run for run in runs if run.clean and run.gpu]
+    cases: dict[tuple[str, str], list[str]] = {}
+    stopped: dict[str, dict[str, None]] = {}
+    files: dict[str, None] = {}
+    for index, run in enumerate(clean):
+        for line in run.lines:
+            if not NO_NUMBER & line.keys() or "section_s" in line or _is_measured(line, clean[index:]):
+                continue
+            if why := line.get("failed") or line.get("skipped"):
+                reason = str(why).splitlines()[0][:100].split(" when calling")[0]  # then come sizes
+                sizes = " x ".join(str(line[key]) for key in ("m", "n", "k", "tokens", "inputs") if key in line)
+                named = ", ".join([line["section"], *_names(line)])
+                cases.setdefault((run.file, f"{named}: {reason}"), []).append(sizes)
+            elif name := ", ".join(_names(line)):
+                if not _is_measured(line, clean):
+                    stopped.setdefault(line["section"], {})[name] = None
+                    files[run.file] = None
+    for (file, what), sizes in cases.items():
+        where = f" ({', '.join(sizes[:3])}{', ...' if len(sizes) > 3 else ''})" if any(sizes) else ""
+        yield f"* `{file}`: {what}{where}"
+    if stopped:
+        count = sum(map(len, stopped.values()))
+        names = "; ".join(
+            f"{section}: {', '.join(f'`{name}`' for name in contenders)}" for section, contenders in stopped.items()
+        )
+        where = ", ".join(f"`{file}`" for file in files)
+        yield f"* Contenders that no run reached before its time was over: {count} ({where}): {names}"
+
+
+def _names(line: Line) -> list[str]:
+    keys = ("contender", "variant", "scaling", "producer", "recipe", "options")
+    batch = [f"sequences {line['batch']}"] if "batch" in line else []
+    return [*batch, *(str(line[key]) for key in keys if key in line)]
+
+
+def _is_measured(line: Line, runs: Iterable[Run]) -> bool:
+    """Return whether one of ``runs`` has a number of the contender and case of ``line``."""
+    section = line["section"]
+    if section not in CASES or "contender" not in line:
+        return False
+    case = tuple(line.get(key, LLAMA if key == "model" else None) for key in CASES[section])
+    return any((case, line["contender"]) in measured(run, section) for run in runs)

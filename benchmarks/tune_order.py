@@ -34,13 +34,13 @@ from rich.console import Console
 from torch import Tensor
 
 import fp8graph
-from benchmarks.records import machine
 from benchmarks.train_recipes import BATCH, RESULTS, batches
 from fp8graph import Policy, Rule
 from fp8graph.planning.tune import Score
 from fp8graph.recipes import GEMMS
 from fp8graph.tools import demo
 from fp8graph.tools.demo import SEQUENCE, corpus, quiet
+from fp8graph.tools.record.machine import this_machine
 
 HIDDEN: Final = 128
 SCORED: Final = 8  # batches that tune() sees
@@ -215,7 +215,7 @@ def measure(
             loss, rows = switched.run(held_out, [score for score in scores if score.gemm == gemm])
             seconds = round(time.perf_counter() - started, 1)
             head = {"layers": layers, "recipe": recipe, "dtype": dtype, "seed": seed, "gemm": gemm, "steps": steps}
-            head |= {"fp8graph": fp8graph.__version__, **machine(), "seconds": seconds, "loss": loss}
+            head |= {"fp8graph": fp8graph.__version__, **this_machine(), "seconds": seconds, "loss": loss}
             rows = [row | sums[row["site"], gemm] for row in rows]
             path.write_text(json.dumps({**head, "rows": rows}) + "\n")
             console.print(f"{path.name}: {seconds} s", highlight=False)

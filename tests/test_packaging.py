@@ -124,7 +124,7 @@ def test_the_page_of_a_package_index() -> None:
     assert "![" not in plain
     assert "in the source distribution" in plain.splitlines()[-1]
     assert "[one HTML page](https://forge.org/blob/v1/docs/report.md)" in linked
-    assert "(https://forge.org/blob/v1/benchmarks/results/train_recipes_cpu.png?raw=true)" in linked
+    assert "(https://forge.org/blob/v1/benchmarks/results/train_recipes_confidence.png?raw=true)" in linked
     fences = re.findall(r"(?ms)^```.*?^```$", readme)
     assert len(fences) == 3
     assert fences == re.findall(r"(?ms)^```.*?^```$", plain) == re.findall(r"(?ms)^```.*?^```$", linked)

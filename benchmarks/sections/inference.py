@@ -15,8 +15,9 @@ import fp8graph
 from benchmarks import measure
 from benchmarks.attention import STOCK, llama_with_head
 from benchmarks.contenders import Compile, bf16, coverage, fp8, fresh
-from benchmarks.measure import DEVICE, MIB
+from benchmarks.measure import DEVICE
 from benchmarks.records import Run
+from fp8graph.tools.record.machine import MIB, allocated, baseline
 
 # what CUDA graphs must not do: leave a graph out, or copy weights into it at each replay
 COUNTED: Final = {"skips": "cudagraph_skips", "copied_inputs": "cudagraph_recorded_non_static_inputs"}
@@ -33,15 +34,18 @@ class Case(NamedTuple):
     contender: str
 
 
-def cases(tiny: bool) -> Iterator[Case]:
-    """The order of the measurements: a checkpoint comes after the recipe whose model writes it."""
-    recipes = STORED[:1] if tiny else STORED
-    stored = [name for recipe in recipes for name in (recipe, recipe + CHECKPOINT)]
-    names = ["bf16", *stored, *(() if tiny else ("tensorwise", "delayed"))]
-    for batch in (2,) if tiny else (1, 32):
-        yield from (Case(batch, True, name) for name in names)
-    for name in () if tiny else ("bf16", stored[1]):  # the checksums must not depend on CUDA graphs
-        yield Case(1, False, name)
+def names() -> list[str]:
+    """Return the contenders: a checkpoint comes after the recipe whose model writes it."""
+    return ["bf16", "tensorwise", "delayed", *(name for recipe in STORED for name in (recipe, recipe + CHECKPOINT))]
+
+
+def cases(run: Run) -> Iterator[Case]:
+    """Yield the measurements in their order; 32 sequences first, where two recipes were never reached."""
+    chosen = [n for n in names() if not run.only or n in run.only or n + CHECKPOINT in run.only]
+    for batch in (2,) if run.tiny else (32, 1):
+        yield from (Case(batch, True, name) for name in chosen)
+    if not run.only:  # the checksums must not depend on CUDA graphs
+        yield from (Case(2 if run.tiny else 1, False, name) for name in ("bf16", STORED[0] + CHECKPOINT))
 
 
 def contender(run: Run, case: Case, folder: Path) -> tuple[nn.Module, Compile]:
@@ -60,7 +64,7 @@ def contender(run: Run, case: Case, folder: Path) -> tuple[nn.Module, Compile]:
 def decode(run: Run) -> None:
     """Eight layers of Llama-3-8B and a head: milliseconds of one token. The checkpoints are what the models wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        for case in cases(run.tiny):
+        for case in cases(run):
             if run.late():
                 return run.write("decode", **case._asdict(), stopped="the section's time is over")
             with run.attempt("decode", **case._asdict()), fresh(), torch.no_grad():
@@ -72,7 +76,7 @@ def _measure(run: Run, case: Case, folder: Path) -> None:
     from transformers import StaticCache
 
     counters.clear()
-    before = measure.allocated()
+    before = baseline()
     plain, compile = contender(run, case, folder)
     config: Any = plain.config
     model, backend = compile(plain)
@@ -89,7 +93,7 @@ def _measure(run: Run, case: Case, folder: Path) -> None:
     run.write(
         "decode", **case._asdict(), layers=config.num_hidden_layers, wall_ms=measure.wall_ms(call, 20),
         host_ms=measure.host_ms(call), events_ms=measure.events_ms(call, 20),
-        resident_mib=(measure.allocated() - before) / MIB, checksum=float(call().float().abs().sum()),
+        resident_mib=(allocated() - before) / MIB, **measure.board(call), checksum=float(call().float().abs().sum()),
         profile=measure.profile(call, longest=12),
         **coverage(backend), **{key: counters["inductor"][counter] for key, counter in COUNTED.items()},
     )  # fmt: skip

@@ -1,17 +1,18 @@
-"""``facts``, ``gemm``: what the machine can do; and R, how much faster than in bf16 the GEMMs of a model are in FP8."""
+"""``facts``, ``gemm``: what the machine can do; and the GEMMs of a model alone, in bf16 and in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
-from benchmarks import measure, records
+from benchmarks import measure
 from benchmarks.measure import DEVICE
 from benchmarks.records import Run
 from fp8graph.recipes import GEMMS, resolve_recipe
+from fp8graph.tools.record.machine import MIB, clocks
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 Scaling = Literal["tensor", "row", "block"]
@@ -38,16 +39,16 @@ def facts(run: Run) -> None:
     source = torch.empty(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     ms = measure.replayed_ms(lambda: target.copy_(source))
-    run.write("facts", copied_mib=size / measure.MIB, copy_tb_s=2e-9 * size / ms, clocks=records.clocks())
+    run.write("facts", copied_mib=size / MIB, copy_tb_s=2e-9 * size / ms, clocks=clocks())
 
 
 def fp8_data(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
     return (torch.randn(shape, device=DEVICE) * 20).to(dtype)
 
 
-def bf16_gemm(m: int, n: int, k: int) -> Callable[[], Any]:
-    """Two GEMMs [m, k] x [n, k] of random numbers, with operands of their own."""
-    pairs = [tuple(torch.randn(rows, k, device=DEVICE, dtype=BF16) for rows in (m, n)) for _ in range(2)]
+def bf16_gemm(m: int, n: int, k: int, count: int = 2) -> Callable[[], Any]:
+    """``count`` GEMMs [m, k] x [n, k] of random numbers, with operands of their own."""
+    pairs = [tuple(torch.randn(rows, k, device=DEVICE, dtype=BF16) for rows in (m, n)) for _ in range(count)]
     return lambda: [a @ b.t() for a, b in pairs]
 
 
@@ -60,15 +61,18 @@ def fp8_gemm(
     *,
     dtype: torch.dtype = E4M3,
     tiles_of_b: bool = True,
+    count: int = 2,
 ) -> Callable[[], Any]:
-    """The same two in FP8, by torch's own op and with the layouts that ``numerics.scaled_mm`` gives it.
+    """The same in FP8, by torch's own op and with the layouts that ``numerics.scaled_mm`` gives it.
 
     Args:
         fast: accumulate inside the tensor cores, in fewer bits.
         dtype: of a.
         tiles_of_b: under block scaling: 128x128, as weights have them; False: 1x128, as in wgrad.
     """
-    pairs = [(fp8_data(m, k, dtype=dtype), fp8_data(n, k)) for _ in range(2)]
+    pairs = [(fp8_data(m, k, dtype=dtype), fp8_data(n, k)) for _ in range(count)]
+    if DEVICE.type == "cpu" and scaling != "tensor":  # torch multiplies no tiles there, and before 2.12 no rows
+        return lambda: [a.to(BF16) @ b.to(BF16).t() for a, b in pairs]
     tiles = -(-k // 128)
     if scaling == "tensor":
         scales = (torch.ones((), device=DEVICE),) * 2
@@ -109,21 +113,32 @@ def gemm(run: Run) -> None:
     return None
 
 
-def bound(run: Run, section: str, tokens: int, sizes: Sequence[tuple[int, int]]) -> None:
-    """R per scaling: the GEMMs of linears [tokens, inputs] -> [tokens, outputs], in bf16 over those in FP8.
+Gemms = Callable[[], dict[str, Callable[[], Any]]]  # makes operands, and returns the calls
 
-    The limit of what FP8 can gain where nothing but these GEMMs takes time. Of each GEMM with the accumulation and the
-    dtypes of the scaling's recipe.
+
+def gemms_of(tokens: int, sizes: Sequence[tuple[int, int]], recipes: Collection[str]) -> dict[str, Gemms]:
+    """Return, by the scalings of ``recipes``, the GEMMs of linears [tokens, inputs] -> [tokens, outputs] alone.
+
+    In bf16 and in FP8, each GEMM with the accumulation and the dtypes of the scaling's recipe. Their ratio, R, is the
+    limit of what FP8 can gain where nothing else takes time.
     """
-    for scaling, name in RECIPE_OF.items():
-        with run.attempt(section, measure="gemms", scaling=scaling):
-            recipe: Any = resolve_recipe(name)
-            before = after = 0.0
-            for inputs, outputs in sizes:
-                shapes = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
-                for (m, n, k), gemm, fast in zip(shapes, GEMMS, recipe.use_fast_accum, strict=True):
-                    dtype = recipe.quantizer("input" if gemm == "fprop" else "grad_output").dtype
-                    before += measure.replayed_ms(bf16_gemm(m, n, k), 4) / 2
-                    call = fp8_gemm(m, n, k, scaling, fast, dtype=dtype, tiles_of_b=gemm != "wgrad")
-                    after += measure.replayed_ms(call, 4) / 2
-            run.write(section, measure="gemms", scaling=scaling, bf16_ms=before, fp8_ms=after, R=before / after)
+    bf16: list[Callable[[], Any]] = []
+
+    def made(scaling: Scaling) -> dict[str, Callable[[], Any]]:
+        recipe: Any = resolve_recipe(RECIPE_OF[scaling])
+        calls: list[Callable[[], Any]] = []
+        is_first = not bf16
+        for inputs, outputs in sizes:
+            shapes = (tokens, outputs, inputs), (tokens, inputs, outputs), (outputs, inputs, tokens)
+            for (m, n, k), gemm, fast in zip(shapes, GEMMS, recipe.use_fast_accum, strict=True):
+                dtype = recipe.quantizer("input" if gemm == "fprop" else "grad_output").dtype
+                tiles = gemm != "wgrad"
+                calls.append(fp8_gemm(m, n, k, scaling, fast, dtype=dtype, tiles_of_b=tiles, count=1))
+                if is_first:
+                    bf16.append(bf16_gemm(m, n, k, count=1))
+        return {"bf16": lambda: [call() for call in bf16], scaling: lambda: [call() for call in calls]}
+
+    chosen = {scaling for scaling, name in RECIPE_OF.items() if any(r.partition(",")[0] == name for r in recipes)}
+    if "delayed" in recipes:
+        chosen.add("tensor")
+    return {scaling: lambda scaling=scaling: made(scaling) for scaling in RECIPE_OF if scaling in chosen}

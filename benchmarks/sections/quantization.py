@@ -17,6 +17,7 @@ from benchmarks.contenders import RECIPES
 from benchmarks.measure import DEVICE
 from benchmarks.records import Run
 from fp8graph.backend.inductor_passes import compile_dialect
+from fp8graph.tools.record.machine import MIB
 
 TESTS: Final = Path(__file__).parents[2] / "tests" / "support"
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -66,7 +67,7 @@ def quant(run: Run) -> None:
                 profile = measure.profile(call) if not options else None
                 run.write(
                     "quant", producer=producer, recipe=recipe, options=name, gpu_ms=ms,
-                    least_mib=moved / measure.MIB, tb_s=1e-9 * moved / ms, profile=profile,
+                    least_mib=moved / MIB, tb_s=1e-9 * moved / ms, profile=profile,
                 )  # fmt: skip
     return None
 

@@ -2,63 +2,61 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from benchmarks import measure
-from benchmarks.attention import CAUSAL, STOCK, Linears, llama
-from benchmarks.contenders import ablations, bf16, compare, fp8, fresh, others, training_step, usual
-from benchmarks.measure import DEVICE, MIB
+from benchmarks.attention import CAUSAL, Linears, llama
+from benchmarks.contenders import RECIPES, Compile, bf16, compare, everyone, fp8, fresh, in_turns, training_step
+from benchmarks.measure import DEVICE
 from benchmarks.records import Run
-from benchmarks.sections.limits import bound
+from benchmarks.sections.limits import gemms_of
+from fp8graph.tools.record.machine import MIB, allocated
 
 BF16 = torch.bfloat16
+
+
+def linears_contenders(run: Run) -> dict[str, Compile]:
+    """Return those that were never reached first."""
+    return everyone(run, ["tensorwise", "torchao tensorwise", "delayed", "tensorwise, fast accumulation"])
 
 
 def linears(run: Run) -> None:
     """The four linears of a layer: hidden 4096, ffn 16384, 15872 tokens (Transformer Engine's benchmark)."""
     tokens, hidden, inner = (64, 128, 256) if run.tiny else (15872, 4096, 16384)
-    bound(run, "linears", tokens, Linears.sizes(hidden, inner))
     x = torch.randn(tokens, hidden, device=DEVICE, dtype=BF16, requires_grad=True)
-    contenders = usual(run) | others(run, "linears") | ({} if run.tiny else ablations(run, "tensorwise"))
-    compare(run, "linears", lambda: Linears(hidden, inner, DEVICE), x, contenders)
+    contenders = linears_contenders(run)
+    gemms = gemms_of(tokens, Linears.sizes(hidden, inner), run.chosen(contenders))
+    compare(run, "linears", lambda: Linears(hidden, inner, DEVICE), x, contenders, gemms)
+
+
+def layers_contenders(run: Run) -> dict[str, Compile]:
+    """Return those that were never reached first."""
+    first = ["tensorwise", "torchao tensorwise", "tensorwise, save memory", "delayed", "tensorwise, fast accumulation"]
+    return everyone(run, [*first, "bf16, max-autotune"])
 
 
 def layers(run: Run) -> None:
-    """Two Llama-3-8B decoder layers, 8192 tokens, causal attention; bf16 with transformers' own mask beside it."""
+    """Two Llama-3-8B decoder layers, 8192 tokens, causal attention without a mask."""
     count, tokens, hidden = (1, 64, 128) if run.tiny else (2, 8192, 4096)
     inner, keys = hidden * 7 // 2, hidden // 4
     projections = [(hidden, hidden), (hidden, keys), (hidden, keys), (hidden, hidden)]
-    bound(run, "layers", tokens, [*projections, (hidden, inner), (hidden, inner), (inner, hidden)])
     x = torch.randn(1, tokens, hidden, device=DEVICE, dtype=BF16, requires_grad=True)
-    memory: dict[str, Any] = {"save": "memory"}
-    contenders = usual(run) | others(run, "layers")
-    contenders["tensorwise, save memory"] = fp8(run, "tensorwise", **memory)
-    if not run.tiny:
-        memory |= {"save_activations_in_fp8": True}
-        contenders["tensorwise, save memory, activations in FP8"] = fp8(run, "tensorwise", **memory)
-        contenders |= ablations(run, "tensorwise")
-    compare(run, "layers", lambda: llama(count, hidden, CAUSAL, DEVICE), x, contenders)
-    if run.late(0.95):
-        return run.write("layers", contender="bf16, transformers' own mask", stopped="the section's time is over")
-    with run.attempt("layers", contender="bf16, transformers' own mask"):
-        model, _ = bf16(run)(llama(count, hidden, STOCK, DEVICE))
-        step = training_step(model, x)
-        for _ in range(3):
-            step()
-        run.write(
-            "layers", contender="bf16, transformers' own mask", measure="alone",
-            wall_ms=measure.wall_ms(step), profile=measure.profile(step),
-        )  # fmt: skip
-    return None
+    contenders = layers_contenders(run)
+    gemms = gemms_of(tokens, [*projections, (hidden, inner), (hidden, inner), (inner, hidden)], run.chosen(contenders))
+    compare(run, "layers", lambda: llama(count, hidden, CAUSAL, DEVICE), x, contenders, gemms)
 
 
 SHAPES = ((4096, 4096), (4096, 14336), (2048, 8192), (2048, 2048), (4096, 1024))  # (inputs, outputs)
 TOKENS = (256, 512, 1024, 2048, 8192)
+
+
+def sweep_contenders(run: Run) -> dict[str, Compile]:
+    return {"bf16": bf16(run), **{recipe: fp8(run, recipe) for recipe in RECIPES if recipe != "blockwise"}}
 
 
 def sweep(run: Run) -> None:
@@ -68,7 +66,7 @@ def sweep(run: Run) -> None:
         x = torch.randn(tokens, inputs, device=DEVICE, dtype=BF16, requires_grad=True)
         dy = torch.randn(tokens, outputs, device=DEVICE, dtype=BF16)
         case = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
-        for name, compile in {k: v for k, v in usual(run).items() if k != "blockwise"}.items():
+        for name, compile in run.chosen(sweep_contenders(run)).items():
             if run.late():
                 return run.write("sweep", **case, stopped="the section's time is over")
             with run.attempt("sweep", **case, contender=name), fresh():
@@ -92,54 +90,56 @@ def sweep(run: Run) -> None:
     return None
 
 
-WIDTHS: Final = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)  # of a Llama layer
+WIDTHS: Final = (768, 1536, 3072, 1024, 2048, 4096, 512, 256)  # of a Llama layer, in the order of what they tell
+GRAPHS: Final = ", CUDA graphs"
 
 
-def pays(run: Run, width: int, tokens: int) -> bool:
-    """Measure one layer in bf16, and under tensorwise with every legal GEMM in FP8; whether that was faster."""
-    steps: dict[str, Callable[[], None]] = {}
-    predicted = dict[str, float | None]()
-    x = torch.randn(1, tokens, width, device=DEVICE, dtype=BF16, requires_grad=True)
-    for name, compile in (("bf16", bf16(run)), ("tensorwise", fp8(run, "tensorwise", min_speedup=0.0))):
-        model, backend = compile(llama(1, width, CAUSAL, DEVICE))
-        steps[name] = training_step(model, x)
-        for _ in range(3):
-            steps[name]()
-        if backend is not None:
-            predicted = {f"{g.name} {g.gemm}": g.speedup for g in backend.report.gemms}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(3 if run.tiny else 7):  # in turns
-        for name, step in steps.items():
-            times[name].append(measure.wall_ms(step, 2 if run.tiny else 20))
-    ratio = statistics.median(b / t for b, t in zip(times["bf16"], times["tensorwise"], strict=True))
-    profiles = {name: measure.profile(step, longest=8) for name, step in steps.items()}
-    run.write(
-        "smallest", hidden=width, tokens=tokens, speedup=ratio, predicted=predicted, profiles=profiles,
-        wall_ms={name: statistics.median(values) for name, values in times.items()},
-    )  # fmt: skip
-    return ratio > 1
+def smallest_contenders(run: Run) -> dict[str, Compile]:
+    """Return bf16, and every legal GEMM in FP8, both also with CUDA graphs: the host launches nothing then."""
+    graphs = {"triton.cudagraphs": True}
+    return {
+        "bf16": bf16(run),
+        "tensorwise": fp8(run, "tensorwise", min_speedup=0.0),
+        f"bf16{GRAPHS}": bf16(run, **graphs),
+        f"tensorwise{GRAPHS}": fp8(run, "tensorwise", min_speedup=0.0, inductor_options=graphs),
+    }
 
 
 def smallest(run: Run) -> None:
-    """Bisect the narrowest Llama layer whose forward and backward are faster in FP8, for few tokens and for many."""
+    """Forward and backward of one narrow Llama layer: from which width on FP8 is faster by the clock."""
     for tokens in (32,) if run.tiny else (8192, 2048):
-        widths = WIDTHS[:2] if run.tiny else WIDTHS
-        low, high = 0, len(widths)  # those from ``high`` on are faster, those before ``low`` are not
-        while low < high:
-            middle = (low + high) // 2
+        for width in run.widths or (WIDTHS[-2:] if run.tiny else WIDTHS):
+            case = {"hidden": width, "tokens": tokens}
             if run.late():
-                return run.write("smallest", tokens=tokens, stopped="the section's time is over")
+                return run.write("smallest", **case, stopped="the section's time is over")
             with fresh():
-                low, high = (low, middle) if pays(run, widths[middle], tokens) else (middle + 1, high)
-        found = widths[high] if high < len(widths) else None
-        run.write("smallest", tokens=tokens, narrowest=found)
+                _narrow(run, case)
     return None
 
 
-def train(run: Run) -> None:
-    """Steps with fused AdamW: what an update costs, cached weights against none bit for bit, growth of memory."""
-    hidden, tokens, steps = (128, 64, 6) if run.tiny else (4096, 4096, 20)
-    contenders = {
+def _narrow(run: Run, case: dict[str, int]) -> None:
+    x = torch.randn(1, case["tokens"], case["hidden"], device=DEVICE, dtype=BF16, requires_grad=True)
+    steps: dict[str, Callable[[], None]] = {}
+    for name, compile in run.chosen(smallest_contenders(run)).items():
+        counters.clear()
+        with run.attempt("smallest", **case, contender=name):
+            model, backend = compile(llama(1, case["hidden"], CAUSAL, DEVICE))
+            step = training_step(model, x)
+            for _ in range(4):  # CUDA graphs are recorded in the second
+                step()
+            profile = measure.profile(step, longest=8) or {}
+            run.write(
+                "smallest", **case, contender=name, measure="alone", host_ms=measure.host_ms(step),
+                events_ms=measure.events_ms(step), launches=profile.get("launches"), profile=profile or None,
+                skips=counters["inductor"]["cudagraph_skips"],
+                predicted={f"{g.name} {g.gemm}": g.speedup for g in (backend.report.gemms if backend else ())},
+            )  # fmt: skip
+            steps[name] = step
+    in_turns(run, "smallest", steps, **case)
+
+
+def train_contenders(run: Run) -> dict[str, Compile]:
+    return {
         "bf16": bf16(run),
         "tensorwise": fp8(run, "tensorwise", cache_weights="update"),
         "tensorwise, each forward": fp8(run, "tensorwise"),
@@ -147,8 +147,13 @@ def train(run: Run) -> None:
         "delayed, each forward": fp8(run, "delayed"),
         "blockwise": fp8(run, "blockwise", cache_weights="update"),
     }
+
+
+def train(run: Run) -> None:
+    """Steps with fused AdamW: what an update costs, cached weights against none bit for bit, growth of memory."""
+    hidden, tokens, steps = (128, 64, 6) if run.tiny else (4096, 4096, 20)
     losses: dict[str, list[float]] = {}
-    for name, compile in contenders.items():
+    for name, compile in run.chosen(train_contenders(run)).items():
         if run.late():
             return run.write("train", contender=name, stopped="the section's time is over")
         with run.attempt("train", contender=name), fresh():
@@ -168,7 +173,7 @@ def train(run: Run) -> None:
             memory: list[float] = []
             for _ in range(steps):
                 found.append(step())
-                memory.append(measure.allocated() / MIB)
+                memory.append(allocated() / MIB)
             losses[name] = [float(loss) for loss in found]
             run.write(
                 "train", contender=name, losses=losses[name], resident_mib=[memory[3], memory[-1]],

@@ -1,12 +1,14 @@
-"""benchmarks/: runs that lose nothing, the two attentions, and the report, on MADE-UP results (``made_up.py``)."""
+"""benchmarks/: runs that lose nothing, what is timed and counted, and the two attentions."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +20,9 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fp8graph
-import made_up
-from benchmarks import attention, compile_time, contenders, first_hour, goals, measure, plots, report, tables
+from benchmarks import attention, compile_time, contenders, first_hour, measure, plots, report, tables
 from benchmarks import blocks as tuned
-from benchmarks.records import RESULTS, Run
+from benchmarks.records import Run
 from benchmarks.sections import host, limits
 from fp8graph import offline
 from generated import generate, quantize_after, quantize_inputs, triton_kernels
@@ -50,27 +50,48 @@ def test_cheap_sections_run(tmp_path: Path) -> None:
     assert first["machine"]["torch"] == torch.__version__
     assert [line for line in lines if "failed" in line] == []
     swept = [line for line in lines if "contender" in line]
-    assert [line["contender"] for line in swept] == ["bf16", "tensorwise", "delayed"]
+    assert [line["contender"] for line in swept] == ["bf16", "tensorwise", "delayed", "rowwise"]
     assert all(line["wall_ms"] > 0 and line["host_ms"] > 0 for line in swept)
-    assert [set(line["in_fp8"]) for line in swept] == [set(), {"fprop", "dgrad", "wgrad"}, {"fprop", "dgrad", "wgrad"}]
+    assert [set(line["in_fp8"]) for line in swept] == [set(), *[{"fprop", "dgrad", "wgrad"}] * 3]
     assert [line["section"] for line in lines if "section_s" in line] == ["facts", "sweep"]
     assert report.load(tmp_path) == []  # a tiny run is no result
 
 
 @pytest.mark.slow
-def test_a_whole_model_is_trained_under_each_row(tmp_path: Path) -> None:
-    assert first_hour.main(["table", "--tiny", "--out", str(tmp_path)]) == 0
-    (path,) = tmp_path.glob("*.jsonl")
-    found = {line["contender"]: line for line in lines_of(path) if "tokens_per_s" in line}
-    assert [*found] == ["bf16", "tensorwise"]
-    assert all(line["losses"][-1] < line["losses"][0] for line in found.values())
-    assert found["tensorwise"]["gemms_in_fp8"] == found["tensorwise"]["gemms"] - 3  # the head's
+def test_the_script_of_the_next_fifteen_minutes_runs(tmp_path: Path) -> None:
+    """All of it in small: each contender that it names is measured, and nothing fails or runs out of time."""
+    script = ROOT / "benchmarks" / "fifteen_minutes.sh"
+    assert len(script.read_text(encoding="utf-8")) <= 2000
+    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
+    subprocess.run(["bash", str(script), "tiny"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    runs = [lines_of(path) for path in sorted(tmp_path.glob("*.jsonl"))]
+    assert [list(run[0]["sections"]) for run in runs] == [
+        ["table", "layers"], ["decode", "smallest"], ["linears"], ["layers"],
+    ]  # fmt: skip
+    for first, *lines in runs:
+        assert [line for line in lines if {"failed", "stopped", "skipped"} & line.keys()] == []
+        for section in first["sections"]:
+            timed = {line["contender"] for line in lines if line["section"] == section and "contender" in line}
+            possible = set(first_hour.OF_SECTION[section](tiny(tmp_path / "none.jsonl")))
+            assert timed >= possible & {*first["only"]}
+        assert {*first["only"]} <= {line.get("contender") for line in lines}
+    whole = {line["contender"]: line for line in runs[0] if "tokens_per_s" in line}
+    assert len({line["text"] for line in whole.values()}) == 1
+    assert all(line["losses"][-1] < line["losses"][0] for line in whole.values())  # of fresh text
+    assert whole["tensorwise"]["gemms_in_fp8"] == whole["tensorwise"]["gemms"] - 3  # the head's
+    bounds = {line["scaling"]: line for line in runs[0] if "R" in line}
+    assert [*bounds] == ["tensor", "row"]  # of the recipes that are measured, from the same rounds
+    rounds = {line["contender"]: line["wall_ms"] for line in runs[0] if line.get("measure") == "rounds"}
+    assert bounds["row"]["R"] == rounds["GEMMs alone, bf16"] / rounds["GEMMs alone, row"]
+    searched = [line for line in runs[1] if line["section"] == "smallest" and line.get("measure") == "rounds"]
+    assert {line["hidden"] for line in searched} == {768, 1536}
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_decoded_and_the_narrowest_layer_is_searched(tmp_path: Path) -> None:
-    """The checkpoint is written by the model before it, and its linears multiply what it stores."""
-    assert first_hour.main(["decode", "smallest", "--tiny", "--out", str(tmp_path)]) == 0
+def test_a_checkpoint_is_decoded(tmp_path: Path) -> None:
+    """The model before it, which --only need not name, writes it, and its linears multiply what it stores."""
+    names = ["--only", "bf16", "--only", "rowwise, FP8 checkpoint"]
+    assert first_hour.main(["decode", "--tiny", "--out", str(tmp_path), *names]) == 0
     (path,) = tmp_path.glob("*.jsonl")
     lines = lines_of(path)
     assert [line for line in lines if "failed" in line or "stopped" in line] == []
@@ -78,11 +99,44 @@ def test_a_checkpoint_is_decoded_and_the_narrowest_layer_is_searched(tmp_path: P
     assert [*decoded] == ["bf16", "rowwise", "rowwise, FP8 checkpoint"]
     assert [line.get("gemms_in_fp8") for line in decoded.values()] == [None, 7, 7]
     assert len({line["checksum"] for line in decoded.values()}) == 3  # a checkpoint's inputs have other scales
-    searched = [line for line in lines if line["section"] == "smallest" and "section_s" not in line]
-    *measured, last = searched
-    faster = {line["hidden"]: line["speedup"] > 1 for line in measured}
-    assert faster.keys() in ({256, 512}, {512})
-    assert last["narrowest"] == next((width for width in (256, 512) if faster.get(width)), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gem"], "there is no section 'gem'. Did you mean 'gemm'?"),
+        (["layers:long"], "layers:long: the seconds of a section are a number"),
+        (["layers", "--only", "torchao"], "no section here has a contender 'torchao'. "),
+        (["layers", "--only", "rowwise, FP8 checkpoint"], "no section here has a contender"),  # decode has it
+    ],
+)
+def test_arguments_that_would_measure_nothing_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        first_hour.main([*arguments, "--tiny"])
+    assert message in capsys.readouterr().err
+
+
+def test_a_changed_tree_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fp8graph.tools.record.machine.commit", lambda: ("1234567-dirty", ["passes/lower.py"]))
+    with pytest.raises(SystemExit):
+        first_hour.main(["host", "--out", str(tmp_path)])
+    assert (
+        "1 files differ from commit 1234567: passes/lower.py. Commit them, or pass --any-tree"
+        in capsys.readouterr().err
+    )
+    assert not [*tmp_path.iterdir()]
+
+
+def test_contenders_that_were_never_reached_come_first() -> None:
+    run = Run()
+    for names in (first_hour.OF_SECTION["linears"](run), first_hour.OF_SECTION["layers"](run)):
+        assert [*names][:3] == ["bf16", "tensorwise", "torchao tensorwise"]
+    sequences = [(case.batch, case.contender) for case in first_hour.inference.cases(run)]
+    assert sequences[:3] == [(32, "bf16"), (32, "tensorwise"), (32, "delayed")]
 
 
 def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -96,7 +150,7 @@ def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
         "bf16": contenders.bf16(run),
         "broken": broken,
         "unknown option": contenders.fp8(run, "tensorwise", inductor_options={"no_such_option": 1}),
-        "tensorwise": contenders.fp8(run, "tensorwise", cache_weights="update"),
+        "tensorwise": contenders.fp8(run, "tensorwise"),
     }
     x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
     contenders.compare(run, "linears", lambda: nn.Linear(32, 32, bias=False, dtype=torch.bfloat16), x, chosen)
@@ -107,42 +161,60 @@ def test_failed_contender_does_not_stop_the_others(tmp_path: Path) -> None:
     assert "raise RuntimeError" in "\n".join(failed["broken"]["traceback"])
     assert str(ROOT) not in (tmp_path / "run.jsonl").read_text(encoding="utf-8")
     assert "Inductor has no option 'no_such_option'" in failed["unknown option"]["failed"]
-    rounds = [(line["contender"], line["weights"]) for line in lines if line.get("measure") == "rounds"]
-    assert rounds == [("bf16", "kept"), ("tensorwise", "kept"), ("tensorwise", "updated")]
+    assert [line["contender"] for line in lines if line.get("measure") == "rounds"] == ["bf16", "tensorwise"]
+
+
+def test_a_contender_that_fails_leaves_no_memory_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its model was freed inside the next one's measurement, whose resident memory was -2,148 MiB."""
+    alive: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
+    monkeypatch.setattr("fp8graph.tools.record.machine.allocated", lambda: sum(m.weight.nbytes for m in list(alive)))
+    monkeypatch.setattr(contenders, "allocated", lambda: sum(m.weight.nbytes for m in list(alive)))
+
+    class Fails(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, _x: Any) -> Any:
+            raise RuntimeError("does not compile")
+
+    def made(size: int) -> nn.Linear:
+        model = nn.Linear(256, size, bias=False)
+        alive.add(model)
+        return model
+
+    sizes = iter((256, 4096, 256))
+    run = tiny(tmp_path / "run.jsonl")
+    chosen = {"bf16": lambda m: (m, None), "fails": lambda m: (Fails(m), None), "next": lambda m: (m, None)}
+    x = torch.randn(4, 256, requires_grad=True)
+    contenders.compare(run, "layers", lambda: made(next(sizes)), x, chosen)
+    alone = {x["contender"]: x["resident_mib"] for x in lines_of(run.path) if x.get("measure") == "alone"}  # pyright: ignore
+    assert alone == {"bf16": 0.25, "next": 0.25}
 
 
 def test_a_step_that_fails_in_its_turn_is_one_line(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run.jsonl")  # seven rounds
+    run = Run(tmp_path / "run.jsonl")
     run.begin_section(left=1)
 
     def broken() -> None:
         raise RuntimeError("broken")
 
-    contenders.in_turns(run, "linears", {("bf16", "kept"): lambda: None, ("tensorwise", "kept"): broken})
+    calls: list[str] = []
+    steps = {name: lambda name=name: calls.append(name) for name in ("bf16", "delayed", "rowwise")}
+    medians = contenders.in_turns(run, "linears", {**steps, "tensorwise": broken})
     lines = lines_of(tmp_path / "run.jsonl")
-    assert [line.get("failed") for line in lines] == ["RuntimeError: broken", None]
+    assert [line.get("failed") for line in lines] == ["RuntimeError: broken", None, None, None]
+    assert [len(line["rounds_ms"]) for line in lines[1:]] == [contenders.ROUNDS] * 3
+    assert medians == {line["contender"]: line["wall_ms"] for line in lines[1:]}
+    orders = {tuple(calls[start : start + 15 : 5]) for start in range(0, 15 * contenders.ROUNDS, 15)}
+    assert len(orders) > 3  # whoever came first was always bf16
 
 
 def test_every_ablation_is_a_backend() -> None:
     made = contenders.ablations(Run(), "tensorwise")
     backends = [compile(nn.Linear(4, 4))[1] for compile in made.values()]
-    assert (
-        len({str((b.policy, b.settings.fuse_linears, b.settings.inductor)) for b in backends if b is not None})
-        == len(made)
-        == 7
-    )
-
-
-def test_an_update_quantizes_the_weights_again() -> None:
-    backend = fp8graph.Backend(fp8graph.Policy(default="tensorwise"), compiler="eager", cache_weights="update")
-    linear = nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
-    x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
-    step = contenders.training_step(torch.compile(linear, backend=backend), x)
-    step()
-    step()
-    assert backend.weights.quantized == 1
-    contenders.after_update(step, backend)()
-    assert backend.weights.quantized == 2
+    assert len({repr((b.policy, b.settings, b.settings.inductor)) for b in backends if b is not None}) == 9
+    assert len(made) == 9
 
 
 def test_a_section_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
@@ -153,7 +225,7 @@ def test_a_section_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
         run.write("whole", limit=torch._dynamo.config.recompile_limit)
 
     sections = {"broken": broken, "whole": whole}
-    first_hour.run_sections(tiny(tmp_path / "run.jsonl"), list(sections), sections)
+    first_hour.run_sections(tiny(tmp_path / "run.jsonl"), dict.fromkeys(sections), sections)
     lines = lines_of(tmp_path / "run.jsonl")
     assert [line["failed"] for line in lines if "failed" in line] == ["ValueError: broken"]
     assert [line["limit"] for line in lines if "limit" in line] == [256]  # contenders share one forward
@@ -169,7 +241,7 @@ def test_the_budget_stops_a_run(tmp_path: Path) -> None:
 
     sections = {"endless": endless, "after": lambda run: run.write("after", number=2)}
     start = time.monotonic()
-    first_hour.run_sections(tiny(tmp_path / "run.jsonl", budget=0.3), list(sections), sections)
+    first_hour.run_sections(tiny(tmp_path / "run.jsonl", budget=0.3), dict.fromkeys(sections), sections)
     assert time.monotonic() - start < 5
     found = [
         {k: v for k, v in line.items() if k in ("number", "failed", "stopped")}
@@ -186,23 +258,19 @@ def test_sections_share_the_budget() -> None:
     assert not run.late()
     assert not run.late(0.5)
     assert run._section[1] == pytest.approx(25, abs=1)
+    run.begin_section(left=3, seconds=60)
+    assert run.left == pytest.approx(60, abs=1)
     run = Run(budget=0)
-    run.begin_section(left=1)
-    assert run.late()
+    run.begin_section(left=1, seconds=60)
+    assert run.late()  # the run's end is a section's, too
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_what_needs_one_is_named(tmp_path: Path) -> None:
-    first_hour.run_sections(Run(tmp_path / "run.jsonl"), ["gemm", "train"])
+    first_hour.run_sections(Run(tmp_path / "run.jsonl"), dict.fromkeys(["gemm", "train"]))
     assert [(x["section"], x["skipped"]) for x in lines_of(tmp_path / "run.jsonl")] == [
         ("gemm", "no GPU with FP8 here"), ("train", "no GPU with FP8 here"),
     ]  # fmt: skip
-
-
-def test_an_unknown_section(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        first_hour.main(["gem"])
-    assert "there is no section 'gem'" in capsys.readouterr().err
 
 
 # --- measuring ------------------------------------------------------------------------------------------------------
@@ -212,8 +280,10 @@ def test_kernels_of_a_profile() -> None:
     """Per call, by kind, the longest first; ranges that span kernels are not counted."""
 
     def event(name: str, count: int, us: float, device: str = "DeviceType.CUDA", annotation: bool = False) -> Any:
+        times = {"self_device_time_total": us} if "CUDA" in device else {"self_cpu_time_total": us}
+        zero = {"self_device_time_total": 0.0, "self_cpu_time_total": 0.0}
         return SimpleNamespace(
-            key=name, count=count, self_device_time_total=us, device_type=device, is_user_annotation=annotation
+            key=name, count=count, device_type=device, is_user_annotation=annotation, **(zero | times)
         )
 
     events = [
@@ -223,13 +293,15 @@ def test_kernels_of_a_profile() -> None:
         event("Memcpy DtoD (Device -> Device)", 2, 200.0),
         event("void multi_tensor_apply_kernel", 2, 100.0),
         event("## Call CompiledFxGraph ##", 2, 8000.0, annotation=True),
-        event("aten::mm", 4, 0.0, device="DeviceType.CPU"),
+        event("aten::mm", 4, 500.0, device="DeviceType.CPU"),
+        event("cuLaunchKernelEx", 8, 900.0, device="DeviceType.CPU"),
     ]
     found = measure.kernels_of(events, calls=2, longest=2)
     assert found["gpu_ms"] == pytest.approx(4.15)
     assert found["launches"] == 6
     assert found["by_kind_ms"] == {"gemm": 2.0, "attention": 1.5, "triton": 0.5, "copy": 0.1, "optimizer": 0.05}
     assert [name for name, *_ in found["kernels"]] == [events[0].key, events[2].key]
+    assert found["cpu"] == [["cuLaunchKernelEx", 4, 0.45], ["aten::mm", 2, 0.25]]  # where the host's time goes
     assert set(plots.COLORS) == {*measure.KINDS, "other"}
 
 
@@ -384,103 +456,6 @@ def test_the_benchmarks_attention_is_causal() -> None:
     model = attention.llama(1, 64, attention.CAUSAL, torch.device("cpu"))
     (call,) = attention_of(model, x=torch.randn(1, 8, 64, dtype=torch.bfloat16))
     assert (call["attn_mask"], call["is_causal"]) == (None, True)
-
-
-# --- the report, on made-up results ---------------------------------------------------------------------------------
-
-
-def test_goals_are_judged_by_the_bound_of_their_run(tmp_path: Path) -> None:
-    found = {goal.name: goal for goal in goals.judge(report.on_gpu(report.load(made_up.write(tmp_path))))}
-    verdicts = {name: goal.verdict for name, goal in found.items()}
-    assert verdicts == {
-        "linears, delayed": "holds",  # 1.60 of 0.93 * 1.7
-        "linears, tensorwise": "holds",
-        "linears, rowwise": "missed",  # 1.42 of 0.87 * 1.7
-        "linears, blockwise": "holds",
-        "stack, tensorwise over bf16": "holds",
-        "stack, tensorwise over torchao tensorwise": "missed",  # 1.36 / 1.31
-        "Llama-3-8B, tensorwise over bf16": "missed",  # 1.31
-        "Llama-3-8B, tensorwise over torchao tensorwise": "holds",  # 1.31 / 1.21
-        "decode, sequences: 1, CUDA graphs, the best recipe": "holds",
-        "decode, sequences: 32, CUDA graphs, the best recipe": "holds",
-        "one linear by GPU time, the worst case": "missed",
-    }
-    assert found["one linear by GPU time, the worst case"].detail == "256 x 4096 -> 2048, tensorwise"
-    assert found["linears, delayed"].wanted == pytest.approx(0.93 * 1.7)
-    assert {goal.verdict for goal in goals.judge([])} == {"not measured"}
-
-
-@pytest.mark.slow
-def test_the_report_of_made_up_results(tmp_path: Path) -> None:
-    folder = made_up.write(tmp_path)
-    found = report.blocks(folder)
-    assert "| linears, rowwise | 0.87 R | 1.479 | 1.420 | 0.84 R | missed |" in found["gpu"]
-    assert "| tensorwise | 17.419 | 1.550 | 1.490 | 1.000 | 17.419 | 40 | 100.000 | 200.000 |" in found["gpu"]
-    assert "* **tensorwise**, 17.42 ms: gemm 62%, triton 28%, attention 8%, copy 1%, other 0%." in found["gpu"]
-    assert "Longest beside GEMMs: `triton_red_fused_made_up_0` 6.0% (2x); `flash_made_up` 5.0% (1x)" in found["gpu"]
-    assert "* layers torchao rowwise: failed: RuntimeError: made up" in found["gpu"]
-    assert "| tensorwise | 1,310 | 1.310 | 2,000 | 12.3 |  | 1.5000 |  |" in found["gpu"]
-    assert "| 1024 | 8192 | 0.900 | 1 of 2 |\n| 1536 | 8192 | 1.100 | 1 of 2 |" in found["gpu"]
-    assert "* 8192 tokens: from a hidden size of 1536" in found["gpu"]
-    assert "| rowwise | 1.420 | 1.270 |  |" in found["speed"]
-    assert "| tensorwise | 1.550 | 1.360 | 1.310 |" in found["speed"]
-    assert "no groups" not in found["speed"]
-    assert "| tensorwise | 38 (+2) |" in found["host"]
-    pictures = plots.draw(report.on_gpu(report.load(folder)), report.newest(report.load(folder)), folder)
-    assert [path.name for path in pictures] == [
-        "linears_speedup.png", "layers_speedup.png", "linears_kinds.png", "layers_kinds.png", "sweep.png", "host.png",
-    ]  # fmt: skip
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    assert report.main([str(folder)]) == 0
-
-
-def test_sections_come_from_one_run_each(tmp_path: Path) -> None:
-    """A later run of one section replaces that section only; a cut-off line and a failed run replace nothing.
-
-    README's table has each recipe's last ratio, of one run each, and of one GPU.
-    """
-    folder = made_up.write(tmp_path)
-    rates = {"bf16": 2000, "tensorwise": 3000}
-    trained: dict[str, Any] = {"peak_mib": 1, "compile_s": 1, "watts": None, "losses": [1]}
-    later: list[dict[str, Any]] = [
-        {"section": "run", "tiny": False, "machine": made_up.MACHINE},
-        {"section": "linears", "measure": "gemms", "scaling": "tensor", "R": 2.0},
-        {"section": "layers", "failed": "RuntimeError: made up"},
-        *({"section": "table", "contender": name, **trained, "tokens_per_s": rate} for name, rate in rates.items()),
-    ]
-    text = "\n".join(map(json.dumps, later)) + '\n{"section": "decode", "contender'
-    (folder / "20000102-000000.jsonl").write_text(text, encoding="utf-8")
-    lines = report.on_gpu(report.load(folder))
-    assert goals.bounds(lines, "linears") == {"tensor": 2.0}
-    assert goals.speedups(lines, "linears") == {}
-    assert goals.speedups(lines, "layers")["tensorwise"] == 1.36
-    assert len(list(tables.machines(lines))) == 2
-    shown = report.blocks(folder)["speed"]
-    assert "| tensorwise | 1.550 | 1.360 | 1.500 |" in shown
-    assert "| torchao tensorwise | 1.400 | 1.310 | 1.210 |" in shown
-    later[0] = {"section": "run", "tiny": False, "machine": made_up.MACHINE | {"gpu": "another, made up"}}
-    (folder / "20000103-000000.jsonl").write_text("\n".join(map(json.dumps, later)), encoding="utf-8")
-    assert "another, made up" in (shown := report.blocks(folder)["speed"])
-    assert "1.550" not in shown
-
-
-def test_blocks_are_replaced_in_place() -> None:
-    text = "a\n<!-- speed: begin -->\nold\n<!-- speed: end -->\nb\n"
-    assert report.filled(text, {"speed": "new \\1"}) == text.replace("old", "new \\1")
-
-
-def test_the_documents_say_what_the_results_say() -> None:
-    """``python -m benchmarks.report --write`` was run after the last result; nothing made up is among them."""
-    found = report.blocks(report.FOLDER)
-    for page in report.PAGES:
-        text = page.read_text(encoding="utf-8")
-        assert report.filled(text, found) == text, f"{page.name}: run python -m benchmarks.report --write"
-    measurements = report.PAGES[0].read_text(encoding="utf-8")
-    assert all(f"<!-- {name}: begin -->" in measurements for name in ("gpu", "host", "compile", "checkpointing"))
-    assert "<!-- speed: begin -->" in report.PAGES[1].read_text(encoding="utf-8")
-    assert not [path for path in RESULTS.rglob("*.json*") if "made up" in path.read_text(encoding="utf-8")]
-    if not report.on_gpu(report.load(report.FOLDER)):
-        assert report.NO_GPU in measurements
 
 
 @pytest.mark.skipif(not offline.available(), reason="triton is not installed")

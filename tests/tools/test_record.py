@@ -252,3 +252,16 @@ def test_a_boards_watts_and_clocks_are_sampled(monkeypatch: pytest.MonkeyPatch, 
             time.sleep(0.01)
     assert board.medians() == {"watts": 200.0, "sm_mhz": 1600.0}
     assert board.medians(last=2) == {"watts": 250.0, "sm_mhz": 1650.0}
+
+
+def test_results_and_pages_leave_a_tree_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second benchmark of a session is of the same code: the first one's results differ, and nothing else."""
+    status = [" M benchmarks/results/checkpointing.json", " M docs/measurements.md", " M README.md"]
+
+    def git(command: str, *_: str) -> str:
+        return {"ls-files": "fp8graph/version.py", "status": "\n".join(status), "describe": "1234567"}[command]
+
+    monkeypatch.setattr(machine, "_git", git)
+    assert machine.commit() == ("1234567", [])
+    status.append(" M benchmarks/contenders.py")
+    assert machine.commit() == ("1234567-dirty", ["benchmarks/contenders.py"])

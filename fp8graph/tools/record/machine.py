@@ -26,6 +26,7 @@ from fp8graph.version import __version__
 
 CHECKOUT: Final = Path(__file__).parents[3]
 MIB: Final = 2**20
+_WRITTEN: Final = ("benchmarks/results/", "docs/")
 _PACKAGES: Final = ("triton", "transformers", "torchao", "transformer_engine")
 
 
@@ -47,13 +48,14 @@ def _git(*arguments: str) -> str:
 def commit() -> tuple[str, list[str]]:
     """Return fp8graph's commit, and the files that differ from it; "" where it was not installed from a checkout.
 
-    A package that lies below somebody else's checkout (a virtual environment in their project) has no commit of theirs.
+    Results and pages change no measurement, and a run of several benchmarks writes them. A package that lies below
+    somebody else's checkout (a virtual environment in their project) has no commit of theirs.
     """
     if not _git("ls-files", "fp8graph/version.py"):
         return "", []
-    return _git("describe", "--always", "--dirty"), [
-        line[3:] for line in _git("status", "--porcelain", "-uno").split("\n") if line
-    ]
+    files = [line[3:] for line in _git("status", "--porcelain", "-uno").split("\n") if line]
+    changed = [file for file in files if not (file.startswith(_WRITTEN) or file == "README.md")]
+    return _git("describe", "--always") + ("-dirty" if changed else ""), changed
 
 
 def refuse_changed_tree() -> None:
