@@ -26,10 +26,8 @@ RECIPES: Final = ("tensorwise", "delayed", "rowwise", "blockwise")
 OF_POLICY: Final = ("min_speedup", "extends")
 ROUNDS: Final = 10
 TORCHAO: Final = {f"torchao {recipe}": recipe for recipe in ("tensorwise", "rowwise")}
-AUTOTUNED: Final[Mapping[str, Any]] = {
-    "max_autotune": True,
-    "coordinate_descent_tuning": True,
-}  # torch's mode of that name
+# the options of mode="max-autotune-no-cudagraphs"
+AUTOTUNED: Final[Mapping[str, Any]] = {"max_autotune": True, "coordinate_descent_tuning": True}
 Compiled = tuple[Any, fp8graph.Backend | None]  # the model to call, and fp8graph's backend where it is one
 Compile = Callable[[nn.Module], Compiled]
 
@@ -83,7 +81,7 @@ def ablations(run: Run, recipe: str) -> dict[str, Compile]:
         f"{recipe}, save memory": fp8(run, recipe, **memory),
         f"{recipe}, fast accumulation": fp8(run, fast),
         f"{recipe}, save memory, activations in FP8": fp8(run, recipe, **memory, save_activations_in_fp8=True),
-        f"{recipe}, no groups": fp8(run, recipe, group=False),
+        f"{recipe}, no groups": fp8(run, recipe, fuse_linears=False),
         f"{recipe}, all that is legal": fp8(run, recipe, min_speedup=0.0),
         **{f"{recipe}, {name}": fp8(run, recipe, inductor_options=option) for name, option in options.items()},
     }
