@@ -250,6 +250,14 @@ def test_torchtitans_losses_with_generated_code_are_those_of_its_own_inductor(ru
 
 @needs_torchtitan
 @pytest.mark.slow
+def test_torchtitans_fsdp_gathers_weights_in_fp8_under_tensorwise(runs: dict[str, Any]) -> None:
+    """Its own converter has neither (docs/trainers.md)."""
+    layers = {f"{layer}.weight" for layer, _ in runs["inductor fp8"]["gemms"]}
+    assert {*runs["inductor fp8"]["gathered_in_fp8"]} == layers
+
+
+@needs_torchtitan
+@pytest.mark.slow
 def test_torchtitans_tensor_parallelism_gathers_fp8_under_full_names(runs: dict[str, Any]) -> None:
     for found, expected in zip(runs["parallel"]["losses"], runs["parallel bf16"]["losses"], strict=True):
         assert abs(found - expected) < 0.002 * expected

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8graph.compat.wrappers import name_in_original
 from fp8graph.errors import ConfigError
 from fp8graph.numerics import sqnr_db
 from helpers import findings
@@ -179,8 +180,14 @@ def trained(rank: int, run: Run, folder: str) -> dict[str, Any]:
     manager.close()
     found: dict[str, Any] = {"losses": losses}
     if run.fp8 is not None:
-        found |= findings(parts[0])
+        found |= findings(parts[0]) | {"gathered_in_fp8": gathered_in_fp8(parts[0])}
     return found
+
+
+def gathered_in_fp8(model: torch.nn.Module) -> list[str]:
+    """The parameters that FSDP2 gathers by a hook of fp8graph."""
+    shards = {name: getattr(parameter, "_local_tensor", parameter) for name, parameter in model.named_parameters()}
+    return [name_in_original(name) for name, shard in shards.items() if hasattr(shard, "fsdp_pre_all_gather")]
 
 
 def refused(rank: int, run: Run, folder: str) -> str:
