@@ -266,6 +266,7 @@ def bench(options: argparse.Namespace) -> int:
 
 def record(options: argparse.Namespace) -> int:
     """Train whole models by each contender, and write one file."""
+    from fp8graph.files import write_file
     from fp8graph.hardware import current_device
     from fp8graph.tools import bench
     from fp8graph.tools import record as records
@@ -294,7 +295,7 @@ def record(options: argparse.Namespace) -> int:
     print("", *forms.tables(written["rows"]), sep="\n")
     name, text = forms.titan(written, options.entity)
     titan = options.out.with_name(name)
-    titan.write_text(text, encoding="utf-8")
+    write_file(titan, text, str(titan))
     print(
         f"wrote {options.out}: send it by a pull request that adds it to benchmarks/results/records/ of fp8graph's "
         f"repository; docs/records.md shows all of them.\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 from torch._dynamo.exc import ShortenTraceback  # compat stands above errors
@@ -87,10 +87,11 @@ class Fp8CoverageError(Fp8GraphError):
 
 
 class StateError(Fp8GraphError):
-    """Scaling state that does not fit: names, shapes, versions or values.
+    """Scaling state that does not fit: names, shapes, versions or values; or ranks that do not share theirs in step.
 
     Raised by ``Backend.state_dict`` and ``load_state_dict``, by the callbacks of ``fp8graph.integrations``, and by
-    ``torch.distributed.checkpoint`` through them. Nothing is loaded then.
+    ``torch.distributed.checkpoint`` through them. Nothing is loaded then. And by a call of a model or an optimizer's
+    step that reduces amaxes of delayed scaling, if the ranks do not call equally often.
     """
 
 
@@ -106,8 +107,23 @@ def expect(call: str, argument: str, value: object, kinds: type | tuple[type, ..
 
 
 def expect_path(call: str, argument: str, value: object) -> None:
-    """:func:`expect` the path of a file or folder."""
+    """:func:`expect` the path of a file or folder, which a file can have."""
     expect(call, argument, value, (str, os.PathLike), "a path")
+    path: Any = os.fspath(cast("os.PathLike[Any] | str", value))
+    expect(call, argument, path, str, "a path")
+    if why := why_no_path(path):
+        raise ConfigError(f"{call}({argument}={path!r:.100}): {argument} must be a path; this {why}.")
+
+
+def why_no_path(path: str) -> str:
+    """Return why no file can have this path, whatever the system: it "has a NUL"; or nothing."""
+    if "\0" in path:
+        return "has a NUL"
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return "has half of a pair of UTF-16"
+    return ""
 
 
 def expect_batches(call: str, argument: str, value: object) -> None:

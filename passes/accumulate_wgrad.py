@@ -13,16 +13,19 @@ zeroed first if there is no ``.grad`` (``zero_grad()`` may have run since forwar
 ``.grad``. A graph takes the memory of a buffer as another tensor: optimizers and ``zero_grad`` write to ``.grad``, and
 autograd would count these writes as changes of what it saved for backward.
 
+Each backward is asked when it begins, since what compiling saw may have changed. Where autograd must get a gradient
+(for a hook, for ``torch.autograd.grad``, since somebody kept the buffer as the gradient of an earlier backward), the
+buffer is emptied for that backward, and its numbers go through a node between the parameter and the graph.
+
 Refuses (leaves the gradient to autograd) weights without such a buffer, or whose gradient something waits for (hooks,
 DDP, FSDP2); gradients that are a sum or a part, or transposed; wgrads that no scaled GEMM computes, or none in FP32.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, cast
 
 import torch
@@ -35,17 +38,22 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.edit import insert, set_argument, set_direction, update_value
-from fp8graph.ir.extra_inputs import ExtraInput
+from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.naming import graph_inputs
 from fp8graph.ir.nodes import GEMM_KEY, aten, nodes, value
 from fp8graph.ir.sites import Foreseen
 from fp8graph.ir.verify import quantizers_of
 from fp8graph.numerics.scalings import SCALINGS
+from fp8graph.records import RefusalRecord
 from fp8graph.runtime.stores import Caller, Run, Slot, Store
 
 _STORE: Final = "gradients"
 _EMULATED = "its wgrad is emulated"
 _GROUPED = "it is one of experts"
+_HOOKED: Final = "hooks wait for its gradient"
+_RANKS: Final = "there are other ranks, and what reduces gradients may wait for it: give it a main_grad"
+_COMPILED: Final = "compiled autograd runs its backward"
+_VIEWS: Final = 4  # views of a compiled graph's results have nodes of their own, no more than these
 _OTHERS: Final[dict[Any, str]] = {
     aten.mm.default: _EMULATED,
     aten.bmm.default: _EMULATED,
@@ -63,12 +71,18 @@ class Gradient(ExtraInput):
     parameter: int  # graph input
     shape: tuple[int, ...]
     device: torch.device
+    fqn: str = ""  # of the site
+    index: int = 0
 
     def stand_ins(self) -> list[Tensor]:
         return [torch.empty(self.shape, device=self.device)]
 
     def titles(self, name: Callable[[int], str]) -> list[str]:
         return [f"{name(self.parameter)} gradient"]
+
+    def renamed(self, rename: Rename) -> Gradient:
+        fqn, index = rename(self.fqn, self.index)
+        return replace(self, fqn=fqn, index=index)
 
 
 def accumulates(graph: fx.Graph, compilation: Compilation) -> bool:
@@ -101,7 +115,8 @@ def accumulate_wgrad(graph: fx.Graph, compilation: Compilation) -> None:
             reason = _why_not(wgrad, parameter, index, compilation)
             if reason is None:
                 shape, device = tuple(value(parameter).shape), value(parameter).device
-                found[wgrad] = place, Gradient(parameter=cast(int, index), shape=shape, device=device)
+                own = Gradient(parameter=cast(int, index), shape=shape, device=device, fqn=site.fqn, index=site.index)
+                found[wgrad] = place, own
                 moved[site.fqn, site.index, "wgrad"] = _moves(wgrad, parameter, compilation)
         if reason is not None:
             compilation.refuse("FP32 gradient", site, reason)
@@ -167,6 +182,15 @@ def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
     """Reason why wgrad cannot add to the FP32 gradient of ``parameter``; None if it can. ``gathered``: by FSDP2."""
     if gathered:
         return "FSDP2 waits for its gradient"
+    if (reason := _unfit(parameter)) is not None or getattr(parameter, "main_grad", None) is not None:
+        return reason
+    if autograd.has_gradient_hooks(parameter):
+        return _HOOKED
+    return _RANKS if number_of_ranks(None) > 1 else None
+
+
+def _unfit(parameter: Tensor) -> str | None:
+    """Reason why neither the ``main_grad`` nor the ``.grad`` of ``parameter`` takes FP32 results; None if one does."""
     if local(parameter) is not parameter:
         return "it is a DTensor"
     main_grad = getattr(parameter, "main_grad", None)
@@ -176,10 +200,6 @@ def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
         return None if fits and main_grad.is_contiguous() else "its main_grad is no contiguous FP32 tensor of its shape"
     if parameter.dtype != torch.float32:
         return f"its .grad is {str(parameter.dtype).removeprefix('torch.')}, and it has no main_grad in FP32"
-    if autograd.has_gradient_hooks(parameter):
-        return "hooks wait for its gradient"
-    if number_of_ranks(None) > 1:
-        return "there are other ranks, and what reduces gradients may wait for it: give it a main_grad"
     return None if parameter.is_contiguous() else "it is not contiguous"
 
 
@@ -187,7 +207,41 @@ def why_not_accumulated(parameter: Tensor, *, gathered: bool) -> str | None:
 class _Buffer:
     tensor: Tensor  # what .grad or .main_grad is
     memory: Tensor  # the same memory, as graphs take it
-    is_grad: bool
+    main_grad: Any  # of the parameter, None without one
+    unfit: str | None  # reason why it is neither: all that graphs add to it goes to autograd
+    unused: tuple[int, ...] = ()  # the count of its uses while nobody has it as a gradient
+    aside: tuple[Tensor, int] | None = None  # its numbers and version, while a backward runs that may not change them
+
+    @property
+    def is_grad(self) -> bool:
+        return self.tensor is not self.main_grad
+
+    def is_unused(self) -> bool:
+        """Whether nobody has it as a gradient, or memory of it."""
+        return self.is_grad and autograd.uses(self, "tensor") == self.unused
+
+    def set_aside(self, *, restored: bool) -> None:
+        """Empty it for one backward. ``restored``: whoever has it as a gradient finds its numbers there again."""
+        with torch.no_grad():
+            if restored:
+                self.aside = self.tensor.clone(), autograd.version(self.tensor)
+            self.tensor.data.zero_()
+
+    def take_out(self) -> Tensor:
+        """The numbers that one backward added."""
+        with torch.no_grad():
+            added = self.tensor.clone()
+        self.restore()
+        return added
+
+    def restore(self) -> None:
+        """Give it its numbers back, unless somebody has written others since (after a backward that failed)."""
+        if self.aside is not None:
+            numbers, version = self.aside
+            self.aside = None
+            if autograd.version(self.tensor) == version:
+                with torch.no_grad():
+                    self.tensor.data.copy_(numbers)
 
 
 class MainGrads(Store):
@@ -197,60 +251,54 @@ class MainGrads(Store):
 
     def __init__(self) -> None:
         self._buffers: dict[int, _Buffer] = {}  # by the id of a parameter, until that is freed; read in each call
+        self._left: dict[RefusalRecord, None] = {}  # gradients that a backward gave to autograd, and why
 
     @staticmethod
     def fact(parameter: Tensor, *, sharded: Any) -> str | None:
         return why_not_accumulated(parameter, gathered=sharded is not None)
 
-    def report(self) -> Mapping[str, int]:
-        """The memory of the buffers, those that are ``main_grad`` not included."""
+    def report(self) -> Mapping[str, Any]:
+        """The memory of the buffers, those that are ``main_grad`` not included, and the gradients left to autograd."""
         buffers = list(self._buffers.values())
-        return {"gradient_bytes": sum(buffer.tensor.nbytes for buffer in buffers if buffer.is_grad)}
+        held = sum(buffer.tensor.nbytes for buffer in buffers if buffer.is_grad)
+        return {"gradient_bytes": held, "refusals_of_calls": list(self._left)}
 
     def slot(self, asked: Sequence[Gradient], caller: Caller) -> Slot:
         """The memory that a graph adds to."""
         positions = [gradient.parameter for gradient in asked]
         return _Added(
-            tensors=[self._buffer(caller.args[i]).memory for i in positions],
+            tensors=[self.buffer(caller.args[i]).memory for i in positions],
             fresh=lambda args: all(self._is_known(args[i]) for i in positions),
             grads=self,
-            positions=positions,
+            asked=asked,
         )
 
     def _is_known(self, parameter: Tensor) -> bool:
         """Whether there is a buffer, and nobody has put another ``main_grad`` in its place."""
         found = self._buffers.get(id(parameter))
-        return found is not None and getattr(parameter, "main_grad", None) is (None if found.is_grad else found.tensor)
+        return found is not None and getattr(parameter, "main_grad", None) is found.main_grad
 
-    def watch(self, results: Any, parameters: Sequence[Tensor]) -> None:
-        """Make buffers the ``.grad`` of ``parameters`` when the backward of ``results`` begins."""
-        functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
-        for function in functions:
-            function.register_prehook(functools.partial(self._bind, parameters))
-
-    def _bind(self, parameters: Sequence[Tensor], *_: Any) -> None:
-        for parameter in parameters:
-            buffer = self._buffer(parameter)
-            if buffer.is_grad and parameter.grad is not buffer.tensor:
-                with torch.no_grad():
-                    if parameter.grad is None:
-                        buffer.tensor.zero_()
-                    else:
-                        buffer.tensor.copy_(parameter.grad)
-                parameter.grad = buffer.tensor
-
-    def _buffer(self, parameter: Tensor) -> _Buffer:
+    def buffer(self, parameter: Tensor) -> _Buffer:
+        """The buffer of ``parameter``: its ``main_grad``, or one that becomes its ``.grad``."""
         found = self._buffers.get(id(parameter))
         if found is not None and self._is_known(parameter):
-            return found
-        tensor = main_grad = getattr(parameter, "main_grad", None)
-        if tensor is None:
+            same = found.tensor.shape == parameter.shape and found.tensor.device == parameter.device
+            if same and (found.unfit is None or found.unfit == _unfit(parameter)):
+                return found
+        unfit, main_grad = _unfit(parameter), getattr(parameter, "main_grad", None)
+        if (tensor := main_grad) is None or unfit is not None:
             with torch.inference_mode(False), torch.no_grad():
-                tensor = torch.zeros_like(parameter)
+                tensor = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         if found is None:
             weakref.finalize(parameter, MainGrads._forget, weakref.ref(self), id(parameter)).atexit = False
-        self._buffers[id(parameter)] = made = _Buffer(tensor, tensor.data, main_grad is None)
+        made = self._buffers[id(parameter)] = _Buffer(tensor, tensor.data, main_grad, unfit)
+        del tensor, main_grad  # they would count
+        made.unused = autograd.uses(made, "tensor")
         return made
+
+    def leave(self, gradient: Gradient, reason: str) -> None:
+        """Say in the report that autograd got this gradient."""
+        self._left[RefusalRecord(what="FP32 gradient", fqn=gradient.fqn, index=gradient.index, reason=reason)] = None
 
     @staticmethod
     def _forget(reference: weakref.ref[MainGrads], key: int) -> None:
@@ -262,7 +310,133 @@ class MainGrads(Store):
 class _Added(Slot):
     acts: ClassVar[bool] = True
     grads: MainGrads
-    positions: Sequence[int]
+    asked: Sequence[Gradient]
+
+    def before(self, run: Run) -> Sequence[Tensor]:
+        backward = _Backward(self.grads, self.asked, [run.args[gradient.parameter] for gradient in self.asked])
+        run.notes[_STORE], inputs = backward, list(run.inputs)
+        for place, alias in backward.aliases().items():
+            inputs[self.asked[place].parameter] = alias
+        run.inputs = inputs
+        if autograd.saved_tensors_hooks():  # a copy that offloading makes would get the sum
+            run.enter(autograd.saved_as_they_are(self.tensors))
+        return self.tensors
 
     def after(self, run: Run, results: Any) -> None:
-        self.grads.watch(results, [run.args[i] for i in self.positions])
+        """Be asked when the backward of ``results`` begins."""
+        backward: _Backward = run.notes[_STORE]
+        behind = backward.behind()
+        functions = {x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None}
+        for _ in range(_VIEWS):
+            if found := [f for f in functions if any(other is behind for other, _ in f.next_functions)]:
+                found[0].register_prehook(backward.begin)  # it may not hold the node: nobody would free the two
+                return
+            functions = {other for f in functions for other, _ in f.next_functions if other is not None}
+
+
+class _Backward:
+    """One run's backward, which may run several times: its wgrads are added to gradients, or given to autograd."""
+
+    def __init__(self, grads: MainGrads, asked: Sequence[Gradient], parameters: Sequence[Tensor]) -> None:
+        self.grads, self.asked, self.parameters = grads, asked, parameters
+        self.buffers = [grads.buffer(parameter) for parameter in parameters]
+        self.returned: dict[int, Tensor] = {}  # by place: the gradients that go through autograd
+        self._through = [place for place, buffer in enumerate(self.buffers) if buffer.is_grad]  # they may
+        self._first: Any = None  # a result of that node, until the run is over
+        self._left: list[int] = []  # the places of gradients that the backward which runs leaves to autograd
+        self._end: Any = None  # the hook behind the compiled node
+
+    def aliases(self) -> dict[int, Tensor]:
+        """The tensors that the graph gets for parameters, by place: of a node that can return their gradients."""
+        if not self._through:
+            return {}
+        aliases = _Parameters.apply(self, *(self.parameters[place] for place in self._through))
+        self._first = aliases[0]
+        return dict(zip(self._through, aliases, strict=True))
+
+    def behind(self) -> Any:
+        """The node that the backward of the graph leads to: that of the aliases, or of a parameter. Asked once."""
+        first, self._first = self._first, None  # it holds this object
+        return autograd.accumulator(self.parameters[0]) if first is None else first.grad_fn
+
+    def begin(self, *_: Any) -> None:
+        """Decide for each gradient, when all is known: before the compiled backward runs."""
+        self.returned.clear()
+        self._left.clear()
+        if self._end is not None:  # it failed the last time
+            self._end.remove()
+            self._end = None
+        node, of_all = autograd.running_node(), None
+        if node is None:
+            of_all = "compiled autograd runs its backward"
+        elif number_of_ranks(None) > 1:
+            of_all = _RANKS
+        elif torch.is_grad_enabled():
+            of_all = "a backward had create_graph=True"
+        for place, (parameter, buffer) in enumerate(zip(self.parameters, self.buffers, strict=True)):
+            buffer.restore()  # the same
+            reason = _why_left(parameter, buffer, of_all)
+            if reason is not None:
+                self.grads.leave(self.asked[place], reason)
+                buffer.set_aside(restored=node is None or not buffer.is_unused())
+                self._left.append(place)
+            elif buffer.is_grad and parameter.grad is not buffer.tensor:
+                with torch.no_grad():
+                    if parameter.grad is None:
+                        buffer.tensor.zero_()
+                    else:
+                        buffer.tensor.copy_(parameter.grad)
+                parameter.grad = buffer.tensor
+        if self._left and node is not None:
+            self._end = node.register_hook(self.end)
+
+    def end(self, *_: Any) -> None:
+        """Take the gradients for autograd out of the buffers, right after it."""
+        if self._end is not None:
+            self._end.remove()
+            self._end = None
+        for place in self._left:
+            self.returned[place] = self.buffers[place].take_out().to(self.parameters[place].dtype)
+        self._left.clear()
+
+    def take(self) -> list[Tensor | None]:
+        """The gradients for autograd, None for the others."""
+        self.end()  # compiled autograd has called no hook behind the node
+        return [self.returned.pop(place, None) for place in self._through]
+
+
+class _Parameters(torch.autograd.Function):
+    """Stands between parameters and a compiled graph that adds to their gradients, for those that autograd must get."""
+
+    @staticmethod
+    def forward(ctx: Any, backward: _Backward, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.backward_of_run = backward
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.backward_of_run.take())
+
+
+def _why_left(parameter: Tensor, buffer: _Buffer, of_all: str | None) -> str | None:
+    """Reason why wgrad may not add to the buffer in the backward that runs; None if it may.
+
+    Args:
+        of_all: the reason for every ``.grad``.
+    """
+    if not autograd.accumulates(parameter):
+        return "a backward was for other tensors (inputs=...), or torch.autograd.grad returned it"
+    if buffer.unfit is not None or not buffer.is_grad:
+        return buffer.unfit
+    if autograd.has_tensor_hooks(parameter):
+        return _HOOKED
+    if of_all is not None or parameter.grad is buffer.tensor:
+        return of_all
+    if not buffer.is_unused():
+        return "its gradient of an earlier backward was kept"
+    if parameter.grad is None:
+        return None
+    if parameter.grad.dtype != buffer.tensor.dtype or autograd.uses(parameter, "grad") != autograd.uses_of_a_grad():
+        return "something else has its .grad, too"
+    return None

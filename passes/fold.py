@@ -7,9 +7,11 @@
                                                         ->      dx = scaled_mm(qdy[0], columnwise(data), qdy[1],
                                                                                columnwise(scale_inv))
 
-The transposed copies are made once (``hoist_weights``). With one scale per row [N, 1], dgrad contracts along the
-scales: they multiply the gradient before that is quantized, and the bytes are multiplied with a scale of 1. Sizes that
-the GEMM pads are padded with zeros, in a copy. A checkpoint's static scale of activations replaces their amax.
+A program that stores its weight as [K, N] (``x @ w``, Conv1D, a tied decoder) has it the other way round: fprop reads
+the transposed copy, and dgrad the bytes as they are. The transposed copies are made once (``hoist_weights``). With one
+scale per row, a GEMM that contracts the rows contracts along the scales: they multiply its other operand before that is
+quantized, and the bytes are multiplied with a scale of 1. Sizes that the GEMM pads are padded with zeros, in a copy. A
+checkpoint's static scale of activations replaces their amax.
 
 Refuses nothing of its own: ``assign`` leaves GEMMs that cannot take the bytes in high precision, and those of backward
 dequantize them anew, so that no copy in high precision is kept. A rule that asks for another recipe has the weight
@@ -24,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.analysis.stored import stored_weight, transposes
+from fp8graph.analysis.stored import stored_view, stored_weight, transposes
 from fp8graph.compat.inductor import erase_unused
 from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops
@@ -41,6 +43,7 @@ from fp8graph.ir.nodes import (
     value,
 )
 from fp8graph.ir.quantize_node import QuantizeNode
+from fp8graph.ir.sites import OperandView
 from fp8graph.numerics.formats import SCALE, SCALE_INV
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -64,14 +67,11 @@ def fold(graph: fx.Graph, compilation: Compilation) -> None:
         given = named_arguments(stored)
         if "input" in quantized and given["input_scale_inv"] is not None:
             _use_static_scale(quantized["input"], given["input_scale_inv"])
-        weight = QuantizeNode(quantized["weight"])
-        if weight.asked.rowwise:
-            _replace(weight, _rowwise(weight, given))
-        else:
-            scales_move = not transposes(given)
-            if scales_move:
-                _scale_rows(quantized["grad_output"], given["scale_inv"])
-            _replace(weight, _columnwise(weight, given, scaled=not scales_move))
+        weight, view = QuantizeNode(quantized["weight"]), cast(OperandView, stored_view(gemm))
+        scales_move = view.turned and not transposes(given)  # those of rows, which the GEMM contracts
+        if scales_move:
+            _scale_rows(quantized["input" if name == "fprop" else "grad_output"], given["scale_inv"])
+        _replace(weight, _as_read(weight, given, view, scaled=not scales_move))
     for site in compilation.sites:
         if (weight := stored_weight(site)) is not None:
             for gemm in site.gemms:
@@ -91,51 +91,52 @@ def _dequantize_again(matmul: fx.Node, weight: fx.Node) -> None:
             matmul.replace_input_with(argument, again)
 
 
-def _rowwise(weight: QuantizeNode, given: dict[str, Any]) -> dict[str, fx.Node]:
-    """The outputs of the quantize node ``weight`` by name: the stored tensors, padded in a copy if sizes differ."""
-    found = {"rowwise": given["data"], "scale_inv": given["scale_inv"], "rowwise_scale_inv": given["scale_inv"]}
-    found["rowwise_global_scale_inv"] = given["global_scale_inv"]
+def _as_read(
+    weight: QuantizeNode, given: dict[str, Any], view: OperandView, *, scaled: bool
+) -> dict[str, fx.Node | None]:
+    """The outputs of the quantize node ``weight`` by name: the stored tensors, or copies, transposed or padded.
 
-    def padded(x: fx.Node, shape: Sequence[int]) -> fx.Node:
-        if len(shape) < 2 or _fits(x, shape):
-            return x
-        return _transposed(weight.node, _transposed(weight.node, x, value(x).shape[::-1]), shape)
-
-    return {name: padded(found[name], val.shape) for name, val in weight.values.items()}
-
-
-def _columnwise(weight: QuantizeNode, given: dict[str, Any], *, scaled: bool) -> dict[str, fx.Node]:
-    """The outputs of ``weight``, transposed; ``scaled``: with its scales, else with scales of 1."""
-    found: dict[str, fx.Node] = {}
+    ``scaled``: with its scales, else with scales of 1.
+    """
+    found: dict[str, fx.Node | None] = {}
     for name, val in weight.values.items():
-        if name == "columnwise":
-            found[name] = _transposed(weight.node, given["data"], val.shape)
+        if name.endswith("global_scale_inv"):
+            found[name] = given["global_scale_inv"]
+        elif name == view.layout:
+            found[name] = _laid_out(weight.node, given["data"], val.shape, turned=view.turned)
         elif val.ndim < 2:
             found[name] = given["scale_inv"]
         elif scaled:
-            found[name] = _transposed(weight.node, given["scale_inv"], val.shape)
+            found[name] = _laid_out(weight.node, given["scale_inv"], val.shape, turned=view.turned)
         else:
             ones = {"dtype": val.dtype, "device": val.device}
             found[name] = _insert(weight.node, aten.full.default, [*val.shape], 1.0, **ones)
     return found
 
 
-def _replace(weight: QuantizeNode, found: dict[str, fx.Node]) -> None:
+def _laid_out(like: fx.Node, x: fx.Node, shape: Sequence[int], *, turned: bool) -> fx.Node:
+    """``x``, ``turned`` (transposed) or not, with zeros at the end up to ``shape``; itself if nothing changes."""
+    if turned:
+        return _transposed(like, x, shape)
+    return x if _fits(x, shape) else _transposed(like, _transposed(like, x, shape[::-1]), shape)
+
+
+def _replace(weight: QuantizeNode, found: dict[str, fx.Node | None]) -> None:
     """Give the readers of the outputs of ``weight`` the tensors ``found`` in their place."""
     for name, user in weight.outputs.items():
-        user.replace_all_uses_with(found[name])
+        user.replace_all_uses_with(cast(fx.Node, found[name]))
         weight.node.graph.erase_node(user)
     weight.node.graph.erase_node(weight.node)
 
 
-def _scale_rows(gradient: fx.Node, scale_inv: fx.Node) -> None:
-    """Let ``gradient`` quantize ``dy * scale_inv`` [M, N] in FP32, with one scale [N, 1] per row of the weight."""
-    quantized = QuantizeNode(gradient)
+def _scale_rows(other: fx.Node, scale_inv: fx.Node) -> None:
+    """Let ``other`` quantize ``x * scale_inv`` [M, R] in FP32, with one scale [R, 1] per row of the stored weight."""
+    quantized = QuantizeNode(other)
     x = quantized.asked.x
-    exact = _insert(gradient, _CONVERT, x, torch.float32)
-    row = _insert(gradient, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
-    quantized.ask(x=_insert(gradient, aten.mul.Tensor, exact, row))
-    update_value(gradient)
+    exact = _insert(other, _CONVERT, x, torch.float32)
+    row = _insert(other, aten.view.default, scale_inv, [1, value(scale_inv).shape[0]])
+    quantized.ask(x=_insert(other, aten.mul.Tensor, exact, row))
+    update_value(other)
 
 
 def _use_static_scale(activations: fx.Node, scale_inv: fx.Node) -> None:

@@ -42,13 +42,13 @@ from fp8graph.ir.nodes import (
     SITES,
     aten,
     backward_nodes,
-    gradient_of_func,
     is_view,
     look_through_transposes,
     matmul_arguments,
     nodes,
     runs_without_gradients,
     static_size,
+    takes_gradient,
     value,
     value_key,
     written_as_linear,
@@ -107,19 +107,25 @@ def _forward_site(
                 tensor=tensor,
                 flipped=transposed if side == "a" else not transposed,
                 layout="rowwise",
+                data=_data_of(tensor),
             )
         )
-    known = a in from_parameter or b in from_parameter
+    is_gradient = bool(takes_gradient(node))  # a dgrad multiplies by a parameter too: by dy, which is no input
+    known = (a in from_parameter or b in from_parameter) and not is_gradient
     linear = known or written_as_linear(node)
     weight = a if a_is_weight else b
     custom = cast("dict[str, Any] | None", node.meta.get("custom"))
     return Site(
         place=place_of(node, weight if known else None, parameters),
-        op="grouped_mm" if node.target in GROUPED else "linear" if linear else "matmul",
+        op="grouped_mm" if node.target in GROUPED and not is_gradient else "linear" if linear else "matmul",
         why_no_linear="" if linear else _why_no_linear(node, in_body),
         region=custom.get(REGION_KEY) if custom else None,
         gemms=[Gemm(node=node, gemm="fprop", a=views[0], b=views[1])],
     )
+
+
+def _data_of(tensor: fx.Node) -> fx.Node | None:
+    return cast(fx.Node, tensor.args[0]) if tensor.target is ops.stored_weight else None
 
 
 def _weight(site: Site) -> fx.Node:
@@ -129,8 +135,8 @@ def _weight(site: Site) -> fx.Node:
 
 def _why_no_linear(node: fx.Node, in_body: bool) -> str:
     """The reason why a matmul that may have been written as a linear is not known as one; "" if nothing hides that."""
-    if gradient_of_func(node):
-        return "it computes a gradient that torch.func takes inside the graph"
+    if library := takes_gradient(node):
+        return f"it computes a gradient that {library} takes inside the graph"
     if in_body:
         return "only F.linear, Linear and addmm with w.t() are known as linears in the body of a higher-order op"
     return ""
@@ -138,8 +144,8 @@ def _why_no_linear(node: fx.Node, in_body: bool) -> str:
 
 def _backward_only_site(node: fx.Node) -> Site:
     views = [
-        OperandView(operand="grad_output", tensor=argument, flipped=False, layout="rowwise")
-        for argument in matmul_arguments(node)
+        OperandView(operand="grad_output", tensor=argument, flipped=side == "b", layout="rowwise")
+        for side, argument in zip("ab", matmul_arguments(node), strict=True)
     ]
     gemm = Gemm(node=node, gemm="dgrad", a=views[0], b=views[1])
     return Site(place=place_of(node, None, {}), op="matmul", region=None, gemms=[gemm])
@@ -183,6 +189,7 @@ def _backward_gemm(node: fx.Node, site: Site) -> Gemm | None:
                     flipped=flip,
                     # a must be contiguous as it is, b as its transpose
                     layout="rowwise" if (trans ^ flip) == (side == "b") else "columnwise",
+                    data=_data_of(base),
                 )
                 for side, (operand, base, flip, trans) in zip("ab", pair, strict=True)
             )

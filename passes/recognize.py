@@ -162,11 +162,16 @@ def _product(argument: fx.Node) -> _Product | str:
     if len(of_data) != 1 or len(of_scale) != 1 or value(argument).ndim != 2:
         return "it is not the product of FP8 numbers and scales"
     (data, numbers), (scale, scales) = of_data[0], of_scale[0]
-    transposed = not is_row_major(numbers)
+    if value(data).ndim != 2 or not value(data).is_contiguous():
+        return "its numbers are not stored row by row"
+    shape = [*value(data).shape]
+    transposed = not is_row_major(numbers) or (1 in shape and sizes(numbers) != shape)  # [1, K] is [K, 1] row by row
     if transposed:
         numbers, scales = numbers[::-1], scales[::-1]
-    if value(data).ndim != 2 or not value(data).is_contiguous() or not is_row_major(numbers):
+    if not is_row_major(numbers):
         return "its numbers are not stored row by row"
+    if sizes(numbers) != shape:
+        return f"its numbers are stored as {tuple(shape)}, and multiplied as {tuple(sizes(numbers))}"
     tile = tile_of(scales)
     if tile is None or not value(scale).is_contiguous() or value(scale).numel() != tile.grid[0] * tile.grid[1]:
         return "its scales are not those of rows or tiles"

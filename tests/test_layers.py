@@ -13,7 +13,7 @@ PRODUCT = ROOT / "fp8graph"
 # A room imports from itself and from rooms of lower floors; rooms of one floor do not know each other.
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
-    ("compat", "records"),
+    ("compat", "files", "records"),
     ("offline",),
     ("recipes",),
     ("numerics",),

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from fp8graph.compat.ops import named_arguments
-from fp8graph.ir import ops
 from fp8graph.ir.nodes import value
-from fp8graph.ir.sites import Gemm, Site
+from fp8graph.ir.sites import Gemm, OperandView, Site
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import (
     GEMMS,
@@ -39,6 +39,8 @@ _RECIPES: Final[Mapping[str, Recipe]] = {
     "mxfp8": MXFP8BlockScaling(),
     "nvfp4": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
 }
+_E5M2: Final = (torch.float8_e5m2, torch.float8_e5m2fnuz)
+_IT: Final = "it is dequantized"
 _STATIC: Final = (
     "the checkpoint has an FP32 scale for activations, and E8M0 scales for the weight: no GEMM takes both; the weight "
     "is dequantized"
@@ -51,15 +53,22 @@ _STATIC_EXPERTS: Final = (
 
 def stored_weight(site: Site) -> fx.Node | None:
     """The ``stored_weight`` node that ``site`` multiplies by; None if its weight is in high precision."""
-    views = (view for gemm in site.gemms for view in (gemm.a, gemm.b) if view.operand == "weight")
-    return next((view.tensor for view in views if view.tensor.target is ops.stored_weight), None)
+    view = next(filter(None, map(stored_view, site.gemms)), None)
+    return view.tensor if view is not None else None
 
 
-def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
+def stored_view(gemm: Gemm) -> OperandView | None:
+    """The operand of ``gemm`` that arrives quantized; None if it reads none."""
+    return next((view for view in (gemm.a, gemm.b) if view.operand == "weight" and view.data is not None), None)
+
+
+def as_stored(resolution: Resolution, stored: fx.Node, *, flipped: bool = False) -> Resolution | None:
     """The answer for a site whose weight is ``stored``, in place of the policy's; None if the policy's holds.
 
     A user's own rule or region, and a policy without FP8, decide as they do for any weight. Otherwise the weight is
     multiplied as it is, also by layers that the default policy would keep in high precision: it is in FP8 already.
+
+    ``flipped``: it is stored [K, N], see :class:`OperandView`.
     """
     switched_off = resolution.source in ("default", DISABLED) and not any(resolution.recipes.values())
     if resolution.by_user or switched_off:
@@ -71,17 +80,22 @@ def as_stored(resolution: Resolution, stored: fx.Node) -> Resolution | None:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC_EXPERTS)
     if given["activations"] == "static" and not SCALINGS[given["scaling"]].takes_scale:
         return Resolution(dict.fromkeys(GEMMS), source=_STATIC)
-    recipe, recipes = recipe_of(stored), dict[GemmName, Recipe | None]()
+    recipe, recipes = recipe_of(stored, flipped=flipped), dict[GemmName, Recipe | None]()
     for gemm, asked in resolution.recipes.items():
         override = asked.backward_override if asked is not None else None
         recipes[gemm] = dataclasses.replace(recipe, backward_override=override) if override is not None else recipe
     return Resolution(recipes, source=f"weight stored in {_described(given)}")
 
 
-def recipe_of(stored: fx.Node) -> Recipe:
-    """The recipe whose weights are stored as ``stored`` is."""
+def recipe_of(stored: fx.Node, *, flipped: bool = False) -> Recipe:
+    """The recipe whose weights are stored as ``stored`` is; ``flipped``: [K, N]."""
     given = named_arguments(stored)
-    return recipe_of_kind(given["scaling"], given["block"])
+    recipe = recipe_of_kind(given["scaling"], given["block"])
+    if value(given["data"]).dtype in _E5M2 and recipe.fp8_format is Format.HYBRID:
+        recipe = dataclasses.replace(recipe, fp8_format=Format.E4M3)  # no device multiplies E5M2 by E5M2
+    if flipped and isinstance(recipe, Float8BlockScaling):  # fprop contracts the rows
+        recipe = dataclasses.replace(recipe, x_block=recipe.grad_block, grad_block=recipe.x_block)
+    return recipe
 
 
 def recipe_of_kind(kind: str, block: Sequence[int]) -> Recipe:
@@ -99,18 +113,23 @@ def recipe_of_kind(kind: str, block: Sequence[int]) -> Recipe:
     )
 
 
-def why_not_as_stored(gemm: Gemm, stored: fx.Node) -> str | None:
-    """The reason why ``gemm`` cannot multiply the bytes of ``stored``; None if it can."""
-    given = named_arguments(stored)
-    if gemm.gemm != "fprop" and value(given["data"]).ndim == 3:
+def why_not_as_stored(gemm: Gemm, view: OperandView) -> str | None:
+    """The reason why ``gemm`` cannot multiply the bytes of ``view``, its weight; None if it can."""
+    given = named_arguments(view.tensor)
+    if not view.turned:
+        packed = SCALINGS[given["scaling"]].packed > 1
+        return f"{gemm.gemm} would have its gradient in E2M1: {_IT}" if packed and gemm.gemm != "fprop" else None
+    if value(given["data"]).ndim == 3:
         return f"{gemm.gemm} of experts would need a transposed copy of each: they are dequantized"
-    if (
-        gemm.gemm == "fprop"
-        or transposes(given)
-        or given["scaling"] == Float8RowwiseScaling().quantizer("weight").scaling
-    ):
+    if transposes(given):
         return None
-    return f"{gemm.gemm} contracts the weight's rows, and each of its scales is for one row: it is dequantized"
+    if given["scaling"] != Float8RowwiseScaling().quantizer("weight").scaling:
+        rows, columns = given["block"]
+        part = "one row" if rows == 1 else f"{rows}x{columns} numbers"
+        return f"{gemm.gemm} contracts the weight's rows, and each of its scales is for {part}: {_IT}"
+    if gemm.gemm == "fprop" and given["activations"] == "static":  # else the rows' scales multiply what it contracts
+        return f"fprop contracts the weight's rows, whose scales the static scale of the activations leaves out: {_IT}"
+    return None
 
 
 def transposes(given: Mapping[str, Any]) -> bool:

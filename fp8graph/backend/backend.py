@@ -12,7 +12,16 @@ import torch
 from torch import fx
 
 from fp8graph.backend.compiling import Shared, Variants
-from fp8graph.backend.coverage import EagerFrames, adopt_in_time, check_compiled, check_quantized_once, check_read
+from fp8graph.backend.coverage import (
+    EagerFrames,
+    adopt_in_time,
+    check_compiled,
+    check_dequantized,
+    check_quantized_once,
+    check_read,
+    check_rules,
+    note_dequantized,
+)
 from fp8graph.backend.dynamo_graph import DynamoGraph, class_name
 from fp8graph.backend.inductor_passes import compile_backward, compile_dialect, run_eagerly
 from fp8graph.backend.program import Program, Programs
@@ -20,11 +29,12 @@ from fp8graph.compat import dynamo
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.recipes import RecipeLike
+from fp8graph.recipes.autocast import current_region
 from fp8graph.recipes.policy import Policy
 from fp8graph.report import Report
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, PolicyFile, PolicyLike, Schedule, tables
-from fp8graph.runtime.rank_groups import RankGroups, agree
+from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import VERSION, VERSION_KEY, BackendState, loader
 from fp8graph.runtime.stores import Services, Store
@@ -89,6 +99,8 @@ class Backend:
         )
         self.programs: Final = Programs()
         self._eager_frames: Final = EagerFrames(self)
+        self.runs = False  # a graph was called
+        self._checked = False  # all graphs of a step were
         self._agreed: set[str] = set()  # the uses for which the policy was compared with that of other ranks
         calls = {"observe": self.observe, "guard": self.guard}
         known = {name: [*inspect.signature(call).parameters] for name, call in calls.items()}
@@ -151,26 +163,31 @@ class Backend:
         """See :class:`Program`."""
         self._eager_frames.compiled(graph.frame)
         self._shared.groups.look()
-        self._agree()
+        self._agree(graph)
         for model, compiled in dynamo.modules_of_frame():
             adopt_in_time(self, model)
             check_read(self, model)
             self._shared.steps.adapters.watch(model, compiled=compiled)
         check_quantized_once(self, graph.layers().items())
+        note_dequantized(self, graph.quantized_weights(inputs or ()))
         program = Program(self._shared, graph, inputs, variants)
         self.programs.add(program)
         return program
 
-    def _agree(self) -> None:
+    def _agree(self, graph: DynamoGraph) -> None:
         """Compare policy and settings with those of the other ranks, once for training and once for inference.
 
-        A later policy is not compared: ranks need not compile again at the same step of a schedule.
+        It waits for them where they run collectives that must fit each other, in the graph or after a step. A rank that
+        evaluates alone is not compared at all. A later policy is not compared: ranks need not compile again at the same
+        step of a schedule.
         """
-        kind = "training" if torch.is_grad_enabled() else "inference"  # one rank may compile for inference alone
-        if kind in self._agreed:
+        kind = "training" if graph.gradients else "inference"  # one rank may compile for inference alone
+        if kind in self._agreed or not (graph.gradients or graph.spread):
             return
         self._agreed.add(kind)
-        agree(self._shared.decides(training=kind == "training"), self._shared.groups.now(), kind)
+        recipes = graph.recipes(self.policy, current_region())
+        waits = graph.spread or any(recipe.reduces_amax for recipe in recipes)
+        self._shared.groups.compare(self._shared.decides(training=graph.gradients), kind, waits=waits)
 
     def set_policy(self, policy: PolicyLike | None, *, recipe: RecipeLike = None) -> None:
         """Use another policy from the next call on. Graphs that it changes are then compiled again.
@@ -368,11 +385,21 @@ class Backend:
             **of_stores,
         )
 
-    def check_call(self, *, second: bool, empty: bool) -> None:
-        """At a later call of a graph. At the second one every graph of the first step is known."""
-        if second and empty:
-            check_compiled(self, None)
-        if self.settings.strict and (second or self._eager_frames.texts()):
+    def check_step(self) -> None:
+        """Say, or in strict mode raise, what no graph of a step has. Once: graphs are checked as they are compiled."""
+        if self._checked:
+            return
+        check_compiled(self, None)
+        if self.settings.strict:
+            self.report.check()
+        check_rules(self)
+        check_dequantized(self)
+        self._checked = True
+
+    def called(self, *, again: bool) -> None:
+        """Note a call of a graph, ``again`` or for the first time."""
+        self.runs = True
+        if again and self.settings.strict and self._eager_frames.texts():
             self.report.check()
 
     def arguments(self) -> dict[str, Any]:

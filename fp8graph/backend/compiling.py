@@ -83,7 +83,7 @@ class Compiler:
             policy=policy,
             settings=self._shared.settings,
             region=situation.region,
-            recipes=graph.recipes(policy, situation),
+            recipes=graph.recipes(policy, situation.region),
             sources=graph.sources,
             records_amaxes=graph.gradients,
             amax_group=situation.amax_group,
@@ -152,13 +152,16 @@ class Compiler:
         if inner_compile is not None:
             patches["force_disable_caches"] = True
         # compile_fx takes the module; Dynamo reads its graph again
+        more_options: dict[str, Any] = {}
+        if self._shared.settings.compiler == "eager":
+            random, more_options["decompositions"] = inductor.draws_as_eager()
+            patches |= random
         module = copy_dynamo_graph(self._graph.module, self._graph.gradients)
         more = add_spare_inputs(module, spares, inputs)
         inner = with_taken_inputs(inner_compile or compile_fx_inner)
         inner = joint.noting_saved(inner, tell=inner_compile is not None, then=after_passes)
-        return cast(
-            Callable[..., Any], compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner)
-        )
+        run = compile_fx(module, [*inputs, *more], config_patches=patches, inner_compile=inner, **more_options)
+        return cast(Callable[..., Any], run)
 
     @torch.inference_mode(False)  # whatever runs around ``.module``
     def _trace(
@@ -313,11 +316,15 @@ class Generator(Protocol):
         """The compiler that compile_fx calls for each graph after the passes; None: Inductor."""
         ...
 
-    def check_call(self, *, second: bool, empty: bool) -> None:
-        """Check what was compiled so far, at the second call of a graph; in strict mode at later ones, too.
+    def check_step(self) -> None:
+        """Check what was compiled so far: all graphs of a step are known."""
+        ...
+
+    def called(self, *, again: bool) -> None:
+        """Note a call of a graph; in strict mode of each, of others of the first ones.
 
         Args:
-            empty: the graph has no GEMM.
+            again: not its first one.
         """
         ...
 

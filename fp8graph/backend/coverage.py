@@ -5,16 +5,24 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 
 from fp8graph.compat import dynamo, wrappers
 from fp8graph.errors import Fp8CoverageError
 from fp8graph.ir.settings import Settings
-from fp8graph.libraries import adopt, adopt_adapters, converted_for_training, left_to_kernels, not_adopted
+from fp8graph.libraries import (
+    adopt,
+    adopt_adapters,
+    converted_for_training,
+    dequantized_in_forward,
+    left_to_kernels,
+    not_adopted,
+)
 from fp8graph.libraries.readers import of_compressed_tensors
 from fp8graph.records import OtherRecord, SiteRecord
 from fp8graph.report import Report
@@ -23,7 +31,13 @@ _log = logging.getLogger("fp8graph")
 
 
 class Reports(Protocol):
-    """The part of a backend that knows its compiled graphs."""
+    """The part of a backend that knows its compiled graphs.
+
+    Attributes:
+        runs: a graph of it was called, or it was said why there is none.
+    """
+
+    runs: bool
 
     @property
     def settings(self) -> Settings:
@@ -38,6 +52,8 @@ class Reports(Protocol):
 
 _too_late: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they adopt too late
 _told: Final[WeakSet[Reports]] = WeakSet()  # the backends of which it was said that they compiled nothing
+# by name, the layers that dequantize their weights themselves, and the weights' class
+_dequantized: Final[WeakKeyDictionary[Reports, dict[str, str]]] = WeakKeyDictionary()
 _said: Final[WeakKeyDictionary[Reports, set[str]]] = WeakKeyDictionary()  # what else was said of a backend
 
 
@@ -45,7 +61,7 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     """After the first call of ``model``: warn if no GEMM of it was compiled, once for each backend.
 
     Args:
-        model: None for code whose calls nobody watches: it is then the second call of one of its graphs.
+        model: None for code whose calls nobody watches: it is then called again, after its first step.
 
     Raises:
         Fp8CoverageError: in strict mode.
@@ -61,6 +77,62 @@ def check_compiled(backend: Reports, model: nn.Module | None) -> None:
     who = "Compiled code" if model is None else type(model).__name__
     lines = [f"{who} was called, and no GEMM of it was compiled: Dynamo made {graphs}.", *because[:4]]
     say(backend, "\n  ".join(lines))
+
+
+class AfterFirstCall:
+    """Call it after each call of ``module``, until it returns True: it has then checked that GEMMs were compiled.
+
+    Args:
+        part: of a model that is compiled in parts. Those with GEMMs may come later in the outermost call: a part is
+            checked when it is called once more, after that.
+    """
+
+    def __init__(self, backend: Reports, module: nn.Module, *, part: bool) -> None:
+        self._backend, self._module, self._part = backend, weakref.ref(module), part
+        self._runs: Callable[[], object] | None = None  # the outermost call
+
+    def __call__(self) -> bool:
+        self._backend.runs = True
+        if self._part and self._runs is None:
+            self._runs = dynamo.outermost_call()
+        if self._runs is not None and self._runs() is not None:
+            return False
+        check_compiled(self._backend, self._module())
+        return True
+
+
+def check_rules(backend: Reports) -> None:
+    """After the first step: warn, once for each backend, of rules that matched nothing."""
+    if lines := backend.report.unmatched():
+        more = f"\n  and {len(lines) - 4} more" if lines[4:] else ""
+        say_once(
+            backend,
+            "\n  ".join(["The first step is over.", *lines[:4]])
+            + f"{more}\n  Layers that these rules are for run as the policy has it without them. A rule that may match "
+            "nothing needs optional=True.",
+            key="rules",
+        )
+
+
+def note_dequantized(backend: Reports, layers: Iterable[tuple[str, str, torch.dtype]]) -> None:
+    """Remember layers for :func:`check_dequantized`: name, class of the weight, dtype of its numbers."""
+    known = _dequantized.setdefault(backend, {})
+    known.update((name, f"{kind}, {dtype}") for name, kind, dtype in layers)
+
+
+def check_dequantized(backend: Reports) -> None:
+    """After the first step: warn, once for each backend, of weights that arrived quantized, and are now in FP8."""
+    known = _dequantized.get(backend) or {}
+    in_fp8 = dict.fromkeys(gemm.fqn for gemm in backend.report.gemms if gemm.recipe is not None) if known else ()
+    if layers := [fqn for fqn in in_fp8 if fqn in known]:
+        more = f", and so it is with {len(layers) - 1} more" if layers[1:] else ""
+        say_once(
+            backend,
+            f"The weight of {layers[0] or 'the model'} arrives quantized ({known[layers[0]]}), in a form that fp8graph "
+            "does not read: its forward dequantizes it, and the result is quantized a second time, to FP8"
+            f"{more}. A rule with recipe None leaves such layers alone.",
+            key="quantized before",
+        )
 
 
 def check_quantized_once(backend: Reports, layers: Iterable[tuple[str, str]]) -> None:
@@ -87,6 +159,7 @@ def check_read(backend: Reports, model: nn.Module) -> None:
     Raises:
         Fp8CoverageError: in strict mode.
     """
+    note_dequantized(backend, dequantized_in_forward(model))
     if found := list(left_to_kernels(model)):
         name, kind, dtype = found[0]
         more = f", and so it is with {len(found) - 1} more" if found[1:] else ""

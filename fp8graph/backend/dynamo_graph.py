@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fp8graph.compat import dynamo, fakes, fsdp, lives
+from fp8graph.compat import distributed, dynamo, fakes, fsdp, lives
 from fp8graph.compat.fakes import TracingContext, tracing
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir.compilation import Condition
@@ -44,6 +44,7 @@ class DynamoGraph:
         }
         whole, given = fsdp.gathered(), {index: example_inputs[index] for index in self._parameters}
         self.gathered = frozenset(index for index, x in given.items() if id(x) in whole)
+        self._sharded = bool(self.gathered) or any(distributed.mesh_of(x) is not None for x in example_inputs)
         self.facts = {
             store.name: {index: store.fact(x, sharded=whole.get(id(x))) for index, x in given.items()}
             for store in STORES
@@ -98,18 +99,30 @@ class DynamoGraph:
         found = (entry for stack in stacks for entry in stack.values())
         return {split_source(path)[1]: class_name(owner) for path, owner in found}
 
+    def quantized_weights(self, inputs: Sequence[Any]) -> Iterator[tuple[str, str, torch.dtype]]:
+        """The parameters of wrapper subclasses that hold integers: module relative to the frame, class, dtype."""
+        for index, source in self._parameters.items() if inputs else ():
+            held = [x.dtype for x in fakes.wrapped_tensors(inputs[index]) if x.ndim > 1]
+            if held and not (held[0].is_floating_point or held[0] == torch.bool):
+                yield split_source(source)[1].rpartition(".")[0], type(inputs[index]).__name__, held[0]
+
     @functools.cached_property
     def regions(self) -> frozenset[Any]:
         """The autocast regions inside the graph; None is among them if some of its nodes are in no region."""
         custom = (node.meta.get("custom") or {} for node in self.module.graph.nodes)
         return frozenset(values.get(REGION_KEY) for values in custom)
 
-    def recipes(self, policy: Policy, situation: Situation) -> frozenset[Recipe]:
-        """Every recipe that may apply to a GEMM of this graph."""
+    @property
+    def spread(self) -> bool:
+        """Whether its calls run collectives, with those of other ranks: the graph has some, or parameters in shards."""
+        return self._sharded or any("c10d" in str(node.target) for node in self.module.graph.nodes)
+
+    def recipes(self, policy: Policy, region: str | Recipe | None) -> frozenset[Recipe]:
+        """Every recipe that may apply to a GEMM of this graph, in a call under ``region``."""
         found: set[Recipe] = set(policy.recipes())
-        for region in (situation.region, *self.regions):
+        for each in (region, *self.regions):
             with contextlib.suppress(Fp8GraphError):  # the pass `assign` raises this error, and says where
-                recipe = region_recipe(region)
+                recipe = region_recipe(each)
                 if isinstance(recipe, Recipe):
                     found.add(recipe)
         return frozenset(found)

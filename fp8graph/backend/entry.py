@@ -27,10 +27,12 @@ from fp8graph.backend import coverage
 from fp8graph.backend.backend import Backend, PolicyLike
 from fp8graph.backend.program import programs_of
 from fp8graph.compat import dynamo, wrappers
+from fp8graph.compat.lives import life
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.settings import Settings, arguments_of, choices
 from fp8graph.libraries import adopt
 from fp8graph.recipes import RecipeLike
+from fp8graph.runtime.staleness import optimizer_steps
 
 _ATTRIBUTE: Final = "_fp8graph_compiled"
 _EXPORTED: Final = "%s is exported as it was written, in high precision: %s leaves compiled code out."
@@ -45,6 +47,11 @@ _TRANSFORMED: Final = (
 _AGAIN: Final = (
     "%s was compiled with fp8graph before. Its new backend takes the place of the old one, whose policy, report and "
     "scaling state it does not have. To keep the scales, take backend_of(model).state_dict() before, and load it after."
+)
+_NOT_CALLED: Final = (
+    "%s was compiled by fp8graph.compile, %s.step() has updated it, and no graph of it has run: it is trained in high "
+    "precision. Its own call is compiled, model(...), and not model.forward(...) or another method, nor the modules in "
+    "it: compile the module that is called. Where another torch.compile is around the call, that one decides."
 )
 _log = logging.getLogger("fp8graph")
 
@@ -92,7 +99,11 @@ def _that_calls(model: nn.Module) -> Backend | None:
 def refresh_weights(backend: Backend | Any) -> None:
     """:meth:`Backend.refresh_weights`; of the backend behind it, if a compiled model is given."""
     expect("refresh_weights", "backend", backend, object if callable(backend) else (), "a Backend, or what it compiled")
-    (backend if isinstance(backend, Backend) else backend_of(backend)).refresh_weights()
+    try:
+        found = backend if isinstance(backend, Backend) else backend_of(backend)
+    except ConfigError as error:
+        raise ConfigError(f"refresh_weights(backend=...): {error} It takes a Backend, or what it compiled.") from None
+    found.refresh_weights()
 
 
 def compile(  # noqa: A001  (the public name is torch's)
@@ -123,7 +134,8 @@ def compile(  # noqa: A001  (the public name is torch's)
             ``torch.compile``: ``fullgraph``, ``dynamic``, ``mode``, ``options`` (of this backend, as by name).
 
     Raises:
-        ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used.
+        ConfigError, UnsupportedRecipeError: (``ValueError``) for arguments that cannot be used, or a module without a
+            forward, such as an nn.ModuleList.
         TypeError: for an argument that does not exist, or something that is not a model.
     """
     given: object = model
@@ -141,7 +153,14 @@ def compile(  # noqa: A001  (the public name is torch's)
     for name in ("dynamic", "fullgraph"):
         expect("fp8graph.compile", name, kwargs.get(name), (bool, type(None)), "True, False or None")
     own = {"policy": policy, "recipe": recipe, "observe": observe, "guard": guard}
-    options = {**own, **settings, **(kwargs.pop("options", None) or {})}
+    within: dict[str, Any] = dict(kwargs.pop("options", None) or {})
+    beside = {**own, **settings, "mode": kwargs.get("mode")}
+    if twice := [name for name, value in beside.items() if value is not None and name in within]:
+        raise ConfigError(
+            f"fp8graph.compile({twice[0]}={beside[twice[0]]!r:.100}, options={{...}}): the options have "
+            f"{twice[0]} = {within[twice[0]]!r:.100}, too. Leave one of them out."
+        )
+    options = {**own, **settings, **within}
     if (inductor := options.pop("inductor_options", None)) is not None:
         options["inductor"] = inductor
     if (mode := kwargs.pop("mode", None)) is not None:
@@ -158,11 +177,20 @@ def compile(  # noqa: A001  (the public name is torch's)
     if is_compiled(model):
         _log.warning(_AGAIN, type(model).__name__)
     compiled = [model] if regions is None else regions_of(model, regions)
+    if model in compiled and not _has_forward(model):
+        raise ConfigError(
+            f"fp8graph.compile: {type(model).__name__} has no forward: nothing calls it, so nothing of it would be "
+            "compiled. Compile the model that holds it, or each of its modules."
+        )
     for module in compiled:
         _compile_in_place(module, backend, kwargs, named=module is model)
     if model not in compiled:  # bound in its copies, too
         _compile_in_place(model, backend, None)
     return model
+
+
+def _has_forward(model: nn.Module) -> bool:
+    return type(model).forward is not nn.Module.forward or "forward" in model.__dict__
 
 
 Regions = Literal["auto"] | Sequence[str]
@@ -252,6 +280,7 @@ def _check_within(backend: Backend, model: str) -> None:
     Raises:
         Fp8CoverageError: in strict mode.
     """
+    backend.runs = True  # the outer code does
     outer = dynamo.backend_of_frame()
     if wrappers.fp8graph_backends(outer) is None:
         name = getattr(outer, "compiler_name", None) or getattr(outer, "__name__", outer)
@@ -280,6 +309,31 @@ def uncompiled_copy(model: nn.Module, tensor: Callable[[torch.Tensor], torch.Ten
     return copied
 
 
+class _NotCalled:
+    """Says that a compiled model is trained and never called, until it is: the hook of :class:`OptimizerSteps`."""
+
+    def __init__(self, backend: Backend, model: nn.Module) -> None:
+        self._backend, self._model = weakref.ref(backend), weakref.ref(model)
+
+    def __call__(self, optimizer: torch.optim.Optimizer) -> bool:
+        backend, model = self._backend(), self._model()
+        if backend is None or model is None or backend.runs:
+            return True
+        own = {id(life(parameter)) for parameter in model.parameters()}
+        if not any(id(life(parameter)) in own for parameter in _updated(optimizer)):
+            return False
+        if not programs_of(model.parameters()):  # of a function, compiled with another backend
+            coverage.say_once(backend, _NOT_CALLED % (type(model).__name__, type(optimizer).__name__))
+        return True
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The parameters that a step changed: torch makes the state of an optimizer by a step with a rate of 0."""
+    for group in optimizer.param_groups:
+        if group.get("lr", 1) != 0:
+            yield from (parameter for parameter in group["params"] if parameter.grad is not None)
+
+
 class Compiled:
     """A mark in the ``__dict__`` of a module, which is copied with it.
 
@@ -298,11 +352,12 @@ class Compiled:
         """Compile ``module`` (which may be an empty one, being copied) and return its mark."""
         if named:
             backend.names.bind_later(module)
+            optimizer_steps().wait(_NotCalled(backend, module))
         if arguments is not None:
-            name, this = type(module).__name__, weakref.ref(module)
+            name = type(module).__name__
             wrappers.compile_in_place(
                 module,
-                lambda: coverage.check_compiled(backend, this()),
+                coverage.AfterFirstCall(backend, module, part=not named),
                 lambda by: _log.warning(_EXPORTED, name, by),
                 lambda: _check_within(backend, name),
                 lambda: coverage.say_once(backend, _TRANSFORMED % name),
@@ -342,7 +397,10 @@ class Compiled:
         return _unpickled, (), (module, self._backend, self._arguments, self._named)
 
     def __setstate__(self, state: tuple[nn.Module, Backend, Mapping[str, Any] | None, bool]) -> None:
+        module = state[0]  # still empty
         self.__dict__.update(vars(Compiled.now(*state)))
+        # in a pickle the forward of a layer in FP8 is that of its class: see libraries.adopt
+        wrappers.before_first_call(module, lambda: adopt(module))
 
 
 def _unpickled() -> Compiled:

@@ -26,9 +26,9 @@ from fp8graph.compat.inductor import CustomGraphPass, compile_fx
 from fp8graph.errors import Fp8GraphError
 from fp8graph.ir import ops, verify
 from fp8graph.ir.compilation import Compilation, Findings, Known
-from fp8graph.ir.edit import sign
+from fp8graph.ir.edit import insert, sign
 from fp8graph.ir.naming import graph_inputs, named_placeholders
-from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY
+from fp8graph.ir.nodes import DECIDED_KEY, NO_GRAD_KEY, TAKEN_KEY, TEXT_KEY, aten, nodes
 from fp8graph.ir.settings import Settings
 from fp8graph.ir.text import GraphText
 from fp8graph.passes import JOINT_PIPELINE, LOWERING, WEIGHT_LOWERING
@@ -160,6 +160,7 @@ class JointPass(_Pass):
         super().__call__(graph)
         with self._stopwatch():
             if not any(DECIDED_KEY in node.meta for node in graph.nodes):
+                _spell_out_dropout(graph)
                 self._rewrite(graph)
                 for node in graph.nodes:
                     node.meta[DECIDED_KEY] = True
@@ -179,7 +180,7 @@ class JointPass(_Pass):
                 continue
             rows = len(compilation.rows)
             run = functools.partial(each.run, graph, compilation)
-            _run(graph, each.name, run, hardware_of=compilation.hardware_of)
+            _run(graph, each.name, run, hardware_of=compilation.hardware_of, sites=compilation.sites)
             if self._check is not None and len(compilation.rows) > rows:
                 self._check(compilation.rows[rows:])
             texts[each.name] = text(graph)
@@ -284,6 +285,26 @@ class LowerPass(_Pass):
                 _run(graph, run.__name__, functools.partial(run, graph), lowered=True)
 
 
+def _spell_out_dropout(graph: fx.Graph) -> None:
+    """Let ``native_dropout`` only draw its mask: the product is written as Inductor writes it, for passes to read.
+
+    The op itself is in graphs that draw as the eager program does.
+    """
+    for node in nodes(graph, (aten.native_dropout.default,)):
+        x, p, _ = node.args
+        parts = {cast(int, part.args[1]): part for part in node.users}
+        if not {0, 1} <= parts.keys() or not isinstance(p, float) or p >= 1:
+            continue
+        y, mask = parts[0], parts[1]
+        node.append(mask)
+        with graph.inserting_after(mask):
+            kept = insert(graph, aten.mul.Tensor, (mask, x), like=y)
+        with graph.inserting_after(kept):
+            product = insert(graph, aten.mul.Tensor, (kept, 1 / (1 - p)), like=y)
+        y.replace_all_uses_with(product)
+        graph.erase_node(y)
+
+
 def run_eagerly(module: fx.GraphModule, inputs: Sequence[Any], **_kwargs: Any) -> Callable[..., Any]:
     """``compiler="eager"``: run the partitioned graph, dialect included, in place of compile_fx_inner."""
     assert_sizes(module, inputs)
@@ -325,6 +346,9 @@ def compile_backward(
     first = options.pop("post_grad_custom_pre_pass", inductor.default_option("post_grad_custom_pre_pass"))
     options["post_grad_custom_pre_pass"] = LowerPass(code_identity(), first)
     extra: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    if settings.compiler == "eager":
+        random, extra["decompositions"] = inductor.draws_as_eager()
+        options |= random
     copy = copy_dynamo_graph(module, gradients=False)  # Dynamo reads the original again
     return cast(Callable[..., Any], compile_fx(copy, list(inputs), config_patches=options, **extra))
 

@@ -20,14 +20,14 @@ import torch
 from fp8graph.backend.compiling import Compiler, Shared, Variant, Variants
 from fp8graph.backend.coverage import check_records
 from fp8graph.backend.dynamo_graph import DynamoGraph, Moment, Situation
-from fp8graph.compat import checkpointing, dynamo, fakes
+from fp8graph.compat import autograd, checkpointing, dynamo, fakes
 from fp8graph.compat.fakes import FakeTensorMode, detect_fake_mode
 from fp8graph.compat.lives import has_no_module, remember_modules
 from fp8graph.ir.compilation import Arrived, Condition, Findings
 from fp8graph.recipes.autocast import current_region
 from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
-from fp8graph.runtime.call import Called, Prepared, PreparedCalls
+from fp8graph.runtime.call import Called, FirstCall, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.stores import ArrivesOtherwise, Caller
 
@@ -69,7 +69,8 @@ class Program:
         self._prepared = PreparedCalls(shared.epoch, self._graph.positions)
         self._called = Called(self._graph.positions)
         self._strict = shared.settings.strict
-        self._calls = 0
+        self._first: FirstCall | None = None  # None: not called yet, or long ago
+        self._checked = False  # whether all graphs of its first step were looked at
         self.texts: list[GraphView] = []  # views without modules, for a report that outlives this program
         self._taken: list[Findings] = []  # of the variants
         weakref.finalize(self, _forget, shared, self._taken).atexit = False
@@ -117,12 +118,8 @@ class Program:
     def __call__(self, *args: Any) -> Any:
         if fakes.called_to_trace(args):
             return self._run_on_fakes(args)
-        if self._strict or self._calls < 2:
-            self._calls += 1
-            if self._calls > 1:
-                asked = [row.recipe is not None or row.required for view in self.views for row in view.others]
-                empty = not any(asked) and not any(view.gemms for view in self.views)
-                self._shared.generator.check_call(second=self._calls == 2, empty=empty)
+        if self._strict or not self._checked:
+            self._check(args)
         if self._graph.gradients is not self._shared.steps.gradients:
             self._shared.steps.switch(gradients=self._graph.gradients)
         if self._shared.schedule.due:
@@ -145,6 +142,22 @@ class Program:
         if checkpointed is not None:
             checkpointed.keep(Moment(*moment), records=self._graph.gradients)
         return call.act(args, checkpointed) if call.acting else call.run(*args, *call.more)
+
+    def _check(self, args: Sequence[Any]) -> None:
+        """Check what was compiled: all of it once the step of the first call is over; in strict mode always."""
+        if autograd.in_backward():
+            return
+        generator, first, again = self._shared.generator, self._first, self._checked or self._first is not None
+        if not self._checked:
+            _, policy = self._shared.policies.of(self._graph.families)
+            steps, positions = self._shared.steps.count, self._graph.positions
+            parameter = args[positions[0]] if positions else None
+            if first is None or first.policy != policy:
+                self._first = FirstCall(policy, parameter, steps)
+            elif first.is_over(parameter, steps):
+                generator.check_step()  # where it raises, so does the next call
+                self._first, self._checked = None, True
+        generator.called(again=again)
 
     def _moment(self, checkpointed: Checkpointed | None, conditions: tuple[Condition, ...] = ()) -> Moment:
         """The moment of a call. A forward that runs again has that of its first time."""

@@ -17,7 +17,7 @@ from fp8graph.checkpoints.layer_format import LayerFormat, Quantization, Quantiz
 from fp8graph.checkpoints.modelopt import FILE, ModelOpt
 from fp8graph.checkpoints.shards import Shards, read_json
 from fp8graph.checkpoints.writing import SHARD_BYTES, new_folder, write_json, write_shards
-from fp8graph.errors import CheckpointError
+from fp8graph.errors import CheckpointError, expect_path
 
 FORMATS: Final[Mapping[str, type[Quantization]]] = {
     kind.method: kind for kind in (HuggingFaceFP8, CompressedTensors, ModelOpt, HuggingFaceMXFP8)
@@ -190,7 +190,7 @@ def write_checkpoint(
     """Write a checkpoint into a new folder: whole, or not at all. Streams; see :func:`write_shards`.
 
     Args:
-        folder: must not exist.
+        folder: must not exist, or be empty, when this begins and when it ends.
         layers: the quantized layers by their full names, how to store each, and its bytes and scales.
         others: all other tensors.
         quantization: the format, one of ``FORMATS``.
@@ -204,6 +204,9 @@ def write_checkpoint(
     Raises:
         CheckpointError: the folder exists; the format cannot hold a layer; a tensor comes twice.
     """
+    expect_path("write_checkpoint", "folder", folder)
+    if copy_from is not None:
+        expect_path("write_checkpoint", "copy_from", copy_from)
     source = None if copy_from is None else Path(copy_from)
     if source is not None and not source.is_dir():
         raise CheckpointError(f"{source}: there is no such folder to copy files from.")
@@ -232,7 +235,10 @@ def _copy_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.name.startswith(".") or any(file.match(pattern) for pattern in _NOT_COPIED):
             continue
-        if file.is_file():
-            shutil.copy2(file, target)
-        elif file.name == "additional_chat_templates":
-            shutil.copytree(file, target / file.name)
+        try:
+            if file.is_file():
+                shutil.copy2(file, target)
+            elif file.name == "additional_chat_templates":
+                shutil.copytree(file, target / file.name)
+        except OSError as error:  # shutil's errors, too
+            raise CheckpointError(f"{file}: cannot be copied to {target} ({error.strerror or error}).") from None

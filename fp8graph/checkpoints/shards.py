@@ -8,6 +8,7 @@ nor the tensor: both are added.
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib
 import json
 import math
@@ -22,10 +23,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8graph.errors import CheckpointError, did_you_mean, printable
+from fp8graph.errors import CheckpointError, did_you_mean, expect_path, printable, why_no_path
+from fp8graph.files import PARTIAL
 
 INDEX: Final = "model.safetensors.index.json"
-PARTIAL: Final = ".fp8graph-partial-"  # in the name of a folder that is being written
+REPLACED: Final = ".fp8graph-replaced-"  # in the name of a folder that a new one is about to replace
 _LONGEST_FILE: Final = 255  # bytes of a file's name, on every system
 _TYPES: Final[Mapping[str, torch.dtype]] = {  # by safetensors' names
     "BOOL": torch.bool,
@@ -42,6 +44,7 @@ _TYPES: Final[Mapping[str, torch.dtype]] = {  # by safetensors' names
 }
 _LARGEST_HEADER: Final = 100_000_000  # bytes: safetensors' limit
 _MOST: Final = 100_000  # tensors of one file; a shard of the largest models has 5,000
+_MOST_FILES: Final = 10_000  # of an index: the largest models have hundreds
 _LONGEST_NAME: Final = 1_000  # characters of a tensor's name
 
 
@@ -71,6 +74,7 @@ class Shards:
     """
 
     def __init__(self, path: Path | str) -> None:
+        expect_path("Shards", "path", path)
         path = Path(path)
         self.folder = path if path.is_dir() else path.parent
         if PARTIAL in self.folder.resolve().name:
@@ -210,7 +214,7 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     if path.is_file():
         return (path, []) if path.name.endswith(".json") else (None, [path])
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such file or folder.")
+        raise CheckpointError(f"{path}: no such file or folder.{put_aside(path)}")
     indices = sorted(path.glob("*.safetensors.index.json"))
     indices = [index for index in indices if index.name == INDEX] or indices  # the usual name comes first
     if len(indices) == 1:
@@ -229,18 +233,31 @@ def _found(path: Path) -> tuple[Path | None, list[Path]]:
     raise CheckpointError(f"{path}: no safetensors file.{text}")
 
 
+def put_aside(folder: Path) -> str:
+    """A sentence, with a space before it, on the folder that was here until an export was stopped; or nothing."""
+    old = sorted(folder.absolute().parent.glob(f"{glob.escape(folder.name)}{REPLACED}*"))
+    if not old:
+        return ""
+    return f" An export was stopped as it replaced this folder, which is now {old[0]}: rename it."
+
+
 def _of_index(index: Path) -> dict[str, TensorInfo]:
     """The tensors that an index lists, in the order of its files, compared with what the files hold."""
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise CheckpointError(f"{index}: damaged. weight_map is not a table of files. Download it again.")
     names = sorted(set(listed.values()))
-    if outside := [name for name in names if Path(name).name != name or not name.strip(".") or "\0" in name]:
+    if len(names) > _MOST_FILES:
+        raise CheckpointError(f"{index}: it names {len(names)} files. At most {_MOST_FILES} are read.")
+    if bad := next((name for name in names if why_no_path(name)), None):
+        raise CheckpointError(f"{index}: damaged. It names the file {bad!r:.100}, which {why_no_path(bad)}.")
+    if outside := [name for name in names if Path(name).name != name or not name.strip(".")]:
         raise CheckpointError(f"{index}: names a file outside of its folder: {outside[0]!r:.200}.")
     if long := [name for name in names if len(os.fsencode(name)) > _LONGEST_FILE]:
         raise CheckpointError(f"{index}: damaged. It names a file of {len(long[0])} characters: {long[0]!r:.100}.")
     if missing := [name for name in names if not Path(index.parent, name).exists()]:
-        lost = sum(file in missing for file in listed.values())
+        absent = set(missing)
+        lost = sum(file in absent for file in listed.values())
         raise CheckpointError(
             f"{index.parent}: {len(missing)} of {len(names)} shards are missing, with {lost} tensors: "
             f"{', '.join(map(printable, missing[:3]))}{', ...' if len(missing) > 3 else ''}. Download them again."
@@ -284,7 +301,8 @@ def read_json(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: cannot be read (it is not a regular file).")
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{file}: there is no such file, and it says which format the checkpoint has.") from None
+        text = f"{file}: there is no such file, and it says which format the checkpoint has."
+        raise CheckpointError(f"{text}{'' if file.parent.exists() else put_aside(file.parent)}") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise

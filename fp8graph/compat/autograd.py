@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, cast
 
@@ -34,6 +37,52 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def has_tensor_hooks(tensor: Tensor) -> bool:
+    """Whether hooks wait for the gradient of ``tensor`` on its way (those for when it has arrived do not count)."""
+    return bool(tensor._backward_hooks)
+
+
+def running_node() -> Any:
+    """The node that the backward of this thread runs, also in its hooks; None outside of one, in compiled autograd."""
+    return torch._C._current_autograd_node()
+
+
+def accumulator(parameter: Tensor) -> Any:
+    """The node that adds to the ``.grad`` of a leaf."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node
+
+
+def accumulates(parameter: Tensor) -> bool:
+    """Whether the backward that runs adds to the ``.grad`` of a leaf.
+
+    It does not if it was called for other tensors (``inputs=``), or by ``torch.autograd.grad``.
+    """
+    if torch._C._current_graph_task_id() == -1 or not parameter.requires_grad:  # compiled autograd runs it
+        return True
+    try:
+        return torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError:  # torch.autograd.grad returns this gradient, about which the engine does not answer
+        return False
+
+
+def uses(owner: object, name: str) -> tuple[int, ...]:
+    """The number of references to a tensor, an attribute of ``owner``: of Python, of C++, and those to its memory.
+
+    Only the difference from the same tensor at another time, or from another one that is held alike, means something.
+    """
+    tensor: Tensor = getattr(owner, name)
+    memory = cast(Any, torch._C)._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return sys.getrefcount(tensor), cast(Any, tensor)._use_count(), memory
+
+
+@functools.cache
+def uses_of_a_grad() -> tuple[int, ...]:
+    """The ``uses`` of the ``.grad`` of a parameter that nobody else has."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    parameter.grad = torch.ones(1)
+    return uses(parameter, "grad")
+
+
 def in_backward() -> bool:
     """Whether autograd runs a backward on this thread: a forward that is called now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
@@ -47,6 +96,25 @@ def in_transform() -> bool:
 def saved_tensors_hooks() -> bool:
     """Whether hooks for saved tensors are set, as torch.utils.checkpoint (not the reentrant one) does."""
     return cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    tensor: Tensor
+
+
+def saved_as_they_are(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Keep ``tensors`` from the hooks for saved tensors that are set, inside a ``with``; other tensors they get."""
+    pack, unpack = cast(Any, torch._C)._autograd._top_saved_tensors_default_hooks(True)
+    memory = {tensor.data_ptr() for tensor in tensors}
+
+    def keep(tensor: Tensor) -> Any:
+        return _Kept(tensor) if tensor.data_ptr() in memory else pack(tensor)
+
+    def give(saved: Any) -> Tensor:
+        return saved.tensor if isinstance(saved, _Kept) else unpack(saved)
+
+    return cast(AbstractContextManager[None], torch.autograd.graph.saved_tensors_hooks(keep, give))
 
 
 def unnoticed_writes(tensors: Tensor | Sequence[Tensor]) -> AbstractContextManager[None]:

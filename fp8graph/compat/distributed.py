@@ -1,7 +1,8 @@
-"""torch.distributed: process groups by name, shards, and the stage of a pipeline that runs and whether on data."""
+"""torch.distributed: process groups by name and of their own, shards, ranks that join, and the stage of a pipeline."""
 
 from __future__ import annotations
 
+import datetime
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -9,6 +10,7 @@ from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 SHARD: Final = "_local_tensor"  # the attribute in which a DTensor keeps its shard
 _STAGE: Final = "torch.distributed.pipelining.stage"
@@ -70,6 +72,51 @@ def group_of_mesh(mesh: Any) -> dist.ProcessGroup:
     if len(ranks) == dist.get_world_size():
         return cast(dist.ProcessGroup, dist.group.WORLD)
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta:
+    """The time after which a collective of tensors on ``device`` fails. Only a private attribute has it."""
+    backend = cast(Any, group)._get_backend(device)
+    options = getattr(getattr(backend, "wrapped_pg", backend), "options", None)  # wrapped: TORCH_DISTRIBUTED_DEBUG
+    return getattr(options, "_timeout", dist.default_pg_timeout)
+
+
+def group_of_its_own(group: dist.ProcessGroup, tag: str, timeout: datetime.timedelta) -> dist.ProcessGroup:
+    """Another process group of the ranks of ``group``, made once for ``tag``. These ranks, and no others, call this.
+
+    It is ``group`` itself where some ranks alone cannot make one: with MPI, and if the default group is bound to a
+    device and has more ranks, since it is then split by all of them. ``new_group(use_local_synchronization=True)``
+    would do the same, but takes the group's name from the number of groups that a rank is in, which may differ.
+    """
+    c10d: Any = dist.distributed_c10d
+    ranks = dist.get_process_group_ranks(group)
+    split = len(ranks) < dist.get_world_size() and c10d._get_default_group().bound_device_id is not None
+    if split or dist.get_backend(group) in (dist.Backend.MPI, "fake"):
+        return group
+    own, _ = c10d._new_process_group_helper(
+        len(ranks),
+        dist.get_rank(group),
+        ranks,
+        dist.Backend(dist.get_backend(group)),
+        default_store(),
+        f"{tag} {'_'.join(map(str, ranks))}",
+        timeout=timeout,
+        pg_tag=tag,
+        group_desc=tag,
+    )
+    c10d._world.pg_group_ranks[own] = {rank: place for place, rank in enumerate(ranks)}
+    return own
+
+
+def joining() -> dist.ProcessGroup | None:
+    """The group of the ``DistributedDataParallel`` whose forward is running, if its ranks may take unequal steps.
+
+    They may under torch's ``Join`` (``ddp.join()``), unless it throws when the first rank has no more inputs.
+    """
+    module: Any = DistributedDataParallel._active_ddp_module
+    config = getattr(module, "_join_config", None)
+    unequal = config is not None and config.enable and not config.throw_on_early_termination
+    return module.process_group if unequal else None
 
 
 def number_of_ranks(group: str | None) -> int:

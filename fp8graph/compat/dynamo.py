@@ -26,6 +26,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fp8graph.compat.wrappers import innermost_backend, original_module
 
+_CALLS: Final = str(cast(Any, torch._dynamo).eval_frame.__file__)  # has the function that torch.compile makes of one
 _DYNAMO_LOG: Final = logging.getLogger("torch._dynamo.convert_frame")  # of recompiles and their limit
 # what the code of a model raises for inputs that it cannot take: by itself, and in a graph on fake tensors
 ERRORS_OF_MODELS: Final = (TypeError, TorchRuntimeError)
@@ -276,6 +277,39 @@ def modules_on_stack() -> list[torch.nn.Module]:
             found.append(owner)
         frame = frame.f_back
     return list(dict.fromkeys(original_module(owner) for owner in reversed(found)))
+
+
+class _Running:
+    """The trace function of a call's frame, as whose it lives while the call runs. It calls the one before it."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, *event: Any) -> _Running:
+        if self._before is not None:
+            self._before = self._before(*event)
+        return self
+
+
+def outermost_call() -> Callable[[], object]:
+    """Return a function whose result is not None while the outermost call around the present one, of a method of a
+    module or of compiled code, still runs. None from the beginning: there is no such call.
+
+    Nothing can refer weakly to a frame, and a frame that is kept keeps its variables, those of its callers too.
+    """
+    frame: Any = sys._getframe()
+    found = None
+    while frame is not None:
+        code = frame.f_code
+        of_module = code.co_varnames[:1] == ("self",) and isinstance(frame.f_locals.get("self"), torch.nn.Module)
+        if of_module or (code.co_name == "compile_wrapper" and code.co_filename == _CALLS):
+            found = frame
+        frame = frame.f_back
+    if found is None:
+        return lambda: None
+    if not isinstance(found.f_trace, _Running):
+        found.f_trace = _Running(found.f_trace)
+    return weakref.ref(found.f_trace)
 
 
 def trace_again(reason: str) -> NoReturn:

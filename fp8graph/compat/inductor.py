@@ -11,7 +11,6 @@ import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Final, cast
 from unittest import mock
 
@@ -51,7 +50,29 @@ def default_option(name: str) -> Any:
 def erase_unused(graph: fx.Graph) -> None:
     """``graph.eliminate_dead_code()``, which asks every node for its effects: here only those that nothing reads."""
     random: Any = TracingContext.try_get() is None or default_option("fallback_random")
-    graph.eliminate_dead_code(is_impure_node=lambda node: bool(node.users) or node.is_impure(random))
+
+    def acts(node: fx.Node) -> bool:
+        if node.users or not node.is_impure(random):
+            return bool(node.users)
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return True
+        named = zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)
+        given: dict[str, Any] = {**dict(named), **node.kwargs}
+        return given.get("dropout_p") != 0.0  # attention: without dropout it draws nothing
+
+    graph.eliminate_dead_code(is_impure_node=acts)
+
+
+def draws_as_eager() -> tuple[dict[str, Any], dict[Any, Callable[..., Any]]]:
+    """The options and decompositions of ``compile_fx`` for a graph that draws the random numbers of the eager program.
+
+    Inductor's own choices draw others, at other places: ``rand(...) < p`` for a mask, seeds for its kernels; on a CPU
+    its table has ``bernoulli`` and ``rrelu`` even under ``fallback_random``.
+    """
+    with inductor_config.patch(fallback_random=True):
+        table = select_decomp_table()
+    drawn = torch.Tag.nondeterministic_seeded
+    return {"fallback_random": True}, {op: to for op, to in table.items() if drawn not in getattr(op, "tags", ())}
 
 
 def with_options(options: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -338,13 +359,16 @@ def options_of_mode(mode: str) -> dict[str, Any]:
     return modes[mode]
 
 
-def package(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], path: Path) -> None:
-    """Compile ``module(*args, **kwargs)`` ahead of time into a ``.pt2`` file."""
+def package(module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], file: Any) -> None:
+    """Compile ``module(*args, **kwargs)`` ahead of time, and write what a ``.pt2`` file holds into ``file``, an IOBase.
+
+    Not into a path: torch's writer raises in a destructor when the disk is full, which ends the process.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)  # torch copies what it has deprecated
         program = torch.export.export(module, tuple(args), dict(kwargs))
         options = codegen_patches(None, [*program.constants.values(), *program.state_dict.values()])
-        torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
+        torch._inductor.aoti_compile_and_package(program, package_path=file, inductor_configs=options)
 
 
 def lower_to_stored(op: Any) -> None:

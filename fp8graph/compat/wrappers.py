@@ -16,7 +16,7 @@ _WRAPPED: Final = ("_orig_mod", "_checkpoint_wrapped_module")  # what wrappers c
 
 def compile_in_place(
     module: torch.nn.Module,
-    after_first_call: Callable[[], None],
+    after_call: Callable[[], bool],
     at_export: Callable[[str], None],
     within: Callable[[], None],
     in_transform: Callable[[], None],
@@ -29,7 +29,7 @@ def compile_in_place(
     object of its own: Dynamo counts recompiles per code object, and all modules of torch.nn would share one.
 
     Args:
-        after_first_call: called once, when the module has been called.
+        after_call: called after each call of the module, until it returns True or raises.
         at_export: called with "torch.export" or "torch.jit.script", which read the module and leave compiled code out.
         within: called when Dynamo traces the module as what another ``torch.compile`` wraps.
         in_transform: called when a transform of torch.func calls the module, which then runs in eager.
@@ -39,11 +39,11 @@ def compile_in_place(
         function = wrap_inline(function)
         function.__code__ = function.__code__.replace()  # a copy
     call = torch.compile(function, **kwargs)
-    first = True
+    watches = True
     within = torch.compiler.assume_constant_result(within)  # Dynamo calls it, and does not trace it
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        nonlocal first
+        nonlocal watches
         result = call(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling():  # this is a part of a larger graph
             within()
@@ -51,9 +51,9 @@ def compile_in_place(
             at_export("torch.export")
         elif autograd.in_transform():
             in_transform()
-        elif first:
-            first = False
-            after_first_call()
+        elif watches:
+            watches = False  # it may raise
+            watches = not after_call()
         return result
 
     def scripted() -> Any:  # torch.jit.script calls this of each function that it finds on a module
@@ -63,6 +63,22 @@ def compile_in_place(
     watched._fp8graph_call = call  # pyright: ignore[reportFunctionMemberAccess]
     watched.__prepare_scriptable__ = scripted  # pyright: ignore[reportFunctionMemberAccess]
     module._compiled_call_impl = watched  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def before_first_call(module: torch.nn.Module, act: Callable[[], object]) -> None:
+    """Call ``act`` before the first call of ``module``, which was compiled by :func:`compile_in_place`."""
+    call: Any = module._compiled_call_impl
+    if call is None:
+        return
+
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            module._compiled_call_impl = call  # pyright: ignore[reportAttributeAccessIssue]
+            act()
+        return call(*args, **kwargs)
+
+    first.__dict__.update(vars(call))
+    module._compiled_call_impl = first  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def original_module(module: torch.nn.Module) -> torch.nn.Module:

@@ -135,12 +135,15 @@ class NVIDIA(Hardware):
 
         Source: ``_scaled_mm_out_cuda`` and ``_scaled_rowwise_rowwise`` in aten/src/ATen/native/cuda/ScaledBlas.cpp.
         Otherwise a CUTLASS kernel runs, which produces bf16 and fp16 (pytorch#166744) but, in torch 2.11, not FP32
-        (pytorch#162022).
+        (pytorch#162022), and whose second operand is E4M3 (``check_inputs`` in RowwiseScaledMM.cuh).
         """
-        if out_dtype == torch.float32 and (self._is_old or self.name.removesuffix("a") != "sm_90"):
-            return (
-                f"one scale per row produces float32 results only on sm_90 with CUDA 12.9 or later, but {self._found}"
-            )
+        if not self._is_old and self.name.removesuffix("a") == "sm_90":
+            return None
+        where = f"only on sm_90 with CUDA 12.9 or later, but {self._found}"
+        if out_dtype == torch.float32:
+            return f"one scale per row produces float32 results {where}"
+        if b.dtype == torch.float8_e5m2:
+            return f"one scale per row goes with E5M2 as the second operand {where}"
         return None
 
     def _tiles(self, a: Quantizer, b: Quantizer, out_dtype: torch.dtype) -> str | None:

@@ -1,12 +1,21 @@
-"""The scaling state in the checkpoints of other libraries. Each library has a file here, and only that imports it."""
+"""The scaling state in the checkpoints of other libraries. Each library has a file here, and only that imports it.
+
+Those files ask a backend for its state, and give it one, by the functions here alone: these refuse a state that other
+ranks do not have, and say that one is missing.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
 import logging
+import os
 import pickle
 import zlib
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,6 +28,7 @@ from fp8graph.runtime.state_dict import BackendState
 __all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
 
 _log = logging.getLogger("fp8graph")
+_CALLBACK: Final = "ScalingStateCallback"
 _LARGEST = 1 << 28  # bytes of a state: 60,000 tensors with 1,024 amaxes each
 
 
@@ -40,14 +50,47 @@ def state_to_save(model: nn.Module, checkpoint: str) -> BackendState:
     return state
 
 
-def missing(backend: Backend, checkpoint: str) -> None:
+def state_by_layer(backend: Backend, layers: Iterable[str]) -> dict[str, BackendState]:
+    """The state for torch.distributed.checkpoint, which is refused there if the ranks' states differ."""
+    return backend.state_dict().by_layer(layers)
+
+
+def load_state(backend: Backend, state: Mapping[str, Any] | None, checkpoint: str, saved_with: str = _CALLBACK) -> None:
+    """Load the state that ``checkpoint`` holds; None: it holds none (:func:`missing`)."""
+    if state is None:
+        missing(backend, checkpoint, saved_with)
+    else:
+        backend.load_state_dict(state)
+
+
+@contextmanager
+def loading(
+    backend: Backend, state: Mapping[str, Any] | None, checkpoint: str, saved_with: str = _CALLBACK
+) -> Generator[None]:
+    """Load the state as :func:`load_state`, before a host loads the rest. If that fails, the old state is put back."""
+    before = None if state is None else backend.state_dict()
+    load_state(backend, state, checkpoint, saved_with)
+    try:
+        yield
+    except BaseException:
+        if before is not None:
+            backend.load_state_dict(before)
+        raise
+
+
+def missing(backend: Backend, checkpoint: str, saved_with: str = _CALLBACK) -> None:
     """Say that ``checkpoint`` has no scaling state.
+
+    Args:
+        backend: that was to load it.
+        checkpoint: its name.
+        saved_with: the object that puts the state into checkpoints.
 
     Raises:
         StateError: in strict mode.
     """
     text = (
-        f"{checkpoint} has no scaling state of fp8graph: it was saved without ScalingStateCallback. Delayed scales "
+        f"{checkpoint} has no scaling state of fp8graph: it was saved without {saved_with}. Delayed scales "
         "start anew, and so does a schedule of the policy: the run will differ from one that was not interrupted."
     )
     if backend.settings.strict:
@@ -78,4 +121,28 @@ def from_text(text: object, checkpoint: str) -> dict[str, torch.Tensor]:
         raise StateError(
             f"the scaling state of fp8graph in {checkpoint} is damaged ({type(error).__name__}: {error}). Resume from "
             "another checkpoint, or train without ScalingStateCallback to let delayed scales start anew."
+        ) from error
+
+
+def write_state(state: BackendState, file: Path) -> None:
+    """Write the state as a file of its own, whole or not at all."""
+    part = file.with_name(f".{file.name}.part")
+    torch.save(dict(state), part)
+    os.replace(part, file)
+
+
+def read_state(file: Path) -> dict[str, Any] | None:
+    """The inverse of :func:`write_state`; None if there is no such file.
+
+    Raises:
+        StateError: the file is damaged.
+    """
+    if not file.exists():
+        return None
+    try:
+        return torch.load(file, weights_only=True)
+    except (OSError, ValueError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        raise StateError(
+            f"the scaling state of fp8graph in {file} is damaged ({type(error).__name__}: {str(error):.200}). Resume "
+            "from another checkpoint, or move this file away to let delayed scales start anew."
         ) from error

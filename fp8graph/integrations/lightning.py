@@ -14,7 +14,7 @@ from torch import nn
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of, compile
 from fp8graph.errors import ConfigError
-from fp8graph.integrations import missing, state_to_save
+from fp8graph.integrations import load_state, state_to_save
 
 __all__ = ["FP8Precision", "ScalingStateCallback"]
 
@@ -31,11 +31,7 @@ def _save(module: nn.Module, checkpoint: dict[str, Any]) -> None:
 
 
 def _load(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    backend = backend_of(module)
-    if _KEY in checkpoint:
-        backend.load_state_dict(checkpoint[_KEY])
-    else:
-        missing(backend, "the checkpoint")
+    load_state(backend_of(module), checkpoint.get(_KEY), "the checkpoint")
 
 
 def _callback(library: str) -> type[Any]:

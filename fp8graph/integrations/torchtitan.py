@@ -23,6 +23,7 @@ from fp8graph.backend import NAMED
 from fp8graph.backend.backend import Backend
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError
+from fp8graph.integrations import load_state, state_by_layer
 from fp8graph.runtime.state_dict import BackendState
 
 __all__ = ["fp8"]
@@ -71,10 +72,11 @@ class _State:
     blocks: Sequence[str]
 
     def state_dict(self) -> dict[str, BackendState]:
-        return self.backend.state_dict().by_layer(self.blocks)
+        return state_by_layer(self.backend, self.blocks)
 
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Any]]) -> None:
-        self.backend.load_state_dict({name: x for part in state_dict.values() for name, x in part.items()})
+        state = {name: x for part in state_dict.values() for name, x in part.items()}
+        load_state(self.backend, state, "torchtitan's checkpoint")
 
 
 def _compile(parts: Sequence[nn.Module], arguments: dict[str, Any]) -> _State:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from fp8graph.backend.entry import backend_of
-from fp8graph.integrations import from_text, missing, state_to_save, to_text
+from fp8graph.integrations import from_text, load_state, state_to_save, to_text
 
 __all__ = ["ScalingStateCallback"]
 
@@ -60,7 +60,4 @@ class ScalingStateCallback(TrainerCallback, ExportableState):
         backend, entry = backend_of(model), callbacks.get(type(self).__name__)
         entry = entry[0] if isinstance(entry, list) and entry else entry
         text = entry.get("attributes", {}).get(_KEY) if isinstance(entry, dict) else None
-        if not text:
-            missing(backend, checkpoint)
-        else:
-            backend.load_state_dict(from_text(text, checkpoint))
+        load_state(backend, from_text(text, checkpoint) if text else None, checkpoint)

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of, compile
+from fp8graph.compat import distributed
 from fp8graph.errors import ConfigError
+from fp8graph.integrations import loading, read_state, state_to_save, write_state
 from fp8graph.tools.export import AUTO, quantized_state
 
 __all__ = ["register"]
@@ -36,7 +36,8 @@ def register(*, format: str = AUTO, **arguments: Any) -> type[Any]:  # noqa: A00
 
     The model is compiled layer by layer after it is sharded, the reference policy as well as the actor, so that both
     compute in FP8. Weights for the rollout are those of :func:`fp8graph.quantized_state`: load them as an FP8
-    checkpoint, without verl's own quantization. The scaling state goes into verl's checkpoints (``fp8graph.pt``).
+    checkpoint, without verl's own quantization. The scaling state goes into verl's checkpoints (``fp8graph.pt``),
+    unless each rank has its own (``reduce_amax=False``): saving is then refused.
 
     Args:
         format: of the weights, as :func:`fp8graph.export` takes it.
@@ -76,13 +77,15 @@ def register(*, format: str = AUTO, **arguments: Any) -> type[Any]:  # noqa: A00
                     engines.offload_fsdp_model_to_cpu(self.module)
 
         def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+            state = state_to_save(self.module, "verl's checkpoint")  # refused on all ranks, before anything is written
             super().save_checkpoint(local_path, *args, **kwargs)
-            if dist.get_rank() == 0:
-                torch.save(dict(backend_of(self.module).state_dict()), Path(local_path, _FILE))
+            if distributed.rank() == 0:
+                write_state(state, Path(local_path, _FILE))
 
         def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-            backend_of(self.module).load_state_dict(torch.load(Path(local_path, _FILE), weights_only=True))
-            super().load_checkpoint(local_path, *args, **kwargs)
+            state = read_state(Path(local_path, _FILE))
+            with loading(backend_of(self.module), state, str(local_path), "the engine of fp8graph"):
+                super().load_checkpoint(local_path, *args, **kwargs)
 
     registry: Any = importlib.import_module("verl.workers.engine.base").EngineRegistry
     kind = {"model_type": "language_model", "backend": "fsdp2", "device": ["cuda", "cpu"], "vendor": _VENDOR}

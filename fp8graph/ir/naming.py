@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import keyword
 import re
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from os.path import commonprefix
+from typing import Final, cast
 
 from torch import fx
 
@@ -21,18 +23,25 @@ from fp8graph.compat import aot
 from fp8graph.compat.wrappers import name_in_original
 from fp8graph.ir.nodes import module_path
 
+# A string as ``repr`` writes it.
+_QUOTED: Final = r"""(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+_INDEX: Final = rf"\[(?:{_QUOTED}|[^][]*)\]"
 # model.compile() compiles a bound method: L['self'] up to torch 2.13, L['fn'].__self__ in 2.15.
 # The brackets that follow lead to the model, not into it: L['args'][0] if a decorator took (*args, **kwargs), as
 # accelerate's mixed precision does.
-_ROOT: Final = re.compile(r"""^[LG]\[['"](?P<root>[^'"]*)['"]\](?P<more>(?:\[[^]]*\])*)(?:\.__self__)?\.?""")
+_ROOT: Final = re.compile(rf"[LG]\[(?P<root>{_QUOTED})\](?P<more>(?:{_INDEX})*)(?:\.__self__)?")
 # A module with a __getattr__ of its own (all of PEFT's) is read as .__dict__['_modules']['base_model'].
 _OWN: Final = r"""\.(?:__dict__\[['"])?_(?:modules|parameters|buffers)(?:['"]\])?"""
 # ``getattr(layers, "0")``: what no attribute can be written as.
-_GETATTR: Final = re.compile(r"""getattr\(([^()]*), ['"]([^'"]+)['"]\)""")
+_GETATTR: Final = re.compile(rf"""getattr\(((?:(?!getattr\()[^'"]|{_QUOTED})*?), ({_QUOTED})\)""")
 # A function in the place of a module's forward, which calls the method it took the place of (torchtitan's tensor
 # parallelism): X.forward.__closure__[0].cell_contents.__self__ is X.
 _REPLACED: Final = re.compile(r"(?:\.forward)?(?:\.__closure__\[\d+\]\.cell_contents)+\.__self__")
-_STEP: Final = re.compile(_OWN + r"""\[['"]([^'"]+)['"]\]|\[['"]?([^'"\]]+)['"]?\]""")
+# Dynamo writes ``._modules['a b']`` in module stacks as ``.a b``, but not where the name has a quote or ``]``.
+_STEP: Final = re.compile(
+    rf"(?:{_OWN})?\[(?P<quoted>{_QUOTED})\]|\[(?P<index>[^][]*)\]|\.?(?P<bare>(?:[^.[]|\[(?!{_INDEX[2:]}))+)"
+)
+_PARAMETRIZED: Final = "parametrizations"  # where torch.nn.utils.parametrize puts the parameters of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +60,7 @@ class Place:
     root: str  # the variable of the frame under which the module is found
     path: str  # FQN under it; "" at the root of the frame
     parameter: int | None  # graph input
+    others: tuple[int, ...] = ()  # further parameters that the weight is computed from
 
 
 @functools.lru_cache(maxsize=1 << 14)  # a graph asks for the same few thousand names after each pass
@@ -59,18 +69,36 @@ def split_source(text: str) -> tuple[str, str]:
 
     ``L['self']._modules['model']._parameters['w']`` -> ``("self", "model.w")``;
     ``L['model'].__dict__['_modules']['layers'].0.mlp`` -> ``("model", "layers.0.mlp")``; ``L['args'][0].mlp`` ->
-    ``("args.0", "mlp")``; ``getattr(L['self'].layers, '0')`` -> ``("self", "layers.0")``; a plain path is
-    returned with root "". Parts of wrappers are left out.
+    ``("args.0", "mlp")``; ``getattr(L['self'].layers, '0')`` -> ``("self", "layers.0")``;
+    ``L['self']._modules["x'y"]`` -> ``("self", "x'y")``; a plain path is returned with root "". Parts of wrappers are
+    left out.
     """
-    root, text = "", _REPLACED.sub("", text)
-    while text != (text := _GETATTR.sub(r"\1.\2", text)):
+    if not text.startswith(("L[", "G[", "getattr(")):
+        return "", name_in_original(text.strip("."))
+    text = _REPLACED.sub("", text)
+    while text != (text := _GETATTR.sub(r"\1._modules[\2]", text)):
         pass  # the innermost first
+    root = ""
     if match := _ROOT.match(text):
-        more = match["more"].replace("][", ".").strip("[]").replace("'", "").replace('"', "")
-        root = f"{match['root']}.{more}" if more else match["root"]
-        text = text[match.end() - (text[match.end() - 1] == ".") :]
-    text = _STEP.sub(lambda m: "." + (m[1] or m[2]), text)
-    return root, name_in_original(text.strip("."))
+        root = ".".join([literal_eval(match["root"]), *_steps(match["more"])])
+        text = text[match.end() :]
+    return root, name_in_original(".".join(_steps(text)))
+
+
+def _steps(text: str) -> list[str]:
+    """The names on the way that Dynamo writes as attributes and indices."""
+    return [
+        literal_eval(step["quoted"]) if step["quoted"] else step["index"] or _unescaped(step["bare"] or "")
+        for step in _STEP.finditer(text)
+    ]
+
+
+def _unescaped(bare: str) -> str:
+    """A name that was taken out of the quotes of its ``repr``, in which it had no quote."""
+    try:
+        return cast(str, literal_eval(f"'{bare}'")) if "\\" in bare else bare
+    except (SyntaxError, ValueError):
+        return bare
 
 
 def named_placeholders(graph: fx.Graph, copy: fx.Graph, sources: Sequence[str]) -> dict[fx.Node, fx.Node]:
@@ -107,10 +135,33 @@ def parameters_of(graph: fx.Graph, known: Mapping[int, Parameter]) -> dict[fx.No
 
 def place_of(node: fx.Node, weight: fx.Node | None, parameters: Mapping[fx.Node, Parameter]) -> Place:
     """The place of the matmul ``node``, whose weight, if it has one, is computed from ``parameters``."""
-    while weight is not None and weight not in parameters:
-        weight = weight.all_input_nodes[0] if weight.all_input_nodes else None
+    first = weight
+    while first is not None and first not in parameters:
+        first = first.all_input_nodes[0] if first.all_input_nodes else None
     root, path = split_source(module_path(node))
-    return Place(root=root, path=path, parameter=None if weight is None else parameters[weight].index)
+    if weight is None or first is None:
+        return Place(root=root, path=path, parameter=None)
+    indices = [parameters[source].index for source in sources_of(weight, parameters) if source is not first]
+    return Place(root=root, path=path, parameter=parameters[first].index, others=tuple(indices))
+
+
+def sources_of(weight: fx.Node, parameters: Mapping[fx.Node, object]) -> list[fx.Node]:
+    """The parameters that ``weight`` is computed from."""
+    if weight in parameters:
+        return [weight]
+    waiting, met = [weight], {weight: None}
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in met:
+                met[source] = None
+                waiting.append(source)
+    return [source for source in met if source in parameters]
+
+
+def owner_of(paths: Sequence[str]) -> str:
+    """The innermost module that has all parameters at ``paths``; of a parametrized weight, its layer."""
+    common = commonprefix([path.split(".")[:-1] for path in paths])
+    return ".".join(common[:-2] if common[-2:-1] == [_PARAMETRIZED] else common)
 
 
 def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[tuple[str, int]]:
@@ -130,7 +181,8 @@ def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[t
     names: list[tuple[str, int]] = []
     for place in places:
         parameter = None if place.parameter is None else by_index[place.parameter]
-        prefix, root, path = _full_path(place, parameter, prefixes.get(place.root))
+        others = [by_index[index] for index in place.others]
+        prefix, root, path = _full_path(place, parameter, others, prefixes.get(place.root))
         if prefix is None:
             prefix = root if several_roots else ""
         fqn = ".".join(part for part in (prefix, path) if part)
@@ -139,25 +191,24 @@ def names_of(places: Sequence[Place], parameters: Iterable[Parameter]) -> list[t
     return names
 
 
-def _full_path(place: Place, parameter: Parameter | None, prefix: str | None) -> tuple[str | None, str, str]:
+def _full_path(
+    place: Place, parameter: Parameter | None, others: Sequence[Parameter], prefix: str | None
+) -> tuple[str | None, str, str]:
     """``(FQN of the root or None, root variable, FQN under it)`` of one site."""
     if parameter is None:
         return prefix, place.root, place.path
     root, path = split_source(parameter.source)
     if parameter.bound and parameter.bound.endswith(path):
         prefix = parameter.bound.removesuffix(path).rstrip(".")
-    if not place.path:  # code at the root of the frame: the parameter's own name, or its layer's, compiled alone
-        return prefix, root, "" if path == "weight" and prefix else path
-    if path.startswith(place.path + "."):
-        return prefix, place.root, _owner(place.path, path)
-    return prefix, place.root, place.path
-
-
-def _owner(path: str, parameter_path: str) -> str:
-    """The module that owns a parameter by which the module ``path`` multiplies: usually ``path`` itself.
-
-    It may be a child that is not called: a ParameterDict (PEFT's ``lora_embedding_B``), a linear whose weight is
-    borrowed. A parametrized weight is its layer's own.
-    """
-    owner = parameter_path.rpartition(".")[0]
-    return path if ".parametrizations." in owner[len(path) :] + "." else owner
+    paths = [path, *(split_source(other.source)[1] for other in others)]
+    if not place.path:  # code at the root of the frame: the parameter's layer, or its own name
+        own = path.split(".")[1] if path.startswith(f"{_PARAMETRIZED}.") else path
+        if own.rpartition(".")[2].isdigit():  # of a ParameterList, which is no layer
+            return prefix, root, own
+        return prefix, root, "" if own == "weight" and prefix else owner_of(paths) or own
+    # The owner may be a child that is not called: a ParameterDict (PEFT's lora_embedding_B), a linear whose weight is
+    # borrowed. A parametrized weight is its layer's own.
+    inside = [each for each in paths if each.startswith(place.path + ".")]
+    owner = owner_of(inside)
+    parametrized = f".{_PARAMETRIZED}." in owner[len(place.path) :]
+    return prefix, place.root, owner if inside and not parametrized else place.path

@@ -163,9 +163,14 @@ def _written_as(node: fx.Node) -> tuple[str, Any]:
     return stack[-1]
 
 
-def gradient_of_func(node: fx.Node) -> bool:
-    """Whether ``node`` computes a gradient that torch.func.grad, vjp or jacrev take inside the program."""
-    return _written_as(node)[0].startswith("_autograd_grad")
+def takes_gradient(node: fx.Node) -> str:
+    """The library that computes a gradient by ``node`` inside the program; "" if none does.
+
+    That is torch.func, for its grad, vjp and jacrev, or torch.autograd, for its grad and for ``backward``.
+    """
+    name, source = _written_as(node)
+    of_func = name.startswith("_autograd_grad")
+    return "torch.func" if of_func else "torch.autograd" if source is torch.autograd.grad else ""
 
 
 def written_as_linear(node: fx.Node) -> bool:

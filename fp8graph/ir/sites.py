@@ -44,6 +44,12 @@ class OperandView:
     tensor: fx.Node  # as the program stores it, transposes removed
     flipped: bool  # rowwise orientation = tensor with its last two dims swapped (GPT-2's [K, N] weight)
     layout: Layout
+    data: fx.Node | None = None  # the bytes [R, C] that ``tensor`` decodes, if it is a weight that arrives quantized
+
+    @property
+    def turned(self) -> bool:
+        """Whether the FP8 GEMM reads the transpose of ``tensor``: it contracts the rows."""
+        return self.flipped != (self.layout == "columnwise")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -95,6 +95,7 @@ def _line(node: fx.Node) -> str:
     arguments = [name + _argument_text(a) for name, a in zip(names, node.args, strict=False)]  # the rest are kwargs
     arguments += [f"{key}={_argument_text(v)}" for key, v in node.kwargs.items()]
     path = split_source(module_path(node))[1] if target.endswith("mm") else ""
+    path = path if path.isprintable() else repr(path)[1:-1]  # a line stays one
     return f"{left} = {target}({', '.join(arguments)})" + (f"  # {path}" if path else "")
 
 

@@ -6,8 +6,9 @@ and alignment are checked here, from the fake tensors, on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import fx
@@ -16,19 +17,41 @@ from fp8graph.compat.ops import named_arguments
 from fp8graph.errors import Fp8GraphError, UnsupportedRecipeError
 from fp8graph.hardware import Hardware
 from fp8graph.ir import ops
-from fp8graph.ir.nodes import PASS_KEY, USES_KEY, aten, is_backward, known_contiguous, known_equal, static_size, value
+from fp8graph.ir.nodes import (
+    GEMM_KEY,
+    PASS_KEY,
+    SITES,
+    TAKEN_KEY,
+    USES_KEY,
+    aten,
+    is_backward,
+    known_contiguous,
+    known_equal,
+    matmul_arguments,
+    static_size,
+    swaps_last_dims,
+    value,
+)
 from fp8graph.ir.quantize_node import Asked, QuantizeNode
+from fp8graph.ir.sites import Gemm, Site
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.recipes import FNUZ, FP8_MAX, Quantizer
 
 
 def verify(
-    graph: fx.Graph, *, after: str, lowered: bool = False, hardware_of: Callable[[fx.Node], Hardware] | None = None
+    graph: fx.Graph,
+    *,
+    after: str,
+    lowered: bool = False,
+    hardware_of: Callable[[fx.Node], Hardware] | None = None,
+    sites: Sequence[Site] = (),
 ) -> None:
     """Raise :class:`Fp8GraphError` if ``graph`` is not valid; ``after`` names the pass to blame.
 
     ``hardware_of``: the hardware that a GEMM is decided for. None: its support for the GEMM was checked before.
+    ``sites``: of the program, which say how each operand lies. Shapes do not: a square one fits transposed, too.
     """
+    of_program = {gemm.node: gemm for site in sites for gemm in site.gemms}
 
     def fail(node: fx.Node, problem: str) -> None:
         raise Fp8GraphError(
@@ -42,6 +65,9 @@ def verify(
             continue
         if lowered and node.target in ops.REFERENCE and not ops.stays(node):
             fail(node, "a dialect node that was not lowered")
+        if sites and node.target in _MULTIPLY and (gemm := _gemm_of(node, sites) or of_program.get(node)) is not None:
+            if (problem := _orientation(node, gemm)) is not None:
+                fail(node, problem)
         if PASS_KEY not in node.meta:
             continue
         if "val" not in node.meta:
@@ -71,6 +97,72 @@ def check_connected(graph: fx.Graph) -> None:
                 f"the recipe {name} keeps its scales between calls, and fp8graph.passes has no pass that connects them "
                 "to a graph. Add that pass again, or choose a recipe without a state, such as tensorwise."
             )
+
+
+def _gemm_of(node: fx.Node, sites: Sequence[Site]) -> Gemm | None:
+    """The GEMM of the program that a node made by a pass multiplies."""
+    position, name = node.meta.get(GEMM_KEY, (0, ""))
+    return next((gemm for gemm in sites[position].gemms if gemm.gemm == name), None) if name else None
+
+
+def _orientation(node: fx.Node, gemm: Gemm) -> str | None:
+    """Check that a multiplication reads each operand as the program does, and not its transpose."""
+    decodes = node.target in SITES
+    given = {} if decodes else named_arguments(node)
+    operands = matmul_arguments(node) if decodes else (given["a"], given["b"])
+    for side, operand, view in zip("ab", operands, (gemm.a, gemm.b), strict=True):
+        source, turned = _followed(operand, (view.tensor, view.data))
+        if source is not view.tensor and source is not view.data:
+            continue
+        if turned != (view.turned ^ (side == "b" and decodes)):
+            return f"operand {side} is the {view.operand} of {gemm.gemm} transposed"
+        if source is view.data and not given.get(f"order_{side}"):
+            scale_inv = _scales_behind(operand) if decodes else given[f"scale_inv_{side}"]
+            if scale_inv is not None and _lies(scale_inv) not in (None, view.turned):
+                return f"operand {side} is the {view.operand} of {gemm.gemm}, whose scales are transposed alone"
+    return None
+
+
+def _followed(node: fx.Node, sources: Sequence[fx.Node | None] = ()) -> tuple[fx.Node, bool]:
+    """The tensor of which ``node`` is a form, at the latest one of ``sources``, and whether it is transposed."""
+    turned = False
+    while node not in sources:
+        if node.target is operator.getitem:
+            quantized, position = cast("tuple[fx.Node, int]", node.args)
+            if quantized.target is not ops.quantize or QuantizeNode(quantized).asked.more is not None:
+                break
+            turned ^= QuantizeNode(quantized).names[position].startswith("columnwise")
+            node = quantized
+        elif swaps_last_dims(node) or node.target is ops.columnwise:
+            turned = not turned
+        elif node.target not in _AS_THEY_LIE and not _of_one_matrix(node):
+            break
+        node = cast(fx.Node, node.args[0])
+    return node, turned
+
+
+def _scales_behind(operand: fx.Node) -> fx.Node | None:
+    """The scales with which ``operand`` of an emulated GEMM is decoded."""
+    while operand.target is not ops.dequantize:
+        if not operand.all_input_nodes:
+            return None
+        operand = operand.all_input_nodes[0]
+    return cast(fx.Node, operand.args[1])
+
+
+def _lies(scale_inv: fx.Node) -> bool | None:
+    """Whether stored scales are read transposed; None if they have one row, or are not those of the checkpoint."""
+    source, turned = _followed(scale_inv)
+    if value(scale_inv).ndim < 2 or 1 in value(scale_inv).shape or TAKEN_KEY in source.meta:
+        return None
+    return turned if source.all_input_nodes or source.op == "placeholder" else None
+
+
+def _of_one_matrix(node: fx.Node) -> bool:
+    """Whether ``node`` is a matrix as a batch of one, or the other way round."""
+    if node.target not in (aten.squeeze.dim, aten.unsqueeze.default) or value(node).ndim < 2:
+        return False
+    return cast(int, node.args[1]) == 0
 
 
 def _quantize(node: fx.Node) -> str | None:
@@ -290,6 +382,12 @@ def _stored_weight(node: fx.Node) -> str | None:
         return f"a stored weight of {tuple(data.shape)} with scales {scale.dtype} {tuple(scale.shape)}"
     return None
 
+
+_MULTIPLY: Final = (*SITES, ops.scaled_mm, ops.scaled_grouped_mm)
+_AS_THEY_LIE: Final = (  # the first argument with the same last two dims, or parts of them
+    *(ops.dequantize, ops.stored_weight, torch.ops.prims.convert_element_type.default, aten._to_copy.default),
+    *(aten.alias.default, aten.detach.default, aten.clone.default, aten.slice.Tensor, aten.constant_pad_nd.default),
+)
 
 _CHECKS: dict[Any, Any] = {
     ops.quantize: _quantize,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fp8graph.compat import fsdp
+from fp8graph.compat.fakes import wrapped_tensors
 from fp8graph.errors import expect
 from fp8graph.libraries.adapters import adopt_adapters
 from fp8graph.libraries.readers import (
@@ -81,6 +82,16 @@ def left_to_kernels(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
             bytes_each = [x.dtype for x in held if x.ndim > 1 and x.dtype.itemsize == 1 and x.dtype != torch.bool]
             if bytes_each:
                 yield name or "the model", kind.__name__, bytes_each[0]
+
+
+def dequantized_in_forward(model: nn.Module) -> Iterator[tuple[str, str, torch.dtype]]:
+    """The layers whose weight, a tensor subclass, holds one byte or less per number in a form that nothing here reads:
+    their forward dequantizes it. Name, class of the tensor, and the dtype of its numbers."""
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            held = [x.dtype for x in wrapped_tensors(parameter) if x.ndim > 1 and x.dtype.itemsize == 1]
+            if held and held[0] != torch.bool and _forward(module) is None:
+                yield name, type(parameter).__name__, held[0]
 
 
 def not_adopted(model: nn.Module) -> list[nn.Module]:

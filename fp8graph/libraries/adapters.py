@@ -2,13 +2,15 @@
 
 PEFT adds the product of an adapter to ``base_layer.weight.data``. torch has no sum of FP8 numbers ("Promotion for
 Float8 Types is not supported"), and it would be without scales. So each of PEFT's layers on a linear in FP8 gets a
-``merge`` and an ``unmerge`` of its own, attributes of the instance as :func:`fp8graph.adopt`'s ``forward`` is. The
-weight is decoded to FP32, PEFT's own ``merge`` adds to it, and the sum is quantized once, in the tiles and with the
-rule of the base. ``unmerge`` writes the bytes back that were there before. No class of PEFT is changed.
+``merge`` and an ``unmerge`` of its own, attributes of the instance as :func:`fp8graph.adopt`'s ``forward`` is, and
+copied and pickled with it. The weight is decoded to FP32, PEFT's own ``merge`` adds to it, and the sum is quantized
+once, in the tiles and with the rule of the base. ``unmerge`` writes the bytes back that were there before. No class of
+PEFT is changed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -36,8 +38,7 @@ def adopt_adapters(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if _adapts_fp8(module):
-            module.__dict__["merge"] = MethodType(_merge, module)
-            module.__dict__["unmerge"] = MethodType(_unmerge, module)
+            module.__dict__.update(_ours(module))
         elif isinstance(parameter := getattr(module, "parameter_name", None), str):
             base = module
             while (inner := base._modules.get("base_layer")) is not None:
@@ -132,6 +133,11 @@ def _weight(layer: Any) -> _Weight:
     return _Weight(stored=stored, data=data.detach(), scale=scale.detach(), swizzled=turned)
 
 
+def _ours(layer: Any) -> dict[str, Callable[..., Any]]:
+    """The attributes of ``layer``. A pickle has a bound function as an attribute of its class, which has none."""
+    return {"merge": functools.partial(_merge, layer), "unmerge": functools.partial(_unmerge, layer)}
+
+
 @torch.compiler.disable
 @torch.no_grad()
 def _merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | None = None) -> None:
@@ -171,7 +177,7 @@ def _merge(layer: Any, safe_merge: bool = False, adapter_names: Sequence[str] | 
         raise
     finally:
         layer._modules["base_layer"] = base
-        layer.__dict__["merge"], layer.__dict__["unmerge"] = MethodType(_merge, layer), MethodType(_unmerge, layer)
+        layer.__dict__.update(_ours(layer))
 
 
 @torch.compiler.disable

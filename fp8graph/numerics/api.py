@@ -87,10 +87,17 @@ def quantize(
         raise ConfigError(f"quantize(x=...): x is {x.dtype}, and must be bf16, fp16 or fp32.")
     if x.ndim < 2 or x.numel() == 0:
         raise ConfigError(f"quantize(x=...): x has shape {list(x.shape)}, and needs at least 2 dims and one element.")
+    if x.layout != torch.strided:
+        raise ConfigError(f"quantize(x=...): x has the layout {x.layout}, and must be dense (strided).")
     quantizer = recipe.quantizer(operand)
     kind = SCALINGS[quantizer.scaling]
     if scale is not None and not kind.has_state:
         raise ConfigError(f"quantize(scale=...): scale is for DelayedScaling, and {recipe.name} makes its own.")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != x.device):
+        raise ConfigError(
+            f"quantize(scale=...): scale is {scale.dtype} with shape {list(scale.shape)} on {scale.device}, and must "
+            f"be one FP32 number on the device of x, {x.device}."
+        )
     extra = quantizer_kwargs(quantizer)
     if scale is not None:
         extra["scales"] = table_of(scale, scale.reciprocal()).reshape(1, 2)

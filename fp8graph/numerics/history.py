@@ -45,6 +45,17 @@ def page_shape(length: int, tensors: int) -> tuple[int, int]:
     return tensors, HEADER + length
 
 
+def of_length(amaxes: Tensor, length: int) -> Tensor:
+    """Return a history [slots] cut to ``length`` slots, or padded with zeros at its end.
+
+    Source: ``adjust_amax_history_length`` in Transformer Engine's ``module/base.py``.
+    """
+    made = amaxes.new_zeros(length)
+    kept = min(amaxes.numel(), length)
+    made[:kept] = amaxes[:kept]
+    return made
+
+
 def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
     """A page before the first step: scales 1, empty histories."""
     with torch.inference_mode(False), torch.no_grad():  # a page used in evaluation may be trained with later

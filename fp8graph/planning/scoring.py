@@ -20,6 +20,7 @@ from fp8graph.backend.dynamo_graph import DynamoGraph
 from fp8graph.backend.entry import uncompiled_copy
 from fp8graph.compat import wrappers
 from fp8graph.errors import ConfigError, expect_batch
+from fp8graph.files import obstacle, write_file
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Operand, gemm_seconds
 from fp8graph.libraries import adopt
@@ -156,7 +157,7 @@ def measure(
         for name, parameter in original.named_parameters():
             parameter.grad = kept[name]
     if count == 0:
-        raise ConfigError("tune() got no batches: it needs at least one.")
+        raise ConfigError("tune(batches=...) got no batches: it needs at least one, and an iterator gives them once.")
     return _summed(done.batches[:count], backend.report.gemms), backend
 
 
@@ -166,7 +167,12 @@ class _Done:
     def __init__(self, path: Path | None, head: dict[str, Any]) -> None:
         self._path, self._head = path, head
         self.batches: list[list[dict[str, Any]]] = []
-        if path is None or not path.exists():
+        self._warned = False
+        if path is None:
+            return
+        if not path.exists():
+            if why := obstacle(path):
+                raise ConfigError(f"tune(resume={str(path)!r}): {why}. Give the path of a file to write.")
             return
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
@@ -186,10 +192,16 @@ class _Done:
 
     def add(self, batch: list[dict[str, Any]]) -> None:
         self.batches.append(batch)
-        if self._path is not None:
-            draft = self._path.with_name(self._path.name + ".part")
-            draft.write_text(json.dumps({**self._head, "batches": self.batches}), encoding="utf-8")
-            draft.replace(self._path)  # a file that is stopped in the middle of writing is never read
+        if self._path is None:
+            return
+        text = json.dumps({**self._head, "batches": self.batches})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(self._path, text, f"tune(resume={str(self._path)!r})")
+        except (OSError, ConfigError) as error:  # the scores are worth more than their copy
+            if not self._warned:
+                _log.warning("%s tune goes on; if it is stopped, the batches from here on are measured again.", error)
+            self._warned = True
 
 
 def _lists(value: Any) -> list[Any]:

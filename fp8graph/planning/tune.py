@@ -17,7 +17,8 @@ from torch import nn
 
 from fp8graph import hardware
 from fp8graph.compat import wrappers
-from fp8graph.errors import ConfigError, expect, expect_batches
+from fp8graph.errors import ConfigError, expect, expect_batches, expect_path
+from fp8graph.files import write_file
 from fp8graph.hardware import Hardware
 from fp8graph.ir.settings import Settings
 from fp8graph.planning import choose
@@ -95,7 +96,9 @@ class Tuned:
 
     def save(self, path: str | Path) -> None:
         """Write the policy as TOML, for ``Policy.load``, ``Backend(path)`` and ``options={"policy": path}``."""
-        Path(path).write_text(f"# fp8graph.tune: {self.summary()}\n{policy_toml(self.policy)}", encoding="utf-8")
+        expect_path("Tuned.save", "path", path)
+        text = f"# fp8graph.tune: {self.summary()}\n{policy_toml(self.policy)}"
+        write_file(path, text, f"Tuned.save(path={str(path)!r})")
 
     def summary(self) -> str:
         """One line: the predicted speedup and error of the policy."""
@@ -182,6 +185,8 @@ def tune(
     device = _device(model, target)
     candidates, labels = _candidates(recipes, device)
     budget = _budget(budget, min_speedup)
+    if resume is not None:
+        expect_path("tune", "resume", resume)
     path = None if resume is None else Path(resume)
     bar: Callable[[Iterable[Any]], Iterable[Any]] = functools.partial(_bar, shown=progress)
     found, backend = measure(

@@ -10,6 +10,7 @@ A region holds for the forwards that are called in it. A backward that is called
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -25,6 +26,8 @@ from fp8graph.errors import ConfigError, UnsupportedRecipeError, did_you_mean
 from fp8graph.recipes.base import Recipe
 from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
 from fp8graph.recipes.rules import INHERIT, GemmRecipe
+
+_log = logging.getLogger("fp8graph")
 
 REGION_KEY: Final = "fp8graph"  # key in node.meta["custom"]
 DISABLED: Final = "autocast(enabled=False)"
@@ -52,14 +55,23 @@ class _Stack(threading.local):
 
     def __init__(self) -> None:
         self.regions: list[_Open] = []
+        self.graphs = 0  # calls of graphs inside regions
 
 
 _stack = _Stack()
+_said: Final[set[str]] = set()  # once in a process
+_NO_GRAPH: Final = (
+    "fp8graph.autocast: no compiled code of fp8graph was called in a region, so that nothing in it ran in FP8. It "
+    'is for forwards of what fp8graph.compile(model) or torch.compile(model, backend="fp8graph") has compiled.'
+)
 
 
 def current_region() -> str | Recipe | None:
-    """The innermost region open outside compiled code, or None."""
-    regions = _regions() if _stack.regions else None
+    """The innermost region open outside compiled code, or None; for a graph that is called."""
+    regions = None
+    if _stack.regions:
+        _stack.graphs += 1
+        regions = _regions()
     return regions[-1].region if regions else None
 
 
@@ -147,9 +159,11 @@ def _group_name(group: Any) -> str | None:
 class _Region(AbstractContextManager[None]):
     def __init__(self, region: str | Recipe, group: Any) -> None:
         self._region, self._group, self._entered = region, group, 0
+        self._before: list[int] = []  # calls of graphs, for each time that it was entered
 
     def __enter__(self) -> None:
         self._entered += 1
+        self._before.append(_stack.graphs)
         _stack.regions.append(_Open(self._region, self._group, checkpointing.graph_task()))
 
     def __exit__(
@@ -162,6 +176,10 @@ class _Region(AbstractContextManager[None]):
             raise ConfigError("autocast(): the region was left before it was entered. Write `with autocast(...):`.")
         self._entered -= 1
         _stack.regions.pop()
+        unused = self._before.pop() == _stack.graphs and self._region != DISABLED
+        if unused and exc_type is None and not _said:
+            _said.add(_NO_GRAPH)
+            _log.warning(_NO_GRAPH)
 
 
 def region_recipe(region: str | Recipe | None) -> GemmRecipe:

@@ -162,7 +162,7 @@ class Recipe:
             except KeyError:
                 raise self._bad("fp8_format", "one of E4M3, HYBRID") from None
         if not isinstance(self.fp8_format, Format):
-            raise self._bad("fp8_format", "a Format")
+            raise self._bad("fp8_format", "a Format, or its name: E4M3 or HYBRID")
         if self.fp8_format is Format.E5M2:
             raise UnsupportedRecipeError(
                 f"{type(self).__name__}(fp8_format=E5M2): no NVIDIA GPU multiplies E5M2 by E5M2. "

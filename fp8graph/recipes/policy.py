@@ -13,6 +13,8 @@ import json
 import logging
 import math
 import os
+import re
+import stat
 import tomllib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -29,6 +31,7 @@ from fp8graph.recipes.rules import (
     GemmRecipe,
     Resolution,
     Rule,
+    check_costs,
     check_keys,
     check_op,
     normalized,
@@ -45,6 +48,10 @@ CONFIG_KEYS: Final = frozenset({"quantization_config", "compression_config", "qu
 _log = logging.getLogger("fp8graph")
 # Just above the speed model's own error: measured rates of one kind of GPU differ by 4 % (hardware/speed.py).
 MIN_SPEEDUP: Final = 1.05
+_MOST_RULES: Final = 10_000  # a name is compared with each
+_MOST_BYTES: Final = 4 << 20  # of a file
+_MOST_PARTS: Final = 100  # of a key in TOML: the time to read one grows with their square
+_TOML_TEXT: Final = re.compile(r'"(?:[^"\\\n]|\\.)*"|' r"'[^'\n]*'")
 
 
 class HasConfig(Protocol):
@@ -86,6 +93,11 @@ class Policy:
         if isinstance(rules, Rule) or not isinstance(rules, Iterable):
             raise PolicyError(f"Policy(rules=...): rules must be a list of Rule objects, not {rules!r}.")
         object.__setattr__(self, "rules", tuple(cast(Iterable[Rule], rules)))
+        if len(self.rules) > _MOST_RULES:
+            raise PolicyError(
+                f"Policy(rules=...): there are {len(self.rules)} rules, more than {_MOST_RULES}. "
+                "A glob or an expression covers many layers."
+            )
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise PolicyError(f"Policy(rules=...): {rule!r} is not a Rule. Write Rule(pattern, recipe).")
@@ -215,7 +227,11 @@ class Policy:
         try:
             if not isinstance(rules, list):
                 raise PolicyError(f"policy: 'rules' must be a list of tables, not {rules!r}.")
-            return Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
+            if len(rules) > _MOST_RULES:
+                raise PolicyError(f"policy: there are {len(rules)} rules, more than {_MOST_RULES}. Write globs.")
+            made = Policy(tuple(rule_from_dict(i, rule) for i, rule in enumerate(rules)), **settings)
+            check_costs(made.rules)
+            return made
         except RecursionError:  # a message shows the value
             raise PolicyError("policy: tables or lists are nested too deep.") from None
 
@@ -286,18 +302,41 @@ def values_of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a ``.toml`` or ``.json`` file of a policy, as plain values. Raises PolicyError."""
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = text_of_file(file)
+    except (OSError, ValueError) as error:  # no UTF-8, or a name that no file can have
         hint = f" For the recipe of that name, write recipe={path!r}." if known_recipe(path) else ""
         raise PolicyError(f"policy file {file}: cannot be read ({error}).{hint}") from None
     try:
-        values = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        values = json.loads(text) if file.suffix == ".json" else _toml_values(text)
     except (ValueError, RecursionError) as error:  # both decoders' errors
         kind = "JSON" if file.suffix == ".json" else "TOML"
         raise PolicyError(f"policy file {file}: malformed {kind}: {error}.") from None
     if not isinstance(values, dict):
         raise PolicyError(f"policy file {file}: expected a table of rules, not {values!r}.")
     return cast(dict[str, Any], values)
+
+
+def text_of_file(file: Path, most: int = _MOST_BYTES) -> str:
+    """The text of a regular file: a pipe would wait for its writer, and a device may have no end.
+
+    Raises:
+        OSError, ValueError: it cannot be read, is no such file or no text, or has more bytes than ``most``.
+    """
+    mode = file.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder, opening it says so
+        raise ValueError("it is not a regular file")
+    with file.open("rb") as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _toml_values(text: str) -> dict[str, Any]:
+    keys = re.split(r"[^\w\s.-]|\n", _TOML_TEXT.sub("", text))
+    if max(key.count(".") for key in keys) > _MOST_PARTS:
+        raise ValueError(f"a key has more than {_MOST_PARTS} parts")
+    return tomllib.loads(text)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,12 @@ import dataclasses
 import enum
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
 from fp8graph.errors import Fp8GraphError, PolicyError, did_you_mean
+from fp8graph.recipes import expressions
 from fp8graph.recipes.base import GEMMS, GemmName, Recipe
 from fp8graph.recipes.recipe import HIGH_PRECISION, RecipeLike, resolve_recipe
 
@@ -19,6 +20,10 @@ OPS: Final[tuple[str, ...]] = ("linear", "matmul", "grouped_mm", "attention", "*
 # The ops that `Policy.default` covers. Activation x activation products and attention stay in high precision without a
 # rule.
 DEFAULT_OPS: Final[tuple[str, ...]] = ("linear", "grouped_mm")
+# Of a file's rules. An expression may list layers: ``tune`` writes such.
+_LONGEST_GLOB: Final = 4_000
+_LONGEST_EXPRESSION: Final = 100_000
+_MOST_COST: Final = 1_000_000  # steps of all expressions on one name: a second
 
 
 class _Inherit(enum.Enum):
@@ -75,6 +80,8 @@ class Rule:
             raise PolicyError(
                 f"{self._described}: the pattern must be a glob (str) or re.compile(...), not {type(pattern).__name__}."
             )
+        if pattern == "":
+            raise PolicyError(f'{self._described}: the pattern is empty: no layer has this name. "*" matches all.')
         if self.op not in OPS:
             raise PolicyError(f"{self._described}: op must be one of {', '.join(OPS)}, not {self.op!r}.")
         if type(self.optional) is not bool:
@@ -144,7 +151,10 @@ class Rule:
         if self.op == "*" and op == "attention" and any(self.recipe_for(gemm) is not None for gemm in GEMMS):
             return False
         if isinstance(self.pattern, re.Pattern):
-            return self.pattern.fullmatch(fqn) is not None
+            try:
+                return expressions.matches(self.pattern, fqn)
+            except ValueError as error:
+                raise PolicyError(f"{self._described}: the expression {error}.") from None
         return fnmatch.fnmatchcase(fqn, self.pattern)
 
     def recipe_for(self, gemm: GemmName) -> Recipe | None:
@@ -244,8 +254,40 @@ def rule_from_dict(index: int, values: Any) -> Rule:
         raise PolicyError(f"{where}: 'recipe' is missing (\"{HIGH_PRECISION}\" leaves the layer alone).")
     pattern: Any = settings.pop("pattern", None)
     if (regex := settings.pop("regex", None)) is not None:
-        try:
-            pattern = re.compile(regex)
-        except (re.error, TypeError) as error:
-            raise PolicyError(f"{where}: regex {regex!r} does not compile: {error}.") from None
+        pattern = _compiled(where, regex)
+    elif isinstance(pattern, str) and len(pattern) > _LONGEST_GLOB:
+        raise PolicyError(f"{where}: pattern {pattern!r:.100} is longer than {_LONGEST_GLOB} characters.")
     return Rule(pattern, settings.pop("recipe"), **settings)
+
+
+def _compiled(where: str, regex: Any) -> re.Pattern[str]:
+    """An expression of a file: it may not hang who loads it."""
+    expect = f"{where}: regex {regex!r:.100}"
+    if not isinstance(regex, str):
+        raise PolicyError(f"{expect} must be a text.")
+    if len(regex) > _LONGEST_EXPRESSION:
+        raise PolicyError(f"{expect} has {len(regex)} characters, more than {_LONGEST_EXPRESSION}.")
+    try:
+        made = re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise PolicyError(f"{expect} does not compile: {error}.") from None
+    try:
+        expressions.cost(made)
+    except ValueError as error:
+        raise PolicyError(
+            f"{expect} {error}: a policy file's must be matched in bounded time. Write names, or a glob as 'pattern'."
+        ) from None
+    return made
+
+
+def check_costs(rules: Iterable[Rule]) -> None:
+    """
+    Raises:
+        PolicyError: to match one name with all the expressions of a file could take too long.
+    """
+    spent = sum(expressions.cost(rule.pattern) for rule in rules if isinstance(rule.pattern, re.Pattern))
+    if spent > _MOST_COST:
+        raise PolicyError(
+            f"policy: its expressions take up to {spent} steps per name, more than {_MOST_COST}. "
+            "Write names, or globs as 'pattern'."
+        )

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fp8graph.errors import ConfigError, Fp8CoverageError, UnsupportedRecipeError, expect_path
+from fp8graph.errors import Fp8CoverageError, UnsupportedRecipeError, expect_path
+from fp8graph.files import write_file
 from fp8graph.hardware.device import NO_FP8
 from fp8graph.offline import KernelRecord
 from fp8graph.recipes.policy import Policy
@@ -57,6 +58,7 @@ class Report:
     weights_until_updated: bool = False  #: they are kept where gradients are computed, too, until they are updated
     weight_bytes: int = 0  #: the memory that their FP8 copies take
     gradient_bytes: int = 0  #: the memory of FP32 gradients that stay between steps, for wgrad to add to
+    refusals_of_calls: list[RefusalRecord] = field(default_factory=list[RefusalRecord])  #: decided while they ran
     guard: list[str] = field(default_factory=list[str])  #: rules that a guard applied, and why
     load_kernels: Callable[[], list[KernelRecord]] | None = field(default=None, compare=False, repr=False)
 
@@ -93,7 +95,7 @@ class Report:
     @property
     def refusals(self) -> list[RefusalRecord]:
         """The reasons why linears were not fused, weights not kept, activations not saved in FP8."""
-        return [refusal for graph in self.in_force for refusal in graph.refusals]
+        return [*(refusal for graph in self.in_force for refusal in graph.refusals), *self.refusals_of_calls]
 
     @functools.cached_property
     def kernels(self) -> list[KernelRecord]:
@@ -122,13 +124,17 @@ class Report:
                 pay), a user's rule matched nothing, or code ran in eager.
         """
         problems = [f"{row.name} {row.part}: not in FP8: {row.reason}" for row in self.decisions if row.missing]
-        if self.in_force:
-            names = sorted({record.fqn for record in self.decisions})
-            some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-            problems += [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in self.unused_rules]
+        problems += self.unmatched()
         problems += [f"not compiled: {frame}" for frame in self.eager_frames]
         if problems:
             raise Fp8CoverageError("FP8 coverage check failed:\n  " + "\n  ".join(problems))
+
+    def unmatched(self) -> list[str]:
+        """A line for each of :attr:`unused_rules`, with names that there are; none before anything was compiled."""
+        names = sorted({record.fqn for record in self.decisions})
+        some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+        rules = self.unused_rules if self.in_force else []
+        return [f"{rule} matched nothing. Sites: {some or 'none'}" for rule in rules]
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, ready for JSON."""
@@ -172,11 +178,7 @@ class Report:
             losses: by step, or a list that begins with step 0; drawn above the statistics.
         """
         expect_path("Report.to_html", "path", path)
-        text = page(page_data(self, statistics, losses))
-        try:
-            Path(path).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"Report.to_html(path={str(path)!r}): cannot be written ({error.strerror}).") from None
+        write_file(path, page(page_data(self, statistics, losses)), f"Report.to_html(path={str(path)!r})")
 
     def summary(self) -> str:
         """One line: how many GEMMs run in FP8 under the policy in force, how much of the multiplying that is, and

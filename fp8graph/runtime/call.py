@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fp8graph.compat.dynamo import outermost_call
 from fp8graph.compat.lives import life
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import Epoch, identities, picker
@@ -50,6 +51,37 @@ class Called:
                 yield dict(zip(self._positions, ids, strict=True)), note
 
 
+class FirstCall:
+    """The first call of a graph under a policy, and whether all graphs of its step are known by now.
+
+    The second call of a graph is not the second step: layers share graphs, and a function may be called several times
+    before the first linear. All are known once the same layer is called again, and the outermost call around its first
+    call has returned, or an optimizer has stepped (a method of a module may train it all the time).
+
+    Args:
+        policy: the identity of the policy.
+        parameter: the first parameter of the call, by which layers that share a graph are told apart.
+        steps: of optimizers.
+    """
+
+    def __init__(self, policy: str, parameter: torch.Tensor | None, steps: int) -> None:
+        self.policy = policy
+        self._steps = steps
+        self._runs = outermost_call()
+        self._layer = None if parameter is None else weakref.ref(life(parameter))
+
+    def is_over(self, parameter: torch.Tensor | None, steps: int) -> bool:
+        """Whether the call that begins now is of a later step, or a later outermost call."""
+        if parameter is not None and not self._is_of(parameter):
+            return False
+        return self._steps != steps or self._runs() is None
+
+    def _is_of(self, parameter: torch.Tensor) -> bool:
+        """Whether it was a call of the same layer; a layer that is gone made place for another."""
+        layer = self._layer() if self._layer is not None else None
+        return layer is None or layer is life(parameter)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
     """A prepared call: ``run(*args, *more)``."""
@@ -70,7 +102,7 @@ class Prepared:
             for slot, places in self.acting:
                 for place, tensor in zip(places, slot.before(run), strict=True):
                     more[place] = tensor
-            results = self.run(*args, *more)
+            results = self.run(*run.inputs, *more)
         finally:
             run.leave()
         for slot, _ in self.acting:

@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import datetime
 import difflib
+import functools
 import logging
+import time
 import zlib
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8graph.compat import distributed, fsdp
-from fp8graph.errors import ConfigError, PolicyError
+from fp8graph.errors import ConfigError, PolicyError, StateError
 from fp8graph.ir import collectives
 from fp8graph.recipes import autocast
 
@@ -36,9 +40,16 @@ class RankGroups:
 
     def __init__(self) -> None:
         self.in_stage: StageGroup | None = None
+        self._comparisons: list[Comparison] = []  # whose verdict is not known yet
 
     def now(self) -> str | None:
-        """The name of the group over which the present call reduces amaxes; None if there is one rank."""
+        """The name of the group over which the present call reduces amaxes; None if there is one rank.
+
+        Raises:
+            PolicyError: the ranks were found to differ since the last call.
+        """
+        if self._comparisons:
+            self._comparisons = [each for each in self._comparisons if not each.is_over()]
         if self.in_stage is not None and not autocast.names_a_group():
             return self.in_stage.name
         return autocast.amax_group()
@@ -47,9 +58,36 @@ class RankGroups:
         """Whether all ranks that have a layer record the same amaxes of it: those of its stage, over ``group``."""
         return self.in_stage is not None and self.in_stage.complete and self.in_stage.name == group
 
+    def compare(self, text: str, kind: str, *, waits: bool) -> None:
+        """Raise if ``text`` is not the same on all ranks of the present call: at once if it ``waits`` for the others.
+
+        Else nothing that this rank does needs them: it raises in a later call, when it can see the difference.
+        """
+        group = self.now()
+        if waits:
+            agree(text, group, kind)
+        elif (comparison := Comparison.of(text, group, kind)) is not None:
+            self._comparisons.append(comparison)
+            self.now()
+
     def rehearses(self) -> bool:
         """Whether this call runs on uninitialized memory: no amax of it may be recorded."""
         return self.in_stage is not None and distributed.rehearses()
+
+    def expect_equal_steps(self, group: str) -> None:
+        """Refuse a forward under torch's ``Join`` of ranks that reduce amaxes together.
+
+        Raises:
+            StateError: says what to do instead.
+        """
+        joining = distributed.joining()
+        if joining is not None and len(collectives.ranks_of(joining) & collectives.ranks_of(group)) > 1:
+            raise StateError(
+                "DistributedDataParallel.join(), torch's Join: under it ranks may take unequal numbers of steps, but "
+                "delayed scaling reduces its amaxes over all ranks after each step. Use "
+                "DelayedScaling(reduce_amax=False) or a recipe without state, such as tensorwise; or give all ranks "
+                "equally many batches, or join(throw_on_early_termination=True)."
+            )
 
     def look(self) -> bool:
         """Find a stage of a pipeline that is calling, the first time. Its other ranks do the same, at the same call."""
@@ -57,6 +95,54 @@ class RankGroups:
             self.in_stage = StageGroup(stage)
             return True
         return False
+
+
+_SOONER: Final = 0.9  # of the timeout of the other collectives: the first error is then that which says what to do
+_TAG: Final = "fp8graph: amaxes of delayed scaling"  # torch's own messages about the group name it, too
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """A process group in which some ranks reduce amaxes, and nothing else.
+
+    In the group of a trainer's own collectives, ranks that are out of step would meet in two of different kinds or
+    sizes. That ends a process without a word, or mixes numbers. Here they wait for each other, until the timeout.
+
+    Attributes:
+        timeout: of the group.
+        size: how many numbers each reduction sends, whichever backend it is of, so that also these fit each other.
+        lanes: the number of backends that have reduced here.
+    """
+
+    group: dist.ProcessGroup
+    timeout: datetime.timedelta
+    size: int = 0
+    lanes: int = 0
+
+    @classmethod
+    def of(cls, parent: dist.ProcessGroup, device: torch.device) -> Meeting:
+        """The meeting of the ranks of ``parent``, made the first time. All of them call this, at their first reduction.
+
+        Args:
+            device: of the tensors that are reduced.
+        """
+        ranks = tuple(dist.get_process_group_ranks(parent))
+        known = _meetings()
+        if ranks not in known or not collectives.ranks_of(known[ranks].group):  # or it was destroyed
+            timeout = distributed.timeout_of(parent, device) * _SOONER
+            known[ranks] = cls(group=distributed.group_of_its_own(parent, _TAG, timeout), timeout=timeout)
+        return known[ranks]
+
+    def enter(self) -> int:
+        """The number of one more backend here."""
+        self.lanes += 1
+        return self.lanes
+
+
+@functools.cache
+def _meetings() -> dict[tuple[int, ...], Meeting]:
+    """Those of this process, by their ranks: backends share them, since a communicator takes memory."""
+    return {}
 
 
 class StageGroup:
@@ -128,6 +214,7 @@ def together(mesh: Any) -> Generator[list[str]]:
 
 
 PATIENCE: Final = datetime.timedelta(seconds=30)  # the time within which the other ranks are expected to compile, too
+_EQUAL: Final = "equal"  # the verdict of a comparison without a difference
 
 
 def agree(text: str, group: str | None, kind: str = "training", patience: datetime.timedelta = PATIENCE) -> None:
@@ -142,41 +229,82 @@ def agree(text: str, group: str | None, kind: str = "training", patience: dateti
     Raises:
         PolicyError: with the difference.
     """
-    ranks = sorted(collectives.ranks_of(group))
-    if len(ranks) < 2 or dist.get_backend() == "fake":
+    if (comparison := Comparison.of(text, group, kind)) is None:
         return
-    store, rank = distributed.default_store(), dist.get_rank()
-    if store is None:  # MPI
-        return
-    place = f"fp8graph/{kind}/{zlib.crc32(repr(ranks).encode())}"
-    place = f"{place}/{store.add(f'{place}/{rank}', 1)}"  # the same number on all ranks that compared equally often
     try:
-        if rank == ranks[0]:
-            store.set(f"{place}/text", text)
-        _compare(store, place, text, ranks, rank, patience)
+        comparison.wait(patience)
     except (dist.DistStoreError, RuntimeError) as error:  # FileStore raises the latter
         if "timeout" not in str(error).lower():
             raise
         _log.warning(
             "not all of the ranks %s compiled a model within %s of rank %d: their policies were not compared.",
-            ranks, patience, rank,
+            comparison.ranks, patience, comparison.rank,
         )  # fmt: skip
 
 
-def _compare(store: Any, place: str, text: str, ranks: list[int], rank: int, patience: datetime.timedelta) -> None:
-    store.wait([f"{place}/text"], patience)
-    expected = store.get(f"{place}/text").decode()
-    if text != expected:
-        names = f"rank {ranks[0]}", f"rank {rank}"
-        difference = difflib.unified_diff(expected.splitlines(), text.splitlines(), *names, lineterm="", n=0)
-        store.set(f"{place}/verdict", "\n".join(difference))
-    arrived = store.add(f"{place}/arrived", 1)
-    if arrived == len(ranks) and not store.check([f"{place}/verdict"]):
-        store.set(f"{place}/verdict", "equal")
-    store.wait([f"{place}/verdict"], patience)
-    verdict = store.get(f"{place}/verdict").decode()
-    if verdict != "equal":
-        raise PolicyError(
-            f"the ranks do not agree on how to quantize:\n{verdict}\nGive all of them one policy; or, if they train "
-            "different models, each its own group: fp8graph.autocast(amax_reduction_group=...) around the calls."
-        )
+class Comparison:
+    """The comparison of a text with those of other ranks, through the store of their rendezvous.
+
+    Attributes:
+        ranks: those that take part.
+        rank: this one.
+    """
+
+    def __init__(self, text: str, ranks: list[int], place: str, store: Any) -> None:
+        self._text, self.ranks, self._store, self.rank = text, ranks, store, dist.get_rank()
+        self._place = f"{place}/{store.add(f'{place}/{self.rank}', 1)}"  # the same on all that compared equally often
+        self._compared = False
+        self._next = 0.0  # seconds: when ``is_over`` looks again
+        if self.rank == ranks[0]:
+            store.set(f"{self._place}/text", text)
+
+    @classmethod
+    def of(cls, text: str, group: str | None, kind: str) -> Comparison | None:
+        """A comparison that begins now; None where there is nobody, or no store, to compare with. It does not wait."""
+        ranks = sorted(collectives.ranks_of(group))
+        if len(ranks) < 2 or dist.get_backend() == "fake" or (store := distributed.default_store()) is None:  # MPI
+            return None
+        return cls(text, ranks, f"fp8graph/{kind}/{zlib.crc32(repr(ranks).encode())}", store)
+
+    def wait(self, patience: datetime.timedelta) -> None:
+        """Wait for the others, each time for as long as ``patience``, and raise a PolicyError on a difference."""
+        self._store.wait([f"{self._place}/text"], patience)
+        self._look()
+        self._store.wait([f"{self._place}/verdict"], patience)
+        self._judge(self._look())
+
+    def is_over(self) -> bool:
+        """Whether all have compared, as far as this rank can see without waiting. Raises a PolicyError as above."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        try:
+            verdict = self._look()
+        except RuntimeError:  # the store is gone, with the ranks
+            return True
+        self._next = now + 1.0  # a look takes some 0.1 ms
+        self._judge(verdict)
+        return bool(verdict)
+
+    def _look(self) -> str:
+        """The verdict, "" if there is none yet."""
+        store, place = self._store, self._place
+        if not self._compared and store.check([f"{place}/text"]):
+            expected = store.get(f"{place}/text").decode()
+            if self._text != expected:
+                names = f"rank {self.ranks[0]}", f"rank {self.rank}"
+                lines = expected.splitlines(), self._text.splitlines()
+                store.set(f"{place}/verdict", "\n".join(difflib.unified_diff(*lines, *names, lineterm="", n=0)))
+            arrived = store.add(f"{place}/arrived", 1)
+            if arrived == len(self.ranks) and not store.check([f"{place}/verdict"]):
+                store.set(f"{place}/verdict", _EQUAL)
+            self._compared = True
+        return store.get(f"{place}/verdict").decode() if store.check([f"{place}/verdict"]) else ""
+
+    def _judge(self, verdict: str) -> None:
+        if verdict not in ("", _EQUAL):
+            raise PolicyError(
+                f"the ranks do not agree on how to quantize:\n{verdict}\nGive all of them one policy; or, if they "
+                "train different models, each its own group: fp8graph.autocast(amax_reduction_group=...) around the "
+                "calls."
+            )

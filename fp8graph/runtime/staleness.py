@@ -78,6 +78,7 @@ class OptimizerSteps:
         # by the id of a parameter's life: the last step of its optimizer, and how many steps its optimizers took
         self.held: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._full = 1024  # length at which freed parameters are dropped
+        self._waiting: list[Callable[[Optimizer], bool]] = []
         disabled: Any = torch.compiler.disable(self._after_step)  # Dynamo traces the hook where a step is compiled
         autograd.after_optimizer_steps(self, disabled)
 
@@ -91,6 +92,13 @@ class OptimizerSteps:
         if len(self.held) > self._full:
             self.held = {key: held for key, held in self.held.items() if held[0]() is not None}
             self._full = 2 * len(self.held) + 1024
+        for waits in [*self._waiting]:
+            if waits(optimizer):
+                self._waiting.remove(waits)
+
+    def wait(self, waits: Callable[[Optimizer], bool]) -> None:
+        """Call ``waits`` after each step, until it returns True."""
+        self._waiting.append(waits)
 
     def of(self, parameter: Tensor) -> int:
         """The last step after which ``parameter`` may be another: of the optimizer that holds it.

@@ -19,6 +19,7 @@ from fp8graph.errors import StateError
 
 VERSION: Final = 1
 VERSION_KEY: Final = "fp8graph.state_version"
+_LONGEST: Final = 200  # characters of a name in a message
 OTHERS: Final = "backend"  # the name of the entries that are of no layer
 
 
@@ -52,6 +53,12 @@ def has_numbers(x: Tensor) -> bool:
     return not x.is_meta and x.layout is torch.strided
 
 
+def shown(name: object) -> str:
+    """The name of an entry for a message: the beginning of one that is longer than any real one."""
+    text = str(name)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
 def loader(state_dict: Mapping[str, Any] | BackendState, keepers: Iterable[Keeper]) -> Callable[[], None]:
     """Let ``keepers`` take their entries of a state dict when the result is called.
 
@@ -61,6 +68,9 @@ def loader(state_dict: Mapping[str, Any] | BackendState, keepers: Iterable[Keepe
     if not isinstance(state_dict, Mapping | BackendState):
         raise refusal(f"expected a mapping, not {type(state_dict).__name__}")
     left: dict[Any, Any] = dict(state_dict)
+    for name, value in left.items():  # a file of a few bytes may claim any size
+        if isinstance(value, Tensor) and has_numbers(value) and value.numel() > 1 and 0 in value.stride():
+            raise refusal(f"{shown(name)!r} is one number, which is to stand for {value.numel()}")
     version = left.pop(VERSION_KEY, None)
     if not isinstance(version, Tensor) or version.numel() != 1 or not has_numbers(version):
         raise refusal(f"{VERSION_KEY!r} is missing")
@@ -70,7 +80,7 @@ def loader(state_dict: Mapping[str, Any] | BackendState, keepers: Iterable[Keepe
     for keeper in keepers:
         shares.append((keeper, {name: left.pop(name) for name in [*left] if keeper.recognizes(str(name))}))
     if left:
-        raise refusal(f"unknown entry {next(iter(left))!r}")
+        raise refusal(f"unknown entry {shown(next(iter(left)))!r}")
     loaders = [keeper.loader(entries) for keeper, entries in shares]
 
     def load() -> None:

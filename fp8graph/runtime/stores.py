@@ -37,19 +37,29 @@ class Caller:
         gradients: the graph has a backward.
         group: the name of the process group over which it reduces amaxes; None: this rank alone.
         arrived: the parameters that FSDP2 gathered in FP8, by position, with their owners.
+        records: amaxes are recorded, though the graph has no backward: of weights that are quantized beside a graph.
     """
 
     args: Sequence[Any]
     gradients: bool
     group: str | None
     arrived: Mapping[int, Any]
+    records: bool = False
 
 
 class Run:
-    """One run of a graph, for slots that do something before or after it."""
+    """One run of a graph, for slots that do something before or after it.
+
+    Attributes:
+        args: the graph's inputs from Dynamo, the parameters among them.
+        inputs: the tensors that the graph gets for them.
+        notes: by store: what a slot notes before a run for what it does after it.
+    """
 
     def __init__(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> None:
         self.args, self.checkpointed = args, checkpointed
+        self.inputs = args
+        self.notes: dict[str, Any] = {}
         self._entered: ExitStack | None = None
 
     def enter(self, context: AbstractContextManager[_T]) -> _T:
@@ -238,17 +248,18 @@ class Services:
         """The store of the scales that a weight's graph takes as ``asked``; None if it takes none."""
         return cast(KeptScales, self._made[asked[0].store]) if asked else None
 
-    def tensors(self, asked: Sequence[ExtraInput], args: Sequence[Any]) -> Sequence[Tensor]:
+    def tensors(self, asked: Sequence[ExtraInput], args: Sequence[Any], *, records: bool = False) -> Sequence[Tensor]:
         """The tensors of another store that one needs to make its own.
 
         Args:
             asked: of one store. The same sequence finds the same tensors at once.
             args: the inputs of the graph that is about to run, the parameters among them.
+            records: see :class:`Caller`.
         """
         if not asked:
             return []
         (name,) = {each.store for each in asked}
-        caller = Caller(args=args, gradients=False, group=None, arrived={})
+        caller = Caller(args=args, gradients=False, group=None, arrived={}, records=records)
         return self._made[name].slot(asked, caller).tensors
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fp8graph import hardware
 from fp8graph.errors import ConfigError
+from fp8graph.files import write_file
 from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import Speed
 from fp8graph.numerics import quantization
@@ -168,7 +169,7 @@ def write(path: Path, found: Hardware, done: Calibration) -> None:
     speed = dataclasses.asdict(done.speed)
     speed["rates"] = {name: done.speed.rates[name] for name in done.measured}
     values = {"target": found.name, "speed": speed, "torch": torch.__version__}
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(values, indent=1) + "\n", str(path))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,19 +23,19 @@ from fp8graph.checkpoints.checkpoint import parsed, quantization_of
 from fp8graph.checkpoints.hugging_face_fp8 import FUSED, HuggingFaceFP8
 from fp8graph.checkpoints.layer_format import EMBEDDING, EVERY, Quantization
 from fp8graph.checkpoints.shards import read_json
-from fp8graph.errors import CheckpointError, ConfigError, expect
+from fp8graph.errors import CheckpointError, ConfigError, PolicyError, expect
 from fp8graph.models.general import HEADS, ROUTERS
 from fp8graph.recipes import Recipe, RecipeLike, resolve_recipe
+from fp8graph.recipes.expressions import cost
 from fp8graph.recipes.policy import Policy
 from fp8graph.recipes.recipe import name_of
-from fp8graph.recipes.rules import DEFAULT_OPS, Rule
+from fp8graph.recipes.rules import DEFAULT_OPS, Rule, check_costs
 from fp8graph.report.tables import any_layer
 from fp8graph.tools.forms import saved_layers
 from fp8graph.tools.inspect_checkpoint import model_of_checkpoint
 
 _log = logging.getLogger("fp8graph")
 _EXPERT: Final = re.compile(rf"(.+\.experts)\.(?:\d+\..+|{'|'.join(FUSED)})")  # of experts that are one module
-_MOST_REPEATS: Final = 5  # in an expression that becomes a rule: each may multiply the time that it takes
 _Given = Mapping[str, RecipeLike]  # by the name of a form
 
 
@@ -112,11 +112,12 @@ class _Layers:
         found = {layer: _owner(layer) for layer in self._stored}
         try:
             model = model_of_checkpoint(self._checkpoint)
+            saved = saved_layers(model)
         except ConfigError as error:
             _log.info("%s: names of layers are taken from its files: %s", self._checkpoint.folder, error)
             return found
         fused = {name for name, parameter in model.named_parameters() if parameter.ndim == 3}
-        for parameter, layers in saved_layers(model).items():
+        for parameter, layers in saved.items():
             if not self._stored.keys().isdisjoint(layers):
                 owner = parameter.rpartition(".")[0], "*" if parameter in fused else "linear"
                 found |= dict.fromkeys(layers, owner)
@@ -232,20 +233,25 @@ def _of_config(quantization: Quantization, name: str, recipes: _Given) -> Policy
         whys |= dict.fromkeys(HEADS if heads else (), f"{name} names no layer to leave out: its head is")
         for kept, why in whys.items():
             rules += [Rule(pattern, None, optional=True, reason=why) for pattern in (kept, f"*.{kept}")]
-    return Policy(rules, default=_named(default), min_speedup=0, keep_heads=heads)
+    try:
+        check_costs(rules)
+        return Policy(rules, default=_named(default), min_speedup=0, keep_heads=heads)
+    except PolicyError as error:
+        raise CheckpointError(f"{name}: {error}") from None
 
 
 def _check(expression: str, name: str) -> None:
     """
     Raises:
-        CheckpointError: Python's ``re``, which rules are matched with, might take for ever with an expression.
+        CheckpointError: the time to match a name with an expression is not bounded.
     """
-    plain = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]", "x", expression)
-    if re.search(r"\)(?:[*+]|\{)", plain) or len(re.findall(r"[*+]|\{\d*,", plain)) > _MOST_REPEATS:
+    try:
+        cost(re.compile(expression))
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
         raise CheckpointError(
-            f"{name}: the expression {expression!r:.100} repeats a group or has more than {_MOST_REPEATS} repetitions: "
-            "no rule is made of it. Give the folder with its files, which list the layers."
-        )
+            f"{name}: the expression {expression!r:.100} {error}: no rule is made of it. "
+            "Give the folder with its files, which list the layers."
+        ) from None
 
 
 def _named(recipe: Recipe | None) -> RecipeLike:

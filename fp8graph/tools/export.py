@@ -26,9 +26,9 @@ from fp8graph.backend.multiplied import Multiplied, matrices_of, multiplied_by, 
 from fp8graph.backend.sharded import whole
 from fp8graph.checkpoints import LayerFormat, QuantizedWeight, Shards, write_checkpoint
 from fp8graph.checkpoints.layer_format import EMBEDDING
-from fp8graph.checkpoints.writing import SHARD_BYTES
+from fp8graph.checkpoints.writing import SHARD_BYTES, check_target
 from fp8graph.compat import fsdp
-from fp8graph.compat.distributed import largest_over, local, mesh_of, rank
+from fp8graph.compat.distributed import largest_over, local, mesh_of, number_of_ranks, rank
 from fp8graph.compat.wrappers import name_in_original, original_module
 from fp8graph.errors import CheckpointError, ConfigError, expect_batch, expect_batches, expect_path
 from fp8graph.libraries.readers import as_saved, forward_of_experts, is_table, reader_of
@@ -73,7 +73,7 @@ def export(
     """Write a compiled model as an FP8 checkpoint in a format that inference engines and transformers read.
 
     The bytes and scales are those that the next forward multiplies. Linears that run in high precision are written so,
-    and listed in the config. The folder is there whole or not at all.
+    and listed in the config. The folder is there whole or not at all; a checkpoint in it stays until then.
 
     All ranks that share a sharded model call this, as they do :func:`quantized_state`. The first of them writes; all
     return when the folder is there, and all raise if it cannot be written.
@@ -81,7 +81,8 @@ def export(
     Args:
         model: compiled with fp8graph in any way, and called at least once: what ``torch.compile`` returned, or the
             module itself, also if it was compiled in blocks or is called by a compiled function. Merge adapters before.
-        folder: must not exist.
+        folder: must not exist, or be empty, now and at the end. Where something is by then, that stays, and the export
+            is kept beside it, under the name in the message.
         format: "fp8" (Hugging Face and DeepSeek, 128x128 tiles or one scale), "compressed-tensors", "modelopt",
             "mxfp8" (Hugging Face and MiniMax, 1x32 tiles), or "auto": the first of these that has a form for every
             layer's recipe.
@@ -103,6 +104,8 @@ def export(
         CheckpointError: no format has a form for its recipes, or the folder cannot be written.
     """
     expect_path("export", "folder", folder)
+    if number_of_ranks(None) == 1:  # before a calibration. Of several ranks, all learn of errors together, below
+        check_target(Path(folder), overwrite)
     plan = _Plan(model, format, calibration)
     config = getattr(plan.model, "config", None)
     source = copy_from if copy_from is not None else _folder_of(config)
@@ -545,7 +548,8 @@ def export_folder(
 
     Args:
         source: a model of transformers in high precision: config.json and safetensors files.
-        folder: must not exist.
+        folder: must not exist, or be empty, now and at the end. Where something is by then, that stays, and the export
+            is kept beside it, under the name in the message.
         recipe, policy: see :class:`fp8graph.Backend`. Recipes with a static scale of inputs need a model that runs: see
             :func:`fp8graph.export`.
         format: see :func:`fp8graph.export`.

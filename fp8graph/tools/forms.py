@@ -7,6 +7,7 @@ and projection, and its modules may have other names than its checkpoints. Engin
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ from fp8graph.recipes import FP8_MAX
 
 AUTO: Final = "auto"
 _SHIFT: Final = 40  # bits for the number of a row
+_MOST_ROWS: Final = 1 << 27  # of a model: a GiB of their numbers. The largest public models have a fifth of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,16 @@ def saved_parts(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[s
 
 
 def saved_layers(model: nn.Module) -> dict[str, list[str]]:
-    """The names of the linears as which each matrix of ``model`` is stored, by the name of its parameter."""
+    """The names of the linears as which each matrix of ``model`` is stored, by the name of its parameter.
+
+    Raises:
+        ConfigError: the matrices of ``model``, which may be on the meta device, have too many rows to number them.
+    """
     named = ((name_in_original(name), parameter.shape) for name, parameter in model.named_parameters())
     # of experts [experts, n, k] two rows each tell where they are
     shapes = {name: (shape[0], 2, 1) if len(shape) == 3 else shape for name, shape in named if len(shape) in (2, 3)}
+    if (rows := sum(math.prod(shape[:-1]) for shape in shapes.values())) > _MOST_ROWS:
+        raise ConfigError(f"the matrices of {type(model).__name__} have {rows} rows, more than {_MOST_ROWS}.")
     return {name: [part.layer for part in parts] for name, parts in saved_parts(model, shapes).items()}
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import transformers
 from torch import Tensor
+from torch.nn.modules import module
 
 from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.hardware import current_device
+from fp8graph.recipes.policy import text_of_file
 
 # What a config without "architectures" is taken for, whole models before parts of them: Whisper and BART have a
 # causal LM too, which is their decoder alone.
@@ -44,7 +49,7 @@ def config_of(name: str, layers: int | None = None) -> tuple[Any, str]:
     if path.exists():
         file = path / "config.json" if path.is_dir() else path
         try:
-            values: Any = json.loads(file.read_text(encoding="utf-8"))
+            values: Any = json.loads(text_of_file(file))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: not a config ({error}).") from None
         if not isinstance(values, dict) or "model_type" not in values:
@@ -102,13 +107,17 @@ def positions_of(config: Any) -> int | None:
     return min((number for number in found if isinstance(number, int)), default=None)
 
 
-def model_of(config: Any, name: str | None = None) -> Any:
+def model_of(config: Any, name: str | None = None, *, most: int | None = None) -> Any:
     """The model of ``config`` on the meta device, in bf16.
 
     Args:
         config: of transformers.
         name: a class of transformers, ``AutoModelFor...`` too. Default: the config's architecture, or the whole model
             with a head if there is one.
+        most: so many modules and parameters are built, and no more.
+
+    Raises:
+        ConfigError: the class cannot be built from this config, or has more.
     """
     for part in _parts(config):  # both draw numbers that shapes depend on, in training
         for key in vars(part):
@@ -117,7 +126,7 @@ def model_of(config: Any, name: str | None = None) -> Any:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _at_most(most):
             made = _class_of(config, name)
             return made.from_config(config) if name and name.startswith("Auto") else made(config)
     except (ValueError, OSError, KeyError, AttributeError, TypeError) as error:
@@ -125,6 +134,26 @@ def model_of(config: Any, name: str | None = None) -> Any:
         raise ConfigError(f"cannot build {name or 'a model'} from a config of {config.model_type}: {reason}") from None
     finally:
         torch.set_default_dtype(default)
+
+
+@contextlib.contextmanager
+def _at_most(most: int | None) -> Generator[None]:
+    """Stop this thread from building more modules and parameters than ``most``."""
+    built, thread = itertools.count(1), threading.get_ident()
+
+    def registered(_module: Any, _name: str, _part: Any) -> None:
+        if most is not None and threading.get_ident() == thread and next(built) > most:
+            raise ConfigError(f"it has more than {most} modules and parameters.")
+
+    hooks = (
+        module.register_module_module_registration_hook(registered),
+        module.register_module_parameter_registration_hook(registered),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _class_of(config: Any, name: str | None) -> Any:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -25,12 +26,18 @@ from fp8graph.checkpoints.layer_format import is_packed
 from fp8graph.errors import ConfigError, printable
 from fp8graph.libraries.readers import as_saved
 from fp8graph.recipes import FP8_MAX
+from fp8graph.recipes.policy import text_of_file
 from fp8graph.report.tables import aligned, any_layer, size_text
 from fp8graph.report.terminal import progress_bar
 
 # of layers and scales that a format adds to the model: ``quantization_config`` says what they are
 _ADDED: Final = re.compile(r"(_scale|_scale_inv|_scale_2|_zero_point|_g_idx|\.scale|_shape)$")
-_COUNTS: Final = re.compile(r"(layers|blocks|experts|depth|depths|layer_types)$")
+# A config may claim anything, and much of it is built: its whole numbers are bounded before transformers reads them.
+_ANY_NUMBER: Final = 300_000  # of any field, such as the index of a token: a table of as many labels takes seconds
+_LARGEST: Final = 1 << 25  # of a dimension that a tensor has, and of the fields that follow: sizes, and lengths
+_SIZES: Final = re.compile(r"vocab|position|seq|length|window|context|chunk|sampl|base|(_|^)id$")
+_ANGLES: Final = re.compile(r"theta|freq")  # of the positions' rotations: nothing has this size
+_MOST_VALUES: Final = 300_000  # in all lists and tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,10 +312,10 @@ def compared(checkpoint: Checkpoint) -> tuple[str, list[str]]:
     """
     try:
         model = model_of_checkpoint(checkpoint)
+        saved, tied = _names(model)
     except ConfigError as error:
         return f"The names were not compared with those of a model: {error}", []
     title = type(model).__name__
-    saved, tied = _names(model)
     found = set(_tensors(checkpoint, saved, getattr(model, "base_model_prefix", "")))
     missing = [name for name in saved if name not in found and not tied[name] & found]
     unknown = [name for name in found if name not in saved and not _ADDED.search(name)]
@@ -330,16 +337,17 @@ def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
         raise ConfigError("transformers is not installed.")
     from fp8graph.tools.hugging_face import config_of, model_of
 
+    tensors = len(checkpoint.shards)
+    if problem := _claimed(checkpoint):
+        raise ConfigError(f"config.json {problem}.")
     config, _ = config_of(str(checkpoint.folder))
     name = next(iter(getattr(config, "architectures", None) or ()), None)
     if not isinstance(name, str):
         raise ConfigError("config.json names no architecture.")
     if not hasattr(importlib.import_module("transformers"), name):
         raise ConfigError(f"transformers has no architecture {name!r}, which config.json names.")
-    if (large := next(_too_many(config.to_dict(), len(checkpoint.shards)), None)) is not None:
-        raise ConfigError(f"config.json says {large}, and there are {len(checkpoint.shards)} tensors.")
     try:
-        return model_of(config)
+        return model_of(config, most=2_000 + 10 * tensors)
     except ConfigError:
         raise
     except Exception as error:  # of sizes that no model has: each class fails in its own way
@@ -347,15 +355,30 @@ def model_of_checkpoint(checkpoint: Checkpoint) -> Any:
         raise ConfigError(f"transformers cannot build {name}: {reason}") from None
 
 
-def _too_many(config: Mapping[str, Any], tensors: int) -> Iterator[str]:
-    """Counts of modules in a config for which there are not enough tensors: to build them could take for ever."""
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _too_many(value, tensors)
-        elif _COUNTS.search(str(name)):
-            count = value if isinstance(value, int) else len(value) if isinstance(value, list) else 0
-            if count > max(tensors, 1):
-                yield f"{name} = {count}"
+def _claimed(checkpoint: Checkpoint) -> str | None:
+    """A reason why the model of config.json is not built; None where there is none, also of a file without a table."""
+    try:
+        values = json.loads(text_of_file(checkpoint.folder / "config.json"))
+    except (OSError, ValueError, RecursionError):
+        return None  # transformers says what is wrong with it
+    shapes = [info.shape for info in checkpoint.shards.tensors.values() if info.bytes]
+    largest = max((size for shape in shapes for size in shape), default=0)
+    most = max(_ANY_NUMBER, min(largest, _LARGEST))
+    count, where = 0, [("", values)]
+    while where:
+        name, value = where.pop()
+        if isinstance(value, (dict, list)):
+            count += len(value)
+            if count > _MOST_VALUES:
+                return f"has more than {_MOST_VALUES} values"
+            inner: Any = value.items() if isinstance(value, dict) else ((name, one) for one in value)
+            where += [(key, one) for key, one in inner if key != "quantization_config"]
+        elif (
+            isinstance(value, int) and value > (_LARGEST if _SIZES.search(name) else most) and not _ANGLES.search(name)
+        ):
+            said = f"says {name:.100} = {value!r:.40}, and of its {len(checkpoint.shards)} tensors"
+            return f"{said} the largest dimension is {largest}"
+    return None
 
 
 def _names(model: Any) -> tuple[list[str], dict[str, set[str]]]:

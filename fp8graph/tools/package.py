@@ -16,6 +16,7 @@ from fp8graph.backend.entry import find_backend, uncompiled_copy
 from fp8graph.compat import inductor, torch_build, wrappers
 from fp8graph.compat.ops import OpOverload, pytree, schema
 from fp8graph.errors import ConfigError, expect, expect_path
+from fp8graph.files import new_file
 from fp8graph.ir.naming import split_source
 from fp8graph.ir.nodes import module_path
 from fp8graph.libraries import adopt
@@ -43,7 +44,7 @@ def package(
     Args:
         model: in eval mode. If it was compiled with fp8graph, and no policy or recipe is given, its policy, settings
             and scaling state are used.
-        path: of the file, with the ending ``.pt2``. It is replaced.
+        path: of the file, with the ending ``.pt2``. It is replaced at the end; after an error it is as it was.
         args, kwargs: of one call. Values that are not tensors are fixed.
         policy, recipe: see :class:`Backend`.
 
@@ -52,7 +53,8 @@ def package(
 
     Raises:
         ConfigError: (a ``ValueError``) the model is in training mode, it writes into its inputs or buffers, it returns
-            what no file can hold, or some of it needs an op of fp8graph (experts whose GEMMs are emulated).
+            what no file can hold, some of it needs an op of fp8graph (experts whose GEMMs are emulated), or the file
+            cannot be written.
     """
     expect("package", "model", model, nn.Module, "a model, an nn.Module")
     expect_path("package", "path", path)
@@ -65,13 +67,14 @@ def package(
     if on_cpu and not torch_build.PACKAGES_FP8_ON_CPU:
         raise ConfigError(f"torch {torch.__version__} cannot compile FP8 ahead of time for a CPU: 2.13 and later can.")
     backend = _backend(model, policy, recipe)
-    copy = adopt(uncompiled_copy(original, lambda x: x))
-    backend.bind(copy)
-    result = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
-    if len(backend.calls) != 1:
-        raise ConfigError(f"{type(original).__name__} has nothing to compile: it makes no tensor from its inputs.")
-    check_compiled(backend, original)
-    inductor.package(_Packaged(backend.calls[0], (args, kwargs), _plain(result)), args, kwargs, Path(path))
+    with new_file(path, f"package(path={str(path)!r})") as file:
+        copy = adopt(uncompiled_copy(original, lambda x: x))
+        backend.bind(copy)
+        result = torch.compile(copy, backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs)
+        if len(backend.calls) != 1:
+            raise ConfigError(f"{type(original).__name__} has nothing to compile: it makes no tensor from its inputs.")
+        check_compiled(backend, original)
+        inductor.package(_Packaged(backend.calls[0], (args, kwargs), _plain(result)), args, kwargs, file)
     return backend.report
 
 

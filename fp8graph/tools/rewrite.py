@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 from torch import Tensor, fx
@@ -15,7 +15,7 @@ from fp8graph.compat.fakes import fake_values
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.extra_inputs import SpareInputs
-from fp8graph.ir.naming import Parameter
+from fp8graph.ir.naming import Parameter, owner_of, sources_of
 from fp8graph.ir.nodes import (
     BACKWARD,
     DECIDED_KEY,
@@ -27,6 +27,7 @@ from fp8graph.ir.nodes import (
     matmul_arguments,
     module_path,
     nodes,
+    value,
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
@@ -236,8 +237,12 @@ def _mark(graph: fx.Graph, parameters: Mapping[int, Parameter]) -> bool:
     if not any("partitioner_tag" in node.meta for node in graph.nodes):
         _tag(graph)
     training = any(map(is_backward, graph.nodes))
+    constant = set(weights)  # between two updates
     for node in graph.nodes:
-        if not module_path(node) and (path := (node.meta.get("custom") or {}).get(_MODULE) or _owner(node, weights)):
+        if node.op == "call_function" and constant.issuperset(node.all_input_nodes):
+            constant.add(node)
+        annotated = (node.meta.get("custom") or {}).get(_MODULE)
+        if not module_path(node) and (path := annotated or _owner(node, weights, constant)):
             node.meta["nn_module_stack"] = {"": (path, "")}
     return training
 
@@ -252,13 +257,12 @@ def _tag(graph: fx.Graph) -> None:
         node.meta["partitioner_tag"] = BACKWARD if node in backward else "is_forward"
 
 
-def _owner(node: fx.Node, weights: Mapping[fx.Node, str]) -> str:
-    """The module whose parameter the matmul ``node`` multiplies by; "" if it is none, or multiplies by none."""
-    for source in matmul_arguments(node) if node.target in SITES else ():
-        while source not in weights and len(source.all_input_nodes) == 1:
-            (source,) = source.all_input_nodes
-        if source in weights:
-            return weights[source].rpartition(".")[0]
+def _owner(node: fx.Node, weights: Mapping[fx.Node, str], constant: Collection[fx.Node]) -> str:
+    """The module whose weight the matmul ``node`` multiplies by; "" if it is none, or multiplies by none."""
+    for argument in reversed(matmul_arguments(node) if node.target in SITES else ()):  # as match takes the second
+        if argument in constant and (sources := sources_of(argument, weights)):
+            largest = max(sources, key=lambda source: value(source).numel())  # the weight, beside gains of others
+            return owner_of([weights[source] for source in sources]) or owner_of([weights[largest]])
     return ""
 
 

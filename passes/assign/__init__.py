@@ -19,22 +19,23 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import fx
 
-from fp8graph.analysis.stored import as_stored, stored_weight, why_not_as_stored
+from fp8graph.analysis.stored import as_stored, stored_view, why_not_as_stored
 from fp8graph.errors import Fp8GraphError
+from fp8graph.hardware import Hardware
 from fp8graph.hardware.speed import gemm_seconds
 from fp8graph.ir.compilation import Compilation, Known
 from fp8graph.ir.nodes import GROUPED, matmul_arguments, size_hint, static_size, value
-from fp8graph.ir.sites import Decision, Gemm, Site
+from fp8graph.ir.sites import Decision, Gemm, OperandView, Site
 from fp8graph.ir.text import short
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.passes.assign.legality import is_batched, refuse_fused_ops, why_not_in_fp8
 from fp8graph.passes.assign.profit import choices, judge
-from fp8graph.recipes import GEMMS, Recipe
+from fp8graph.recipes import FNUZ, GEMMS, Quantizer, Recipe
 from fp8graph.recipes.autocast import DISABLED, region_recipe
 from fp8graph.recipes.rules import DEFAULT_OPS, INHERIT, Resolution
 from fp8graph.records import NATIVE_BY, GemmRecord
@@ -52,11 +53,11 @@ def assign(graph: fx.Graph, compilation: Compilation) -> None:
         resolution = resolve(site, compilation.known)
         if compilation.known.policy.keep_heads:  # the default policy
             resolution = blocks.without_the_last(site.fqn, resolution)
-        stored = stored_weight(site)
-        of_weight = as_stored(resolution, stored) if stored is not None else None
+        stored = next(filter(None, map(stored_view, site.gemms)), None)
+        of_weight = as_stored(resolution, stored.tensor, flipped=stored.flipped) if stored is not None else None
         for gemm in site.gemms:
             decisions[gemm.node] = (
-                _decide_stored(gemm, of_weight, cast(fx.Node, stored), compilation)
+                _decide_stored(gemm, of_weight, compilation)
                 if of_weight is not None
                 else decide(gemm, resolution, compilation)
                 if site.gemms[0].gemm == "fprop"
@@ -121,8 +122,8 @@ def resolve(site: Site, known: Known) -> Resolution:
     )
 
 
-def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Decision:
-    """The decision about one GEMM."""
+def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation, stored: OperandView | None = None) -> Decision:
+    """The decision about one GEMM; ``stored``: its weight, if the bytes of that are multiplied as they are."""
     recipe = resolution.recipes[gemm.gemm]
 
     def left_alone(reason: str, **more: Any) -> Decision:
@@ -143,7 +144,7 @@ def decide(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Deci
         obstacle = "delayed scaling has no state inside a higher-order op"
     if obstacle is not None:
         return left_alone(obstacle + asked, required=resolution.by_user)
-    obstacle = _emulation(gemm, recipe, compilation)
+    obstacle = _emulation(gemm, recipe, compilation, stored)
     if obstacle is not None and gemm.node.target in GROUPED and not resolution.by_user:
         if compilation.hardware_of(gemm.node).speed is not None:  # a loop over experts, in place of one fast kernel
             return left_alone(f"{obstacle}; a rule that names it gets it emulated{asked}")
@@ -173,23 +174,34 @@ def _why_not_dequantized(site: Site, fprop: Decision) -> str:
     return ""
 
 
-def _decide_stored(gemm: Gemm, resolution: Resolution, stored: fx.Node, compilation: Compilation) -> Decision:
-    """The decision about one GEMM of a weight that arrives quantized, and is multiplied as it is."""
-    decision = decide(gemm, resolution, compilation)
-    if decision.recipe is None:
+def _decide_stored(gemm: Gemm, resolution: Resolution, compilation: Compilation) -> Decision:
+    """The decision about one GEMM of a weight that arrives quantized: if it reads that, it multiplies it as it is."""
+    view = stored_view(gemm)
+    decision = decide(gemm, resolution, compilation, view)
+    if decision.recipe is None or view is None:
         return decision
-    if (obstacle := why_not_as_stored(gemm, stored)) is not None:
+    if (obstacle := why_not_as_stored(gemm, view)) is not None:
         return replace(decision, recipe=None, reason=obstacle, execution="high precision")
-    return replace(decision, stored=stored)
+    return replace(decision, stored=view.tensor)
 
 
-def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> str | None:
+def _emulation(gemm: Gemm, recipe: Recipe, compilation: Compilation, stored: OperandView | None) -> str | None:
     """The reason why this GEMM is emulated; None if the device has a kernel for it."""
     if is_batched(gemm):
         return "torch has no scaled bmm"
     device = compilation.hardware_of(gemm.node)
-    a, b = (device.quantizer(recipe, view.operand) for view in (gemm.a, gemm.b))
+    a, b = (_quantizer(device, recipe, view, stored) for view in (gemm.a, gemm.b))
+    if (a.dtype in FNUZ) != (b.dtype in FNUZ):
+        return f"{device.name} does not multiply {short(a.dtype)} by {short(b.dtype)}"
     return device.obstacle(a, b, value(gemm.node).dtype, grouped=gemm.node.target in GROUPED)
+
+
+def _quantizer(device: Hardware, recipe: Recipe, view: OperandView, stored: OperandView | None) -> Quantizer:
+    """The quantizer of one operand; a weight that is multiplied as it is ``stored`` keeps its type."""
+    quantizer = device.quantizer(recipe, view.operand)
+    if view is not stored or view.data is None or SCALINGS[quantizer.scaling].packed > 1:
+        return quantizer
+    return replace(quantizer, dtype=value(view.data).dtype)
 
 
 def _padding(gemm: Gemm, recipe: Recipe, compilation: Compilation) -> list[str]:
@@ -220,9 +232,10 @@ def _row(site: Site, gemm: Gemm, compilation: Compilation) -> GemmRecord:
     bits = [8 * a.itemsize, 8 * b.itemsize]
     if decision.recipe is not None:
         device = compilation.hardware_of(gemm.node)
-        stored = [device.quantizer(decision.recipe, view.operand).dtype for view in (gemm.a, gemm.b)]
-        dtypes = ["fp4" if dtype == torch.uint8 else short(dtype) for dtype in stored]  # two in one uint8
-        bits = [4 if dtype == torch.uint8 else 8 for dtype in stored]
+        stored = stored_view(gemm) if decision.stored is not None else None
+        types = [_quantizer(device, decision.recipe, view, stored).dtype for view in (gemm.a, gemm.b)]
+        dtypes = ["fp4" if dtype == torch.uint8 else short(dtype) for dtype in types]  # two in one uint8
+        bits = [4 if dtype == torch.uint8 else 8 for dtype in types]
     sizes = [size if isinstance(size, int) else str(size) for size in (*out.shape[-2:], a.shape[-1])]
     m, n, k = map(size_hint, (*out.shape[-2:], a.shape[-1]))
     batch = 1 if gemm.node.target in GROUPED else math.prod(map(size_hint, out.shape[:-2]))  # groups share k or m

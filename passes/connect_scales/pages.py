@@ -41,7 +41,12 @@ class RowKey:
     site: str | None  # module of a matmul without a weight ("" at the root), whose owner only says which model it is in
     use: int
     operand: OperandName
-    recipe: DelayedScaling
+    recipe: DelayedScaling  # under which it is recorded: a tensor may have several rows at once
+
+    @property
+    def of_tensor(self) -> tuple[int, str | None, int, OperandName]:
+        """The part that is the same for all rows of one tensor."""
+        return self.owner, self.site, self.use, self.operand
 
 
 def row_name(place: str, key: RowKey, number: int | None = None) -> str:
@@ -115,8 +120,9 @@ class Row:
 
     def saved(self) -> SavedRow:
         """A copy of its state, without the amax that a step has staged which is not over."""
-        saved = SavedRow.of(self.page.tensor[self.index], self.page.layout.fp8_max)
-        if self.page.layout.group is not None:
+        layout = self.page.layout
+        saved = SavedRow.of(self.page.tensor[self.index], layout.fp8_max, reduced=layout.recipe.reduce_amax)
+        if layout.group is not None:
             saved.amax_history[0] = 0.0
         return saved
 
@@ -174,7 +180,11 @@ class FoundPages:
     owners: Sequence[weakref.ref[Any]]
     pages: list[Page]
     keys: Sequence[Sequence[RowKey]] = ()  # of the rows of each page: one of the names of each
+    names: Sequence[Sequence[Sequence[RowKey]]] = ()  # of the rows of each page: all names of each
     weights: Sequence[WeightRow] = ()  # the rows that are the state of parameters themselves
+    phase: int = 0  # of the policy: see Phases
+    records: bool = False  # a call that records has found them
+    follows: bool = False  # some rows are copies of others, for evaluation
     turn: int = 0  # grows with each look-up of the backend
 
     def holds(self, owners: Sequence[Tensor | Life]) -> bool:

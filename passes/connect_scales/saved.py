@@ -21,7 +21,7 @@ from fp8graph.compat import distributed
 from fp8graph.numerics import history
 from fp8graph.numerics.formats import SCALE
 from fp8graph.recipes import FLT_MAX, FP8_MAX, DelayedScaling, Format, OperandName
-from fp8graph.runtime.state_dict import has_numbers, refusal
+from fp8graph.runtime.state_dict import has_numbers, refusal, shown
 
 _log = logging.getLogger("fp8graph")
 
@@ -36,16 +36,23 @@ class SavedRow:
     scale: Tensor  # FP32 [1]
     amax_history: Tensor  # FP32 [length]
     fp8_max: float  # maximum of the type that the scale is for
+    reduced: bool = True  # its recipe reduces amaxes over ranks, so that all have this scale
 
     @staticmethod
-    def of(row: Tensor, fp8_max: float) -> SavedRow:
+    def of(row: Tensor, fp8_max: float, *, reduced: bool = True) -> SavedRow:
         """A copy of a row of a page."""
         row = row.detach().cpu()
-        return SavedRow(row[SCALE : SCALE + 1].clone(), row[history.HEADER :].clone(), fp8_max)
+        return SavedRow(row[SCALE : SCALE + 1].clone(), row[history.HEADER :].clone(), fp8_max, reduced)
 
-    def under(self, fp8_max: float) -> tuple[Tensor, Tensor]:
-        """Scale and history for a type whose maximum is ``fp8_max``. Amaxes do not depend on it."""
-        return rescaled(self.scale, self.fp8_max, fp8_max), self.amax_history
+    def under(self, fp8_max: float, length: int | None = None) -> tuple[Tensor, Tensor]:
+        """Scale and history for a type whose maximum is ``fp8_max``. Amaxes do not depend on it.
+
+        Args:
+            fp8_max: the maximum.
+            length: of the history; None: as it is.
+        """
+        amaxes = self.amax_history if length is None else history.of_length(self.amax_history, length)
+        return rescaled(self.scale, self.fp8_max, fp8_max), amaxes
 
     def entries(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Its entries in a state dict."""
@@ -56,8 +63,8 @@ class SavedRow:
 
 
 def rescaled(scale: Tensor, saved: float, wanted: float) -> Tensor:
-    """Convert a scale to another FP8 maximum, rounding once."""
-    return (scale.double() * (wanted / saved)).clamp_max(FLT_MAX).float()
+    """Convert a scale to another FP8 maximum, rounding once. Its reciprocal stays finite."""
+    return (scale.double() * (wanted / saved)).clamp(torch.finfo(torch.float32).tiny, FLT_MAX).float()
 
 
 def recipe_text(recipe: DelayedScaling) -> str:
@@ -80,35 +87,41 @@ def recognizes(name: str) -> bool:
 
 
 def checked(entries: Mapping[str, Any]) -> dict[str, SavedRow]:
-    """The rows in entries of a state dict by name, or a :class:`StateError` that says what is wrong with them."""
+    """The rows in entries of a state dict by name, or a :class:`StateError` that says what is wrong with them.
+
+    Sizes are compared before numbers are read: a tensor of a few bytes may claim any size.
+    """
     parts: dict[str, dict[str, Tensor]] = {}
     for key, value in entries.items():
         name, _, field = str(key).rpartition("|")
         if isinstance(value, Tensor) and not has_numbers(value):
-            raise refusal(f"{key!r} is a tensor on the device {value.device} with the layout {value.layout}")
+            raise refusal(f"{shown(key)!r} is a tensor on the device {value.device} with the layout {value.layout}")
         if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.ndim != 1 or value.numel() < 1:
-            raise refusal(f"{key!r} is not a vector of FP32 numbers")
-        low_enough = value >= 0 if field == "amax_history" else value > 0
-        bad = value[~(low_enough & (value <= FLT_MAX))]  # nan compares False
+            raise refusal(f"{shown(key)!r} is not a vector of FP32 numbers")
+        try:
+            length = _history_length(name) if field == "amax_history" else 1
+            _recipes_maximum(name)
+        except (KeyError, ValueError):
+            raise refusal(f"{shown(name)} is not a row of any recipe") from None
+        if value.numel() != length:
+            kind = "a history" if field == "amax_history" else f"a {field}"
+            raise refusal(f"{shown(name)} has {kind} of length {value.numel()}, its recipe one of {length}")
+        # a scale is multiplied with, and its reciprocal, which is infinite for the smallest numbers
+        good = value >= 0 if field == "amax_history" else (value > 0) & (value.reciprocal() <= FLT_MAX)
+        bad = value[~(good & (value <= FLT_MAX))]  # nan compares False
         if bad.numel():
-            raise refusal(f"{key!r} contains {bad[0].item()}")
+            raise refusal(f"{shown(key)!r} contains {bad[0].item()}")
         parts.setdefault(name, {})[field] = value.detach().cpu().clone()
     rows: dict[str, SavedRow] = {}
     for name, fields in parts.items():
         if missing := set(_FIELDS) - fields.keys():
-            raise refusal(f"it is truncated: {name} has no {missing.pop()}")
-        try:
-            length, maximum = _history_length(name), _recipes_maximum(name)
-        except (KeyError, ValueError):
-            raise refusal(f"{name} is not a row of any recipe") from None
-        found = fields["amax_history"].numel()
-        if fields["scale"].numel() != 1 or found != length:
-            raise refusal(f"{name} has a history of length {found}, its recipe one of {length}")
+            raise refusal(f"it is truncated: {shown(name)} has no {missing.pop()}")
+        maximum = _recipes_maximum(name)
         if _MAXIMUM in fields:
             maximum = fields[_MAXIMUM][0].item()
             if maximum not in FP8_MAX.values():
-                raise refusal(f"{name} has a scale for the maximum {maximum:g}, which no FP8 type has")
-        rows[name] = SavedRow(fields["scale"], fields["amax_history"], maximum)
+                raise refusal(f"{shown(name)} has a scale for the maximum {maximum:g}, which no FP8 type has")
+        rows[name] = SavedRow(fields["scale"], fields["amax_history"], maximum, _reduced(name))
     return rows
 
 
@@ -119,8 +132,14 @@ def _recipes_maximum(name: str) -> float:
 
 
 def _history_length(name: str) -> int:
-    """The history length that a row's name states."""
-    return int(_setting(name, "amax_history_len", str(DelayedScaling().amax_history_len)))
+    """The history length that a row's name states. Raises ``ValueError`` for one that no recipe has."""
+    length = int(_setting(name, "amax_history_len", str(DelayedScaling().amax_history_len)))
+    return DelayedScaling(amax_history_len=length).amax_history_len
+
+
+def _reduced(name: str) -> bool:
+    """Whether the recipe in a row's name reduces amaxes."""
+    return _setting(name, "reduce_amax", "True") == "True"
 
 
 def _setting(name: str, field: str, default: str) -> str:
@@ -138,7 +157,7 @@ def not_shared(names: Iterable[str], groups: Iterable[str | None]) -> str:
         groups: that their amaxes were reduced over; None: this rank alone.
     """
     ranks = distributed.number_of_ranks(None)
-    if ranks > 1 and any("reduce_amax=False" in name.rpartition("|")[2] for name in names):
+    if ranks > 1 and not all(map(_reduced, names)):
         return "DelayedScaling(reduce_amax=False) lets each rank have its own scales"
     smallest = min((1 if group is None else distributed.number_of_ranks(group) for group in groups), default=ranks)
     if smallest < ranks:
@@ -151,11 +170,15 @@ class LoadedRows:
 
     def __init__(self) -> None:
         self._rows: dict[str, SavedRow] = {}
+        self._passed_on: dict[str, SavedRow] = {}  # to a row of the same tensor under another recipe
+        self._of_place: dict[str, list[str]] = {}
         self._warned = False
 
     def replace(self, rows: dict[str, SavedRow]) -> None:
         """Replace the rows by those of another state dict."""
-        self._rows = rows
+        self._rows, self._passed_on, self._of_place = rows, {}, {}
+        for name in rows:
+            self._of_place.setdefault(name.partition("|")[0], []).append(name)
         self._warned = False
 
     def __iter__(self) -> Iterator[str]:
@@ -178,15 +201,23 @@ class LoadedRows:
             _log.warning(
                 "the loaded scaling state is from a device whose FP8 types have other maxima (%s: %g there, %g here): "
                 "its scales are converted, and its amax histories are kept.",
-                name.partition("|")[0],
+                shown(name.partition("|")[0]),
                 row.fp8_max,
                 fp8_max,
             )
         return row.under(fp8_max)
 
-    def warn_of_other_recipes(self, name: str) -> None:
-        """Warn if no row was loaded for ``name`` but one was for the same tensor under another recipe."""
-        place = name.partition("|")[0]
-        for other in self._rows:
-            if other.partition("|")[0] == place:
-                _log.warning("%s: the loaded state is for recipe %s; starting afresh.", name, other.partition("|")[2])
+    def under_another_recipe(self, name: str, length: int) -> SavedRow | None:
+        """A row of the same tensor as ``name``, under another recipe; None if there is none.
+
+        Of several it is one with histories of ``length``, else the last: states used to have rows of earlier recipes.
+        """
+        found, chosen = None, ""
+        for other in self._of_place.get(name.partition("|")[0], ()):
+            if (row := self._rows.get(other) or self._passed_on.get(other)) is not None:
+                if found is None or row.amax_history.numel() == length or found.amax_history.numel() != length:
+                    found, chosen = row, other
+        if found is not None:
+            self._passed_on[chosen] = found
+            self._rows.pop(chosen, None)
+        return found

@@ -3,7 +3,8 @@
 A graph takes its state as whole pages (``numerics/history.py``): a page that a compiled graph uses never grows. The
 rows of a page are known when a graph is compiled. Their owners are found at each call, by the identity of the
 parameters, since one graph may serve many layers. Recompiles, eval graphs and graphs of the same layers find the same
-page. A graph that wants the rows in another combination (a changed policy) gets a new page, into which they move.
+page. A graph that wants the rows in another combination (a changed policy) gets a new page, into which they move. One
+that wants a row under another recipe gets a copy of the tensor's newest (``successors.py``).
 """
 
 from __future__ import annotations
@@ -37,10 +38,13 @@ from fp8graph.passes.connect_scales.pages import (
     row_name,
 )  # fmt: skip
 from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, not_shared, recognizes
+from fp8graph.passes.connect_scales.successors import Phases, Successors
 from fp8graph.recipes import DelayedScaling, OperandName
 from fp8graph.runtime.names import Names
+from fp8graph.runtime.policies import Policies
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
+from fp8graph.runtime.state_dict import shown
 from fp8graph.runtime.stores import Caller, KeptScales, Run, Services, Slot, accelerator_of
 
 _log = logging.getLogger("fp8graph")
@@ -57,6 +61,7 @@ class ScalingState(KeptScales):
         steps: WeightUpdates | None = None,
         names: Names | None = None,
         groups: RankGroups | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self._epoch = epoch  # it is advanced when graphs have to look for their pages again
         self.ranks = groups if groups is not None else RankGroups()  # of the present call
@@ -64,7 +69,9 @@ class ScalingState(KeptScales):
         self._names = names  # bound names of parameters
         self._rows: dict[RowKey, Row] = {}
         self._keys: dict[int, list[RowKey]] = {}  # of the rows, by token
+        self._successors, self._phases, self._policies = Successors(), Phases(policies), policies
         self._loaded = LoadedRows()
+        self._loads = 0  # how many states were loaded: all ranks load the same
         self._groups: set[str | None] = set()  # groups that amaxes were reduced over; None: this rank alone
         self._found: dict[Any, FoundPages] = {}  # pages of earlier calls: to look up a thousand rows takes milliseconds
         self._turn = 0
@@ -86,46 +93,72 @@ class ScalingState(KeptScales):
 
     @classmethod
     def of(cls, services: Services) -> ScalingState:
-        return cls(services.epoch, services.steps, services.names, services.groups)
+        return cls(services.epoch, services.steps, services.names, services.groups, services.policies)
 
     def slot(self, asked: Sequence[PageLayout | TakesPart], caller: Caller) -> Slot:
         """The pages of a graph, and its part in the reductions of a step."""
-        layouts = [each for each in asked if isinstance(each, PageLayout)]
+        layouts = _layouts_of(asked)
         group = str(caller.group) if len(layouts) < len(asked) else None
         slot = _Read(tensors=(), state=self, asked=asked, layouts=layouts, group=group, records=caller.gradients)
         slot.take_part(caller.args)
-        slot.tensors = self.tensors(asked, caller.args) if layouts else []
+        records = caller.gradients or caller.records
+        slot.tensors = self.tensors(asked, caller.args, records=records) if layouts else []
         if layouts and caller.gradients and not self.ranks.same_in_stage(caller.group):
             self._groups.add(caller.group)
         return slot
 
-    def tensors(self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any]) -> list[Tensor]:
+    def tensors(
+        self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool = False
+    ) -> list[Tensor]:
         """The pages for one call of a graph.
 
         Args:
             asked: the pages that the graph wants. The same sequence finds the same pages at once.
             args: its inputs, the parameters among them.
+            records: amaxes are recorded in them.
         """
         owners: list[Tensor] = [x for x in args if isinstance(x, torch.nn.Parameter)]
         lives = [*map(life, owners)]
         key = id(asked), *map(id, lives)
-        found = self._found.get(key)
-        if found is None or not found.holds(lives):
+        found, phase, in_backward = self._found.get(key), self._phases.now(), autograd.in_backward()
+        if found is None or (found.phase != phase and not in_backward) or not found.holds(lives):
             self._forget_dead_layers()
             anchor = owners[0] if owners else None
-            layouts = [each for each in asked if isinstance(each, PageLayout)]
+            layouts = _layouts_of(asked)
             pages = [self._page(layout, args, anchor) for layout in layouts]
             calls = self._found
             alive = [weakref.ref(owner, lambda _: calls.pop(key, None)) for owner in lives]
-            keys = [[self._key(rows[0], args, anchor) for rows in layout.rows] for layout in layouts]
+            names = [[[self._key(row, args, anchor) for row in rows] for rows in layout.rows] for layout in layouts]
+            keys = [[own[0] for own in rows] for rows in names]
             pairs = zip(layouts, keys, strict=True)
             weights = [w for layout, own in pairs for w in WeightRow.among(layout, [self._rows[key] for key in own])]
-            found = calls[key] = FoundPages(asked, alive, pages, keys, weights)
+            found = calls[key] = FoundPages(asked, alive, pages, keys, names, weights, phase, follows=True)
         found.turn = self._turn = self._turn + 1
-        if found.weights and not autograd.in_backward() and not self.ranks.rehearses():
+        if not in_backward:  # a repeated forward belongs to the phase of the first
+            if found.follows:
+                found.follows = self._follow(_layouts_of(asked), found, phase)
+            if records and not found.records:
+                found.records = True
+                for own in (own for rows in found.names for several in rows for own in several):
+                    self._successors.used(own, phase)
+        if found.weights and not in_backward and not self.ranks.rehearses():
             for weight in found.weights:
                 weight.follow(args)
         return [page.tensor for page in found.pages]
+
+    def _follow(self, layouts: Sequence[PageLayout], found: FoundPages, phase: int) -> bool:
+        """Let outdated rows follow the newest of their tensors; whether some have to in the next call, too."""
+        again = False
+        for layout, page, rows in zip(layouts, found.pages, found.names, strict=True):
+            for index, names in enumerate(rows):
+                newer = next(filter(None, (self._successors.newer(key, phase) for key in names)), None)
+                if newer is not None:
+                    again = True
+                    row = self._rows[newer]
+                    state = self._successors.converted(row.saved(), layout, row.name, phase)
+                    if state is not None:
+                        write_row(page.tensor, index, *state)
+        return again
 
     def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
         """Drop the pages found for a graph that is gone. The scales stay, for other graphs of its layers."""
@@ -135,7 +168,12 @@ class ScalingState(KeptScales):
     def reduces(self, group: str, device: torch.device) -> None:
         """Take part in the reductions over ``group`` from now on, whatever this rank's graphs stage."""
         if group not in self._reductions:
-            self._reductions[group] = Reduction(group, device, self._loaded.take)
+            reference = weakref.ref(self)
+
+            def earlier(name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
+                return None if (state := reference()) is None else state._of_other_ranks(name, layout)
+
+            self._reductions[group] = Reduction(group, device, earlier)
         if not self._commits_after_steps:
             self._commits_after_steps, reference = True, weakref.ref(self)
 
@@ -160,7 +198,7 @@ class ScalingState(KeptScales):
                 pages = self._staged_pages().get(group, [])
                 with autograd.unnoticed_writes([page.tensor for page in pages]):
                     if collectives.ranks_of(group):  # else it was destroyed
-                        reduction.commit(pages, step)
+                        reduction.commit(pages, step, self._loads)
 
     def watch(self, results: Any, pages: Sequence[Tensor]) -> None:
         """Watch the results of a forward to know when its step is over.
@@ -240,6 +278,7 @@ class ScalingState(KeptScales):
         """Map every name of each row to it, and fill new rows with the state that was loaded for them."""
         names = self._names
         for index, (keys, rows) in enumerate(zip(entries, layout.rows, strict=True)):
+            fresh = not any(key in self._rows for key in keys)
             for key, row in zip(keys, rows, strict=True):
                 known = self._rows.get(key)
                 bound = names.get(args[row.parameter]) if names and row.parameter is not None else ""
@@ -248,11 +287,20 @@ class ScalingState(KeptScales):
                 if known is not None and not bound:
                     name = known.name  # it may have been bound to other names
                 self._rows[key] = Row(page, index, name, known and known.seen)
-                if known is None:
-                    self._keys.setdefault(key.owner, []).append(key)
                 self._staged = None
-                if known is None and (loaded := self._take(name, layout.fp8_max)) is not None:
-                    write_row(page.tensor, index, *loaded)
+                if known is not None:
+                    continue
+                self._keys.setdefault(key.owner, []).append(key)
+                of_others = any(name in reduction.absent for reduction in self._reductions.values())
+                state, copied = self._loaded_exactly(name, layout), None
+                if state is None and fresh:
+                    copied = self._copied(key, layout)
+                    state = copied if copied is not None else self._of_another_recipe(name, layout)
+                phase = self._phases.now() if of_others else 0
+                self._successors.add(key, copied=copied is not None, phase=phase)
+                if state is not None:
+                    write_row(page.tensor, index, *state)
+                    fresh = False
 
     def rename(self, names: Names) -> None:
         """Call the rows of parameters that have been bound by their full names, before they are used again."""
@@ -263,16 +311,43 @@ class ScalingState(KeptScales):
                     self._rows[key].name = row_name(bound.removesuffix(".weight"), key)
         self._staged = None
 
-    def _take(self, name: str, fp8_max: float) -> tuple[Tensor, Tensor] | None:
+    def _loaded_exactly(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
         """The state of a new row, if ``load_state_dict`` loaded it or other ranks had it before."""
-        if (loaded := self._loaded.take(name, fp8_max)) is not None:
+        if (loaded := self._loaded.take(name, layout.fp8_max)) is not None:
             return loaded
         for reduction in self._reductions.values():
             if name in reduction.absent:
                 page = reduction.absent.pop(name)
-                return SavedRow.of(page.tensor[0], page.layout.fp8_max).under(fp8_max)
-        self._loaded.warn_of_other_recipes(name)
+                return SavedRow.of(page.tensor[0], page.layout.fp8_max).under(layout.fp8_max)
         return None
+
+    def _copied(self, key: RowKey, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
+        """The state of a new row of a tensor that has a row under another recipe."""
+        if (newest := self._successors.newest(key)) is None:
+            return None
+        row = self._rows[newest]
+        return self._successors.converted(row.saved(), layout, row.name, self._phases.now())
+
+    def _of_another_recipe(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
+        """The state of a new row whose tensor other ranks had under another recipe, or ``load_state_dict`` loaded."""
+        place = _place(name)
+        absent = [page for each in self._reductions.values() for other, page in each.absent.items() if place in other]
+        same = [page for page in absent if _place(page.names[0][0]) == place]
+        if same:
+            saved = SavedRow.of(same[-1].tensor[0], same[-1].layout.fp8_max)
+        else:
+            saved = self._loaded.under_another_recipe(name, layout.recipe.amax_history_len)
+        return None if saved is None else self._successors.converted(saved, layout, name, self._phases.now())
+
+    def _of_other_ranks(self, name: str, layout: PageLayout) -> tuple[Tensor, Tensor] | None:
+        """The state of a row that other ranks have begun, which copied theirs of the same tensor, too."""
+        if (loaded := self._loaded_exactly(name, layout)) is not None:
+            return loaded
+        key = next((key for key, row in self._rows.items() if row.name.startswith(f"{_place(name)}|")), None)
+        if key is None:
+            return self._of_another_recipe(name, layout)
+        newest = max(filter(None, (key, self._successors.newest(key))), key=self._successors.last)
+        return self._successors.converted(self._rows[newest].saved(), layout, name, self._phases.now())
 
     def _key(self, row: Use, args: Sequence[Any], anchor: Tensor | None) -> RowKey:
         owner = args[row.parameter] if row.parameter is not None else anchor
@@ -291,14 +366,15 @@ class ScalingState(KeptScales):
     def row(self, parameter: Tensor, operand: OperandName, recipe: DelayedScaling) -> SavedRow | None:
         """A copy of the row of ``parameter``'s layer, when it is used first; None if there is none."""
         key = RowKey(self._tokens.known(parameter) or 0, None, 0, operand, recipe)
-        return self._rows[key].saved() if key in self._rows else None
+        found = key if key in self._rows else self._successors.newest(key)
+        return None if found is None else self._rows[found].saved()
 
     def peek(self, asked: PageLayout, owners: Sequence[Tensor]) -> Tensor:
         """A page with the scale of a weight, which the linears in it share."""
         made = new_page(asked.recipe.amax_history_len, 1, owners[0].device)
         rows = (self.row(owner, "weight", asked.recipe) for owner in owners)
         if (row := next(filter(None, rows), None)) is not None:
-            write_scale(made[0], row.scale.reshape(()))
+            write_scale(made[0], row.under(asked.fp8_max)[0].reshape(()))
         return made
 
     def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:
@@ -309,6 +385,7 @@ class ScalingState(KeptScales):
     def _forget_rows(self, owner: int) -> None:
         for key in self._keys.pop(owner, ()):
             self._rows.pop(key, None)
+            self._successors.drop(key)
         self._staged = None
 
     def _forget_dead_layers(self) -> None:
@@ -317,11 +394,12 @@ class ScalingState(KeptScales):
             self._forget_rows(owner)
 
     def _alive(self) -> dict[str, Row]:
-        """The rows of the layers that still exist, by name."""
+        """The rows of the layers that still exist, by name, without those whose tensor has a newer one."""
         self._forget_dead_layers()
         found: dict[str, list[tuple[RowKey, Row]]] = {}
         for key, row in list(self._rows.items()):
-            found.setdefault(row.name, []).append((key, row))
+            if not self._successors.outdated(key):
+                found.setdefault(row.name, []).append((key, row))
         rows: dict[str, Row] = {}
         for row in [row for alike in found.values() for row in self._of_models(alike)]:
             if row.name in rows:
@@ -366,26 +444,59 @@ class ScalingState(KeptScales):
 
     def loader(self, entries: Mapping[str, Any]) -> Callable[[], None]:
         rows, existing = checked(entries), self._alive()
-        if missing := sorted(existing.keys() - rows.keys()):
-            places = {name.partition("|")[0]: name.partition("|")[2] for name in rows}
-            place, _, recipe = missing[0].partition("|")
-            found = f"the dict has it under {places[place]}" if place in places else "the dict has nothing for it"
+        places = {*map(_place, rows)}
+        if missing := sorted(name for name in existing if _place(name) not in places):
             raise StateError(
                 f"the state dict does not fit: {len(missing)} of {len(existing)} tensors are missing, the first is "
-                f"{place} under {recipe}; {found}. Nothing was loaded."
+                f"{shown(_place(missing[0]))}; the dict has nothing for it. Nothing was loaded."
             )
         return lambda: self._load(rows, existing)
 
+    def _policies_have_state(self) -> bool:
+        """Whether some recipe of the policy has a state, at any step of its schedule."""
+        if self._policies is None:
+            return True
+        known = [self._policies.current, *([self._policies.scheduled] if self._policies.scheduled else [])]
+        return any(recipe.has_state for policy in known for recipe in policy.recipes())
+
     def _load(self, rows: Mapping[str, SavedRow], existing: Mapping[str, Row]) -> None:
-        self._loaded.replace({name: row for name, row in rows.items() if name not in existing})
+        self._loads += bool(rows)  # a model that is unpickled loads what it had, perhaps nothing
+        self._loaded.replace(dict(rows))
+        self._successors.restart()
+        if rows and not existing and not self._policies_have_state():
+            _log.warning(
+                "the loaded scaling state has %d tensors, the first %s, and no recipe of the policy has a state: "
+                "nothing but an autocast region will use it. It is saved again as it is.",
+                len(rows),
+                shown(_place(next(iter(rows)))),
+            )
+        of_place: dict[str, str] = {_place(name): name for name in existing if name in rows}
         with torch.no_grad():
-            for name, row in existing.items():
-                converted = self._loaded.converted(name, rows[name], row.page.layout.fp8_max)
-                write_row(row.page.tensor, row.index, *converted)
+            for name, row in sorted(existing.items(), key=lambda item: item[0] not in rows):  # exact ones first
+                layout = row.page.layout
+                state = self._loaded.take(name, layout.fp8_max)
+                if state is None:
+                    same = existing.get(of_place.get(_place(name), ""))
+                    other = same.saved() if same is not None else None
+                    other = other or self._loaded.under_another_recipe(name, layout.recipe.amax_history_len)
+                    state = other and self._successors.converted(other, layout, name, self._phases.now())
+                if state is None:
+                    state = torch.ones(1), torch.zeros(layout.recipe.amax_history_len)
+                write_row(row.page.tensor, row.index, *state)
         for row in self._rows.values():
             row.seen = None  # the weights that are loaded with it are those that the scales fit
         for reduction in self._reductions.values():
             reduction.forget()
+
+
+def _layouts_of(asked: Sequence[PageLayout | TakesPart]) -> list[PageLayout]:
+    """The pages among the extra inputs that a graph asks for."""
+    return [each for each in asked if isinstance(each, PageLayout)]
+
+
+def _place(name: str) -> str:
+    """The tensor that a row's name is for."""
+    return name.partition("|")[0]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -402,6 +513,7 @@ class _Read(Slot):
     def take_part(self, args: Sequence[Any]) -> None:
         """Record the amaxes of the last step on all ranks, before this call reads scales."""
         if self.group is not None:
+            self.state.ranks.expect_equal_steps(self.group)
             # with reentrant checkpointing, only the backward runs the graph for training
             self.state.reduces(self.group, accelerator_of(args))
             with checkpointing.without_modes():
@@ -411,7 +523,9 @@ class _Read(Slot):
         self.take_part(run.args)
         pages = self.tensors
         if self.layouts:
-            self.state.tensors(self.asked, run.args)  # a weight that was written takes its own scale
+            self.state.tensors(
+                self.asked, run.args, records=self.records
+            )  # a weight that was written takes its own scale
         if run.checkpointed is not None:
             keep_scales(run.checkpointed, self.layouts, pages)
         if self.state.ranks.rehearses():

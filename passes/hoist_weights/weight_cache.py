@@ -162,7 +162,8 @@ class WeightCache(Store):
                 stale.append((weight, copy))
         if stale:
             with torch.inference_mode(False), torch.no_grad(), autograd.without_autocast():
-                given = self._others(found.asked, args)
+                records = any(weight.records for weight, _ in stale)
+                given = self._others(found.asked, args, records=records)
                 self._quantize(stale, args, dict(zip(found.asked, given, strict=True)))
         return found.tensors
 

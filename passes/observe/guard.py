@@ -155,12 +155,12 @@ class Guarded(Store):
             if not isinstance(saved, list):
                 raise TypeError(f"found {saved!r}")
         except (AttributeError, TypeError, ValueError, RecursionError) as error:
-            raise refusal(f"{_KEY!r} is not a list of rules ({error})") from None
+            raise refusal(f"{_KEY!r} is not a list of rules ({str(error):.200})") from None
         try:
             each = enumerate(cast("list[Any]", saved))
             rules = [(rule_from_dict(i, entry["rule"]), str(entry["text"])) for i, entry in each]
         except (Fp8GraphError, KeyError, TypeError) as error:
-            raise refusal(f"a rule of a guard cannot be read ({error})") from None
+            raise refusal(f"a rule of a guard cannot be read ({str(error):.400})") from None
         return lambda: self.apply(rules) if rules else None
 
 

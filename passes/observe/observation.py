@@ -9,6 +9,7 @@ it is compiled once; a reader then takes what it asked for (:meth:`Request.takes
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ from fp8graph.passes.observe.measuring import Observed, StatisticsPage
 from fp8graph.runtime.policies import Schedule
 from fp8graph.runtime.stores import Caller, Run, Services, Slot, Store
 
+_log = logging.getLogger("fp8graph")
 _MOST_PENDING: Final = 256  # pages that are not read yet: each keeps a small tensor alive
+_MOST_CALLS: Final = 64  # calls of a graph on one step that are not read yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,9 @@ class Observation(Store):
         self._found: dict[int, dict[Measured, list[Parts]]] = {}  # by step
         self._pending: list[tuple[int, StatisticsPage, Tensor]] = []
         self._reduced: set[Measured] = set()
+        self._counted, self._calls = -1, dict[int, int]()  # a step, and its calls by the id of their first page
+        self._late: set[int] = set()  # ids of tensors that no backward had filled when the others were read
+        self._endless = False  # it was said that one step goes on and on
         self._recomputed: dict[int, int] = {}  # calls that a backward will repeat, by the id of their page
 
     @classmethod
@@ -170,7 +176,47 @@ class Observation(Store):
                     self._recomputed[id(page)] = self._recomputed.get(id(page), 0) + 1
         if len(self._pending) > _MOST_PENDING and not again:
             self._read(but=step)
+        if pages and not again and self._calls_of(pages[0], step) > _MOST_CALLS:
+            self._read_calls(step, made)
         return made
+
+    def _calls_of(self, page: StatisticsPage, step: int) -> int:
+        """The calls of a graph that were measured on ``step`` and are not read yet."""
+        if self._counted != step:
+            self._counted, self._calls = step, {}
+        self._calls[id(page)] = self._calls.get(id(page), 0) + 1
+        return self._calls[id(page)]
+
+    def _read_calls(self, step: int, made: Sequence[Tensor]) -> None:
+        """Read the calls of one step that are over: a later step may never come.
+
+        A backward that has not come is waited for once more, and then no longer.
+
+        Args:
+            made: the tensors of the call that begins.
+        """
+        new, late, self._late = {id(x) for x in made}, self._late, set()
+        waiting: list[tuple[int, StatisticsPage, Tensor]] = []
+        dropped = False
+        for entry in self._pending:
+            unfilled = entry[0] == step and entry[1].backward and id(entry[2]) not in new and entry[2].isnan().all()
+            dropped |= bool(unfilled and id(entry[2]) in late)
+            if id(entry[2]) in new or (unfilled and id(entry[2]) not in late):
+                waiting.append(entry)
+        self._late = {id(entry[2]) for entry in waiting} - new
+        kept = self._late | new
+        self._pending = [entry for entry in self._pending if id(entry[2]) not in kept]
+        self._read()
+        self._pending, self._calls = waiting, {}
+        self.found([step])  # merges its parts
+        if not self._endless and (dropped or not self._trains):
+            self._endless = True
+            _log.warning(
+                "observe: the calls so far count as one step, %d, which each of them is measured for and adds to: no "
+                "optimizer steps. Where none does, call step() of the object that backend.observe() returned after "
+                "each batch, or stop().",
+                step,
+            )
 
     def found(self, steps: Collection[int] | None = None) -> dict[Measured, Parts]:
         """The measurements so far (None: in all steps); the names are those of the parts."""

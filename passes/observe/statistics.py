@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import importlib
 import json
 import logging
 import math
-import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Final, Protocol
 import torch.distributed as dist
 
 from fp8graph.compat import distributed
-from fp8graph.errors import ConfigError, did_you_mean
+from fp8graph.errors import ConfigError, did_you_mean, expect_path, why_no_path
+from fp8graph.files import obstacle, write_file
 from fp8graph.ir.settings import choices
 from fp8graph.numerics.scalings import SCALINGS
 from fp8graph.numerics.stats import QUANTIZED_STATISTICS, TENSOR_STATISTICS, Parts, finished
@@ -94,7 +95,8 @@ class Statistics:
 
     def to_jsonl(self, path: str | Path) -> None:
         """Write one JSON object per line. Numbers that are not finite (the sqnr of an exact copy) are ``null``."""
-        Path(path).write_text("".join(map(json_line, self)), encoding="utf-8")
+        expect_path("Statistics.to_jsonl", "path", path)
+        write_file(path, "".join(map(json_line, self)), f"Statistics.to_jsonl(path={str(path)!r})")
 
     def to_html(self, path: str | Path, *, losses: Losses | None = None) -> None:
         """Write the report's page (``report.to_html``) with these statistics as heat maps and curves.
@@ -242,7 +244,9 @@ def _names(stats: str | Sequence[str]) -> tuple[str, ...]:
     names = _NAMES if stats == "all" else texts("observe", "stats", stats)
     for name in names:
         if name not in _NAMES:
-            raise ConfigError(f"observe() knows no statistic {name!r}{choices('Statistics', name, _NAMES)}")
+            raise ConfigError(
+                f"observe(stats={stats!r:.100}) knows no statistic {name!r}{choices('Statistics', name, _NAMES)}"
+            )
     return names
 
 
@@ -290,14 +294,18 @@ class JsonLines:
     Writing waits for the device, so it waits once per observed step. Steps that were written are not kept in memory.
     With several ranks each writes a file of its own: "statistics.rank1.jsonl".
 
+    A step that cannot be written, as the disk is full, is lost: training goes on, and the first is a warning.
+
     Raises:
         ConfigError: no file can be written there. (The first step to write may be hours away.)
     """
 
     def __init__(self, path: Path, names: Collection[str]) -> None:
         self._path, self._names = path, names
+        self._warned = False
         self._rank: int | None = None  # of several; remembered, since the process group may be gone at exit
-        if why := "it is a folder" if path.is_dir() else _obstacle(self._own_path()):
+        bad = why_no_path(str(path))
+        if why := f"it {bad}" if bad else "it is a folder" if path.is_dir() else obstacle(self._own_path()):
             raise ConfigError(f"observe(to_jsonl={str(path)!r}): {why}. Give the path of a file to append to.")
 
     def write(self, observation: Observation, request: Request, now: int | None) -> None:
@@ -308,9 +316,16 @@ class JsonLines:
         if not lines:
             return
         path = self._own_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(lines)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _append(path, "".join(lines).encode("utf-8"))
+        except OSError as error:
+            if not self._warned:
+                _log.warning(
+                    "observe(to_jsonl=%r): step %d cannot be written (%s): its statistics are lost. Training goes on.",
+                    str(self._path), new[0], error.strerror or error,
+                )  # fmt: skip
+            self._warned = True
 
     def _own_path(self) -> Path:
         if self._rank is None and distributed.number_of_ranks(None) > 1:
@@ -319,14 +334,18 @@ class JsonLines:
         return self._path.with_name(f"{self._path.stem}{own}{self._path.suffix}")
 
 
-def _obstacle(path: Path) -> str:
-    """Return why no file can be written at ``path``, whose folders may be missing; "" if one can."""
-    if path.is_dir():
-        return f"{path} is a folder"
-    found = next(place for place in (path, *path.parents) if place.exists())
-    if found != path and not found.is_dir():
-        return f"{found} is a file, not a folder"
-    return "" if os.access(found, os.W_OK) else f"{found} cannot be written"
+def _append(path: Path, lines: bytes) -> None:
+    """Append all of ``lines``, or none: what follows half a line could not be read."""
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        left = memoryview(lines)
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a device has no size
+                file.truncate(size)
+            raise
 
 
 def texts(call: str, name: str, value: str | Sequence[str]) -> tuple[str, ...]:

@@ -11,10 +11,12 @@ from torch import fx
 from fp8graph import Policy, Rule
 from fp8graph.analysis.stored import as_stored, recipe_of, stored_weight, transposes
 from fp8graph.compat.ops import named_arguments
+from fp8graph.numerics import api
 from fp8graph.passes.assign import resolve
+from fp8graph.recipes import Float8BlockScaling
 from fp8graph.recipes.rules import Resolution
 from helpers import passed
-from stored_weights import KINDS, stored
+from stored_weights import KINDS, Stored, stored
 
 
 def found(kind: str, policy: Policy, **settings: Any) -> tuple[fx.Node, Resolution]:
@@ -44,6 +46,17 @@ def test_activations_are_quantized_along_the_same_dim_in_tiles_of_the_same_lengt
     assert [recipe.quantizer(operand).block for operand in ("input", "weight", "grad_output")] == [
         (1, 128), (128, 128), (1, 128),
     ]  # fmt: skip
+
+
+def test_a_weight_that_is_stored_transposed_swaps_the_tiles_of_its_operands() -> None:
+    tiles = api.quantize(torch.randn(256, 384), Float8BlockScaling(w_block=(64, 128)), "weight", "rowwise")
+    x = torch.randn(16, 384, dtype=torch.bfloat16, requires_grad=True)
+    _, compilation = passed(Stored(tiles), x, last="match", policy=Policy(default="tensorwise"))
+    node = stored_weight(compilation.sites[0])
+    assert node is not None
+    for flipped, blocks in ((False, [(1, 128), (64, 128), (1, 64)]), (True, [(1, 64), (64, 128), (1, 128)])):
+        recipe = recipe_of(node, flipped=flipped)
+        assert [recipe.quantizer(operand).block for operand in ("input", "weight", "grad_output")] == blocks
 
 
 @pytest.mark.parametrize("policy", [Policy(default=None), Policy([Rule("*", "rowwise")])])

@@ -124,13 +124,17 @@ MACHINE: dict[str, tuple[Any, Callable[[], Any]]] = {
     "attention.active_implementation": (attention, lambda: "another"),
 }
 DECIDE = ("analysis", "hardware", "ir", "models", "numerics", "passes", "recipes")  # the rooms of what decides
-# Not varied: tables of torch's, a check of names, and what an operator reads when the code runs.
+# Not varied: tables of torch's, a check of names, and what an operator, or a call that adds to gradients, reads when
+# the code runs.
 NOT_DECIDING = {
     "select_decomp_table",
     "FORMS.values",
     "inductor.option_names",
     "random_bits.rank",
     "checkpointing.graph_task",
+    "autograd.running_node",
+    "autograd.uses_of_a_grad",
+    "torch.is_grad_enabled",
 }
 STATE = re.compile(
     r"torch\.(is_(?!tensor)|are_|get_|backends\.|cuda\.|utils\.deterministic)|os\.(environ|getenv)|sys\.|platform\."

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fp8graph.checkpoints.shards import INDEX, PARTIAL, Shards, read_json
+from fp8graph.checkpoints.shards import INDEX, REPLACED, Shards, read_json
 from fp8graph.checkpoints.writing import write_shards
-from fp8graph.errors import CheckpointError
+from fp8graph.errors import CheckpointError, ConfigError
+from fp8graph.files import PARTIAL
 
 
 def tensors(count: int = 5) -> dict[str, Tensor]:
@@ -198,7 +201,8 @@ def test_files_that_safetensors_refuses_are_found_before_the_first_tensor(
         ("..", "names a file outside of its folder: '..'"),
         (".", "names a file outside of its folder: '.'"),
         ("", "names a file outside of its folder: ''"),
-        ("a\0b", "names a file outside of its folder"),
+        ("a\0b", "names the file 'a.+b', which has a NUL"),
+        ("m\ud800.safetensors", "names the file 'm.+ud800.safetensors', which has half of a pair of UTF-16"),
         ("x" * 100_000, "names a file of 100000 characters: 'xxx"),
     ],
 )
@@ -207,6 +211,36 @@ def test_names_that_no_file_has(folder: Path, name: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         Shards(folder)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("files", [9_000, 20_000])
+def test_an_index_of_many_absent_files_is_refused_at_once(tmp_path: Path, files: int) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {f"t{i}": f"m{i}.safetensors" for i in range(files)}}))
+    message = f"{files} of {files} shards are missing, with {files} tensors" if files < 10_000 else "At most 10000 are"
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=message):
+        Shards(tmp_path)
+    assert time.process_time() - start < 2  # 3 s and 12 s where each tensor was looked up in a list
+
+
+def test_names_that_no_folder_has_are_refused(tmp_path: Path) -> None:
+    for name in ("a\0b", "a\ud800"):
+        with pytest.raises(ConfigError, match=r"Shards\(path=.*\): path must be a path; this has "):
+            Shards(tmp_path / name)
+
+
+def test_a_folder_that_was_put_aside_is_named(tmp_path: Path) -> None:
+    aside = tmp_path / f"model{REPLACED}0123"
+    aside.mkdir()
+    (tmp_path / f"model2{REPLACED}0123").mkdir()
+    (aside / "config.json").write_text("{}")
+    message = f"no such file or folder. An export was stopped as it replaced this folder, which is now {aside}: rename"
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        Shards(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=re.escape(f"which is now {aside}: rename")):
+        read_json(tmp_path / "model" / "config.json")
+    with pytest.raises(CheckpointError, match="no such file or folder.$"):
+        Shards(tmp_path / "mode")
 
 
 def test_deep_json(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -279,3 +280,37 @@ def test_a_module_that_a_call_makes_is_compiled() -> None:
         found = torch.compile(model, backend=backend)(x)
     assert 0.03 < float((found - expected).norm() / expected.norm()) < 0.045  # FP8's
     assert [gemm.fqn for gemm in backend.report.gemms] == ["part.layer"]
+
+
+class Outer(nn.Module):
+    def forward(self, call: Any) -> Any:
+        return call(), call()
+
+
+def test_an_outermost_call_is_known_until_it_returns() -> None:
+    """Also where a tracer has a function for its frame, which it still calls; and it keeps no variable alive."""
+    first, second = Outer()(dynamo.outermost_call)
+    assert first is second
+    assert first() is None
+    assert Outer()(lambda: dynamo.outermost_call()() is not None) == (True, True)
+    assert dynamo.outermost_call()() is None  # there is none
+    run: Any = Outer()(lambda: torch.compile(lambda: None, backend="eager") and dynamo.outermost_call())[0]
+    assert run() is None
+
+
+def test_an_outermost_call_leaves_tracers_alone() -> None:
+    lines: list[str] = []
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code is Outer.forward.__code__:
+            lines.append(event)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        ((alive, _),) = [Outer.forward(Outer(), lambda: dynamo.outermost_call()() is not None)]
+    finally:
+        sys.settrace(before)
+    assert alive
+    assert lines == ["call", "line", "return"]

@@ -38,7 +38,7 @@ def test_the_backend_behind_what_was_compiled(kind: str) -> None:
     elif kind == "function":
         model = torch.compile(lambda x: x, backend=backend)
     else:
-        wrappers.compile_in_place(model, lambda: None, lambda by: None, lambda: None, lambda: None, backend=backend)
+        wrappers.compile_in_place(model, lambda: True, lambda by: None, lambda: None, lambda: None, backend=backend)
     assert wrappers.fp8graph_backends(wrappers.orig_backend(model)) is backend
 
 
@@ -58,13 +58,18 @@ def test_compiling_in_place_can_be_undone() -> None:
 
     linear = nn.Linear(4, 4)
     wrappers.compile_in_place(
-        linear, lambda: seen.append(2), seen.append, lambda: seen.append(4), lambda: seen.append(8), backend=backend
+        linear,
+        lambda: bool(seen.append(2)) or len(seen) > 2,
+        seen.append,
+        lambda: seen.append(4),
+        lambda: seen.append(8),
+        backend=backend,
     )
     for _ in range(3):
         linear(torch.ones(2, 4))
-    assert seen == [1, 2]
+    assert seen == [1, 2, 2]  # after each call, until it returns True
     torch.export.export(linear, (torch.ones(2, 4),))
-    assert seen == [1, 2, "torch.export"]
+    assert seen == [1, 2, 2, "torch.export"]
     torch.vmap(linear)(torch.ones(3, 2, 4))
     assert seen[-1] == 8
     wrappers.undo_compile_in_place(linear)
@@ -77,7 +82,7 @@ def test_a_compilation_around_one_in_place() -> None:
         torch._dynamo.reset()
         seen: list[int] = []
         within = cast(Any, lambda seen=seen: seen.append(1))
-        wrappers.compile_in_place(model, lambda: None, lambda by: None, within, lambda: None, backend="eager")
+        wrappers.compile_in_place(model, lambda: True, lambda by: None, within, lambda: None, backend="eager")
         outer = nn.Sequential(model) if inside else model
         torch.compile(outer, backend="eager")(torch.ones(2, 32))
         assert bool(seen) == noted

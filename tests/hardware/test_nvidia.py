@@ -20,7 +20,7 @@ from fp8graph import Float8BlockScaling, NVFP4BlockScaling, hardware
 from fp8graph.compat.torch_build import WHY_NOT_GROUPED
 from fp8graph.hardware.nvidia import NVIDIA
 from fp8graph.numerics import quantization, tiles
-from fp8graph.recipes import LAYOUTS, OperandName, Recipe, resolve_recipe
+from fp8graph.recipes import LAYOUTS, OperandName, Quantizer, Recipe, resolve_recipe
 from helpers import same_bits
 
 # gemm: operand and whether its columnwise layout is multiplied, for a [m, k] and b [n, k]
@@ -227,6 +227,18 @@ def test_obstacle_on_nvidia(
     found = resolve_recipe(recipe)
     assert found is not None
     assert device.obstacle(found.quantizer("input"), found.quantizer("weight"), dtype) == reason
+
+
+@pytest.mark.parametrize(
+    ("target", "cuda", "takes"), [("sm_90", NEW, True), ("sm_90", OLD, False), ("sm_100", NEW, False)]
+)
+def test_rows_in_e5m2_are_multiplied_by_cublas_alone(target: str, cuda: tuple[int, ...], takes: bool) -> None:
+    """As the second operand: ``check_inputs`` of CUTLASS's kernel wants E4M3 there, and either of them first."""
+    device = dataclasses.replace(hardware.from_target(target), cuda=cuda)
+    e4m3, e5m2 = (Quantizer(dtype=dtype, scaling="row") for dtype in (torch.float8_e4m3fn, torch.float8_e5m2))
+    assert device.obstacle(e5m2, e4m3, torch.bfloat16) is None
+    reason = device.obstacle(e4m3, e5m2, torch.bfloat16)
+    assert reason is None if takes else (reason or "").startswith("one scale per row goes with E5M2 as the second")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -74,3 +74,25 @@ def test_several_models_in_one_frame_are_distinguished() -> None:
     assert names([place("up", 0, "a"), place("up", 1, "b")], *sources) == ["a.up", "b.up"]
     bound = [parameter(p.source, p.index, f"{m}.up.weight") for p, m in zip(sources, ("old", "new"), strict=True)]
     assert names([place("up", 0, "a"), place("up", 1, "b")], *bound) == ["old.up", "new.up"]
+
+
+P = "parametrizations.w"
+
+
+@pytest.mark.parametrize(
+    ("sources", "path", "name"),
+    [
+        pytest.param(("up.w", "up.g"), "up", "up", id="two of the layer's own"),
+        pytest.param(("up.a.w", "up.b.w"), "up", "up", id="of two children"),
+        pytest.param(("up.a.w", "g"), "up", "up.a", id="of a child and the model"),
+        pytest.param(("g", "up.w"), "up", "up", id="the model's first"),
+        pytest.param(("up.a.w",), "", "up.a", id="borrowed by code at the root"),
+        pytest.param((f"{P}.original0", f"{P}.original1"), "", "w", id="parametrized root"),
+        pytest.param((f"up.{P}.original", f"up.{P}.0.b"), "", "up", id="parametrized"),
+        pytest.param((f"up.{P}.0.a",), f"up.{P}.0", f"up.{P}.0", id="in the parametrization"),
+    ],
+)  # fmt: skip
+def test_a_computed_weight_is_named_by_all_its_parameters(sources: tuple[str, ...], path: str, name: str) -> None:
+    known = [parameter(f"L['self'].{source}", index) for index, source in enumerate(sources)]
+    found = Place(root="self", path=path, parameter=0, others=tuple(range(1, len(known))))
+    assert names([found], *known) == [name]

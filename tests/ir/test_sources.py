@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fp8graph.ir.naming import split_source
 
 
@@ -29,3 +31,20 @@ def test_a_replaced_forward_is_left_out() -> None:
     twice = "L['call'].__closure__[0].cell_contents.__closure__[1].cell_contents.__self__.up"
     assert split_source(twice) == ("call", "up")
     assert split_source("L['self'].forward.head") == ("self", "forward.head")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["x'y", 'x"y', "x'\"y", "a['t']b", 'a["t"]b', "a[0]b", "a b", "q$r", "a[", "a]", "b\\s", "n\0m", "u\u2028v", "é"],
+)
+def test_names_are_read_as_python_writes_them(name: str) -> None:
+    """Dynamo writes ``repr`` of a name, and in module stacks leaves the quotes out where that seems unambiguous."""
+    stack = f"._modules[{name!r}]" if set(name) & set("'\"]") else f".{repr(name)[1:-1]}"
+    assert split_source(f"L['self']._modules['layers']._modules[{name!r}]._parameters['w']") == (
+        "self",
+        f"layers.{name}.w",
+    )
+    assert split_source(f"L['self'].layers{stack}.up") == ("self", f"layers.{name}.up")
+    assert split_source(f"getattr(L['self'].layers, {name!r}).up") == ("self", f"layers.{name}.up")
+    assert split_source(f"L['models'][{name!r}].up") == (f"models.{name}", "up")
+    assert split_source(f"layers.{name}") == ("", f"layers.{name}")

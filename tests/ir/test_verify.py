@@ -13,9 +13,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8graph
 from fp8graph import hardware
+from fp8graph.compat.ops import named_arguments
 from fp8graph.ir import ops, verify
-from fp8graph.ir.nodes import BACKWARD, PASS_KEY, aten
-from helpers import graph_inputs_for
+from fp8graph.ir.edit import insert
+from fp8graph.ir.nodes import BACKWARD, GEMM_KEY, PASS_KEY, aten, matmul_arguments, nodes, value
+from fp8graph.ir.settings import Settings
+from helpers import first_fast, graph_inputs_for, passed
+from stored_weights import stored
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -207,3 +211,63 @@ def test_an_inserted_node_has_a_value() -> None:
             del node.meta["val"]
     with pytest.raises(fp8graph.Fp8GraphError, match="without a fake value"):
         check(graph)
+
+
+def square(*, kind: str = "tensor", flipped: bool = False) -> Any:
+    """A linear whose weight arrives quantized, or for ``kind`` "" in bf16; all sizes are equal."""
+    known = stored(kind or "tensor", 256, 256)
+
+    class Square(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.known = known if kind else torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight: Any = known.high_precision(x.dtype) if kind else self.known.weight
+            return torch.mm(x, weight) if flipped else torch.nn.functional.linear(x, weight)
+
+    return Square()
+
+
+@first_fast(
+    ("kind", "last", "which", "flipped"),
+    [
+        ("tensor", "fold", "b", True),
+        ("tensor", "fold", "b", False),
+        *(("", "quantize", "b", flipped) for flipped in (False, True)),
+        *(("tensor", "quantize", "b", flipped) for flipped in (False, True)),
+        *(("block", "fold", "scale_inv_b", flipped) for flipped in (False, True)),
+    ],
+)
+def test_a_square_weight_that_is_transposed(kind: str, last: str, which: str, flipped: bool) -> None:
+    x = torch.ones(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    policy, hopper = fp8graph.Policy(default="tensorwise", min_speedup=0), Settings(target="sm_90")
+    graph, found = passed(square(kind=kind, flipped=flipped), x, last=last, policy=policy, settings=hopper)
+    settings: Any = {"after": last, "hardware_of": found.hardware_of, "sites": found.sites}
+    checked = []
+    for node in list(nodes(graph, (ops.scaled_mm,))):
+        verify.verify(graph, **settings)
+        _, gemm = node.meta[GEMM_KEY]
+        operand = named_arguments(node)[which]
+        with graph.inserting_before(node):
+            turned = insert(graph, ops.columnwise, (operand, [*value(operand).shape]), like=node)
+        node.replace_input_with(operand, turned)
+        if gemm != "wgrad":
+            checked.append(gemm)
+            with pytest.raises(fp8graph.Fp8GraphError, match=f"operand b is the weight of {gemm}"):
+                verify.verify(graph, **settings)
+        node.replace_input_with(turned, operand)
+    assert checked == ["fprop", "dgrad"]
+
+
+@pytest.mark.slow
+def test_a_square_weight_that_is_decoded_and_transposed() -> None:
+    x = torch.ones(256, 256, dtype=torch.bfloat16, requires_grad=True)
+    graph, found = passed(square(kind="mxfp8"), x, last="fold", policy=fp8graph.Policy(default="tensorwise"))
+    verify.verify(graph, after="fold", sites=found.sites)
+    node = found.sites[0].gemms[1].node  # dgrad, in high precision
+    _, weight = matmul_arguments(node)
+    with graph.inserting_before(node):
+        node.replace_input_with(weight, insert(graph, aten.permute.default, (weight, [1, 0]), like=node))
+    with pytest.raises(fp8graph.Fp8GraphError, match="operand b is the weight of dgrad transposed"):
+        verify.verify(graph, after="fold", sites=found.sites)

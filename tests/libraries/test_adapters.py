@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,48 @@ def test_copies_merge_their_own_base() -> None:
     other.merge_adapter()
     assert same_bits(tensors(lora(model).base_layer), before)
     assert not same_bits(tensors(lora(other).base_layer), before)
+
+
+def saved_and_loaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [saved_and_loaded, copy.deepcopy])
+@pytest.mark.parametrize("merged", [False, True])
+def test_copy_of_a_compiled_model_merges_into_its_own_base(copied: Callable[[Any], Any], merged: bool) -> None:
+    model: Any = fp8graph.compile(adapted(base()), compiler="eager")
+    before, x = tensors(lora(model).base_layer), torch.randn(16, K)
+    if merged:
+        model.merge_adapter()
+    after = tensors(lora(model).base_layer)
+    other = copied(model)
+    assert torch.equal(other(x), model(x))
+    if not merged:
+        other.merge_adapter()
+        assert not same_bits(tensors(lora(other).base_layer), before)
+    other.unmerge_adapter()
+    assert same_bits(tensors(lora(other).base_layer), before)
+    assert same_bits(tensors(lora(model).base_layer), after)
+
+
+def _answer(model: Any, x: Tensor, file: str) -> None:
+    model.merge_adapter()
+    torch.save(model(x).detach(), file)
+
+
+@pytest.mark.slow
+def test_model_is_sent_to_a_process_that_is_spawned(tmp_path: Path) -> None:
+    model, x = fp8graph.compile(adapted(base()), compiler="eager"), torch.randn(16, K)
+    merged: Any = copy.deepcopy(model)  # the memory of the other is shared with the process
+    merged.merge_adapter()
+    process = torch.multiprocessing.get_context("spawn").Process(target=_answer, args=(model, x, str(tmp_path / "y")))
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
+    assert torch.equal(torch.load(tmp_path / "y"), merged(x))
 
 
 def test_compiled_by_name_is_adopted_in_the_first_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,36 @@ def test_a_model_that_torchao_converted_for_training(how: str, caplog: pytest.Lo
     torch._dynamo.reset()
     with pytest.raises(fp8graph.Fp8CoverageError, match=r"^strict mode: 1 \(torchao\.float8.* quantizes"):
         compiled(strict=True)(torch.randn(16, 32))
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_weights_in_int8_are_said_to_be_quantized_a_second_time(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The rule leaves one of them alone; the other layers have usual weights."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64).bfloat16() for _ in range(4)))
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in ("0", "1", "2"))
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and type(parameter) is torch.nn.Parameter)
+    backend = fp8graph.Backend(fp8graph.Policy([fp8graph.Rule("1", None)], default="tensorwise"), compiler="eager")
+    call = fp8graph.compile(model, backend=backend) if how == "in place" else torch.compile(model, backend=backend)
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        for _ in range(3):
+            call(torch.randn(32, 64).bfloat16())
+    (text,) = [record.getMessage() for record in caplog.records if record.name == "fp8graph"]
+    assert text.startswith("The weight of 0 arrives quantized (Int8Tensor, torch.int8)")
+    assert "and so it is with 1 more" in text
+
+
+def test_weights_in_int8_that_no_rule_quantizes_again_are_not_said(caplog: pytest.LogCaptureFixture) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64).bfloat16(), torch.nn.Linear(64, 64).bfloat16())
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "0")
+    policy = fp8graph.Policy([fp8graph.Rule("0", None)], default="tensorwise", min_speedup=0)
+    fp8graph.compile(model, policy, compiler="eager", strict=True)
+    for _ in range(3):
+        model(torch.randn(32, 64).bfloat16())
+    assert not [record for record in caplog.records if record.name == "fp8graph"]

@@ -174,6 +174,18 @@ def test_copies_are_adopted(copied: Callable[[nn.Module], nn.Module]) -> None:
         assert sqnr_db(2 * model(x).double(), other(x)) > 45  # its own scales
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [copy.deepcopy, _pickled])
+def test_copy_of_a_compiled_model_of_a_checkpoint_multiplies_as_it_does(copied: Callable[[nn.Module], Any]) -> None:
+    model: Any = fp8graph.compile(nn.Sequential(layer(), nn.Sequential(layer(K, N))), compiler="eager")
+    x, other = torch.randn(64, K, dtype=BF16), copied(model)
+    with torch.no_grad():
+        assert torch.equal(other(x), model(x))
+    reports = [fp8graph.backend_of(each).report for each in (model, other)]
+    assert [[gemm.recipe for gemm in report.gemms] for report in reports] == [["blockwise"] * 2] * 2
+    assert [report.eager_frames for report in reports] == [[], []]
+
+
 def test_layers_share_code() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -567,9 +579,10 @@ def test_adapters_of_experts_parameters_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_experts_in_fp4_are_left_to_transformers_by_name(strict: bool, caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict(
-        {"a": layer(), "mlp": Routed(expert_dtype="fp4", scale_fmt="ue8m0"), "more": experts(expert_dtype="fp4")}
-    )
+    model = nn.Sequential()
+    model.add_module("a", layer())
+    model.add_module("mlp", Routed(expert_dtype="fp4", scale_fmt="ue8m0"))
+    model.add_module("more", experts(expert_dtype="fp4"))
     message = (
         r"mlp\.experts \(FP8Experts\) has weights in torch\.int8 of a form that fp8graph does not read: "
         "they are left to the kernels of transformers, and so it is with 1 more"

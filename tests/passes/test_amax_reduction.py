@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8graph import DelayedScaling, StateError
+from fp8graph.compat.distributed import timeout_of
 from fp8graph.numerics.formats import SCALE
 from fp8graph.numerics.history import HEADER, new_page
 from fp8graph.passes.connect_scales import PageLayout
-from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
+from fp8graph.passes.connect_scales.amax_reduction import HEAD, Marks, Reduction, StagedPage
 from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.runtime.staleness import Epoch
 
@@ -55,7 +56,7 @@ def test_a_tensor_of_several_names_takes_the_largest(reduction: Reduction) -> No
     """q, k and v share their input: on another rank only one of them may have run."""
     page, other = page_of(2.0, names=[("q", "k")]), page_of(8.0, names=[("k",)])
     reduction.order = {"q": 0, "k": 1}
-    reduction._record([page, other], torch.tensor([0.0, 0.0, 0.0, 2.0, 8.0]))
+    reduction._record([page, other], torch.tensor([0.0] * HEAD + [2.0, 8.0]))
     assert history(page, 0) == history(other, 0) == [0, 0, 0, 8]
 
 
@@ -72,7 +73,7 @@ def test_names_unknown_to_some_rank_are_not_reduced(reduction: Reduction) -> Non
     """On a GPU new names are awaited no longer after the first steps."""
     page = page_of(2.0, 4.0, names=[("a",), ("new",)])
     reduction.order = {"a": 0}
-    reduction._record([page], torch.tensor([1.0, 0.0, 0.0, 2.0]))
+    reduction._record([page], torch.tensor([1.0] + [0.0] * (HEAD - 1) + [2.0]))
     assert [history(page, 0), history(page, 1)] == [[0, 0, 0, 2], [4, 0, 0, 0]]
 
 
@@ -114,6 +115,73 @@ def test_ranks_that_are_out_of_step(reduction: Reduction, monkeypatch: pytest.Mo
     with pytest.raises(StateError, match=said):
         reduction.commit([page], step=6)
     assert torch.equal(page.tensor, before)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"), [(3, "rank 0 has loaded 2, but .* some have loaded 2 and some 3"), (5, "of its 1. backend")]
+)
+def test_ranks_of_other_loads_or_backends(
+    reduction: Reduction, monkeypatch: pytest.MonkeyPatch, place: int, said: str
+) -> None:
+    def with_another(packed: Tensor, *_: Any, **__: Any) -> None:
+        torch.maximum(packed[place : place + 2], torch.tensor([3, -3]), out=packed[place : place + 2])
+
+    page = page_of(2.0, names=[("a",)])
+    monkeypatch.setattr(dist, "all_reduce", with_another)
+    with pytest.raises(StateError, match=said):
+        reduction.commit([page], loads=2)
+    assert page.tensor[0, HEADER] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        ("Timed out waiting 10ms for recv", StateError, "rank 0 waited at the end of step 3 .*Timed out waiting 10ms"),
+        ("Wait timeout", StateError, "All ranks have to call forward, backward and optimizer.step.. equally often"),
+        ("Connection closed by peer", RuntimeError, "^Connection closed by peer$"),
+    ],
+)
+def test_ranks_that_do_not_come(
+    reduction: Reduction, monkeypatch: pytest.MonkeyPatch, text: str, kind: type, said: str
+) -> None:
+    """A timeout says what to do; a rank that was killed is torch's error, as without FP8."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(dist, "all_reduce", fails)
+    with pytest.raises(kind, match=said):
+        reduction.commit([page_of(2.0, names=[("a",)])], step=7)
+
+
+def test_a_reduction_has_a_group_of_its_own(reduction: Reduction) -> None:
+    """Made once for all backends, which send as many numbers; it is less patient than the group that it stands for."""
+    assert dist.group.WORLD is not None
+    reduction.commit([page_of(2.0, 3.0, names=[("a",), ("b",)])])
+    other = Reduction(dist.group.WORLD.group_name, CPU, lambda name, fp8_max: None)
+    other.commit([page_of(2.0, names=[("a",)])])
+    meeting = reduction._meeting
+    assert meeting is not None
+    assert other._meeting is meeting
+    own = meeting.group
+    assert own is not dist.group.WORLD
+    assert own.group_desc == "fp8graph: amaxes of delayed scaling"
+    assert dist.get_backend(own) == dist.get_backend()
+    assert timeout_of(own, CPU) == 0.9 * timeout_of(dist.group.WORLD, CPU)
+    assert (reduction._lane, other._lane) == (1, 2)
+    assert other._reduced([], Marks(0, 0, 2), meeting).shape == (HEAD + 2,)
+    reduction.forget()
+    assert reduction._reduced([], Marks(0, 0, 1), meeting).shape == (HEAD + 2,)
+
+
+def test_a_group_that_was_destroyed_is_made_again(reduction: Reduction, tmp_path: Path) -> None:
+    page = page_of(2.0, names=[("a",)])
+    reduction.commit([page])
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/another", rank=0, world_size=1)
+    page.tensor[0, HEADER] = 4.0
+    reduction.commit([page])
+    assert history(page, 0) == [0, 0, 2, 4]
 
 
 def test_steps_beyond_the_integers_of_fp32(reduction: Reduction) -> None:

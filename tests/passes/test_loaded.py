@@ -77,9 +77,34 @@ def test_the_same_maximum_is_not_spoken_of(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.records == []
 
 
-def test_a_tensor_that_was_loaded_under_another_recipe(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "fp8graph"):
-        rows().warn_of_other_recipes(OTHER)
-        rows().warn_of_other_recipes("down.input|delayed()")
-    (message,) = [record.getMessage() for record in caplog.records]
-    assert message == f"{OTHER}: the loaded state is for recipe delayed(amax_history_len=2); starting afresh."
+def test_a_tensor_finds_the_row_of_another_recipe() -> None:
+    """Two recipes of one site may both begin with it; then it is no longer unused."""
+    loaded = rows()
+    assert loaded.under_another_recipe("down.input|delayed()", 1024) is None
+    for _ in range(2):
+        found = loaded.under_another_recipe(OTHER, 4)
+        assert found is not None
+        assert found.amax_history.tolist() == [3.0, 4.0]
+    assert list(loaded) == []
+
+
+@pytest.mark.parametrize(("length", "expected"), [(2, 8.0), (4, 2.0), (1024, 2.0)])
+def test_the_row_with_the_same_length_goes_before_the_last(length: int, expected: float) -> None:
+    other = SavedRow(torch.tensor([2.0]), torch.zeros(4), 448.0)
+    found = rows(**{OTHER: other}).under_another_recipe("up.input|delayed(margin=1)", length)
+    assert found is not None
+    assert found.scale.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1, [9.0]), (2, [9.0, 1.0]), (3, [9.0, 1.0, 2.0]), (6, [9.0, 1.0, 2.0, 3.0, 0.0, 0.0])]
+)
+def test_another_length_cuts_or_pads_at_the_end(length: int, expected: list[float]) -> None:
+    saved = SavedRow(torch.tensor([8.0]), torch.tensor([9.0, 1.0, 2.0, 3.0]), 448.0)
+    assert saved.under(448.0, length)[1].tolist() == expected
+
+
+def test_a_converted_scale_has_a_finite_reciprocal() -> None:
+    """From E5M2's maximum to E4M3's it is divided by 128."""
+    scale, _ = SavedRow(torch.tensor([1e-37]), torch.zeros(2), 57344.0).under(448.0)
+    assert scale.reciprocal().isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -143,3 +144,45 @@ def test_a_reader_that_keeps_and_one_that_has_not_read_yet() -> None:
 def _what_if() -> Measured:
     """The copy of a recipe that nobody asked for."""
     return Measured(step=2, site="layer", operand="input", layout="rowwise", recipe="mxfp8", what_if=True)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_calls_of_a_step_that_never_ends_do_not_pile_up(
+    trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server has no optimizer. With gradients, its backwards never come."""
+    monkeypatch.setattr(module, "_MOST_CALLS", 4)
+    observation, _ = started()
+    pages = [page(), page("gradient", backward=True)] if trains else [page()]
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        for call in range(50):
+            observation.condition(gradients=trains)
+            observation.tensors(pages)[0].copy_(tensor_parts(torch.full((2, 2), float(call))))
+            assert len(observation._pending) <= 15
+            assert all(len(vectors) <= 6 for vectors in observation._found.get(0, {}).values())
+    found = observation.found()[key(0)]
+    assert (found["numel"], found["min"], found["max"]) == (200, 0, 49)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "call step() of the object that backend.observe() returned" in text
+
+
+def test_many_micro_batches_of_a_step_are_all_in_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The backward of a few comes late: it is waited for."""
+    monkeypatch.setattr(module, "_MOST_CALLS", 4)
+    observation, _ = started()
+    late: list[torch.Tensor] = []
+    pages = [page(), page("gradient", backward=True)]
+    for call in range(20):
+        observation.condition(gradients=True)
+        forward, backward = observation.tensors(pages)
+        forward.copy_(tensor_parts(torch.full((2, 2), float(call))))
+        late.append(backward)
+        if len(late) > 2:
+            late.pop(0).copy_(tensor_parts(torch.ones(2, 2)))
+    for backward in late:
+        backward.copy_(tensor_parts(torch.ones(2, 2)))
+    found = observation.found()
+    assert (found[key(0)]["numel"], found[key(0, operand="gradient")]["numel"]) == (80, 80)
+    assert not caplog.records

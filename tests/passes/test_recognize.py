@@ -121,6 +121,24 @@ def test_a_weight_on_the_right_of_a_matmul() -> None:
     assert {gemm.recipe for gemm in view.gemms} == {"rowwise"}
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_row_is_stored_like_one_column(transposed: bool) -> None:
+    """A weight [1, K] has the same bytes as [K, 1]: shapes tell which of them is multiplied."""
+    data = torch.randn(1, K).to(torch.float8_e4m3fn)
+    given = torch.randn(16, 1 if transposed else K, dtype=torch.bfloat16, requires_grad=True)
+    module = Written(data, torch.tensor([0.5]), lambda w, s, d: (w.float() * s).to(d), transposed=transposed)
+    compiled: Any = torch.compile(module, backend=(backend := eager_backend(DEFAULT)))
+    y = compiled(given)
+    y.float().sum().backward()
+    weight = data.double() / 2
+    assert sqnr_db(given.detach().double() @ (weight if transposed else weight.t()), y) > 30
+    assert given.grad is not None
+    assert sqnr_db(torch.ones(y.shape).double() @ (weight.t() if transposed else weight), given.grad) > 26
+    assert {gemm.reason.partition(";")[0] for gemm in backend.report.gemms} == {
+        "weight stored in E4M3FN with one scale"
+    }
+
+
 SCALES: dict[str, tuple[tuple[int, ...], Decode, str]] = {
     "of columns": ((1, K), lambda w, s, d: (w.float() * s).to(d), "its scales are not those of rows or tiles"),
     "of each number": ((N, K), lambda w, s, d: (w.float() * s).to(d), "each of its numbers has a scale of its own"),
@@ -133,6 +151,11 @@ SCALES: dict[str, tuple[tuple[int, ...], Decode, str]] = {
         (3, 2),
         lambda w, s, d: (w.float() * repeated(s.t())).to(d),
         "its scales are not those of rows or tiles",
+    ),
+    "of another shape": (
+        (1,),
+        lambda w, s, d: (w.float() * s).to(d).view(K, N).t(),
+        "its numbers are stored as (256, 384), and multiplied as (384, 256)",
     ),
     "added": ((1,), lambda w, s, d: (w.float() + s).to(d), "add.Tensor of (256, 384) is not understood"),
     "divided": ((1,), lambda w, s, d: (w.float() / s).to(d), "div.Tensor of (256, 384) is not understood"),

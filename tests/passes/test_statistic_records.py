@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import itertools
 import json
 import re
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from fp8graph import Backend, ConfigError
+from fp8graph.passes.observe import statistics
 from fp8graph.passes.observe.observation import Observation
 from helpers import ALL, MLP
 from ranks import run_ranks
@@ -94,6 +97,45 @@ def _rank(rank: int, path: str) -> None:
 def test_each_rank_has_a_file(tmp_path: Path) -> None:
     run_ranks(_rank, 2, tmp_path, str(tmp_path / "s.jsonl"))
     assert sorted(file.name for file in tmp_path.glob("*.jsonl")) == ["s.rank0.jsonl", "s.rank1.jsonl"]
+
+
+def test_a_full_disk_loses_statistics_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, append = tmp_path / "s.jsonl", statistics._append
+    calls = itertools.count()
+
+    def full(path: Path, lines: bytes) -> None:
+        if next(calls) in (1, 2):
+            raise OSError(28, "No space left on device")
+        append(path, lines)
+
+    monkeypatch.setattr(statistics, "_append", full)
+    backend = Backend(ALL, compiler="eager", observe={"every": 1, "stats": "max", "to_jsonl": path})
+    assert train(backend, path, 5)[-1] == {0, 3}  # there is space again
+    assert caplog.text.count("step 1 cannot be written (No space left on device): its statistics are lost") == 1
+    assert "step 2" not in caplog.text
+
+
+def test_half_a_line_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            if len(data) < 10:
+                raise OSError(28, "No space left on device")
+            return super().write(data[:5])
+
+    path = tmp_path / "s.jsonl"
+    path.write_bytes(b"a line\n")
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "open", lambda path, *_, **__: Full(path, "ab"))
+        with pytest.raises(OSError, match="No space left"):
+            statistics._append(path, b"another line\n")
+    assert path.read_bytes() == b"a line\n"
+
+
+def test_names_that_no_file_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"observe\(to_jsonl='a.+b'\): it has a NUL. Give the path of a file"):
+        Backend(ALL, compiler="eager").observe(to_jsonl="a\0b")
 
 
 @pytest.mark.parametrize(

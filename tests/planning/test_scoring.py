@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,3 +133,24 @@ def test_a_file_of_something_else(text: str, tmp_path: Path) -> None:
     for file in (tmp_path / "a.json", tmp_path):
         with pytest.raises(ConfigError, match=r"tune\(resume=.*it is not a file of tune"):
             run(Model("tensor"), [X], resume=file)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_a_batch(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"tune\(resume=.*file is a file, not a folder. Give the path of a file"):
+        run(Model("tensor"), [3], resume=tmp_path / "file" / "measured.json")  # the batch is not looked at
+    run(Model("tensor"), [X], resume=tmp_path / "new" / "measured.json")
+    assert len(json.loads((tmp_path / "new" / "measured.json").read_text())["batches"]) == 1
+
+
+def test_a_full_disk_loses_no_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    found = run(Model("tensor"), [X, X, X], resume=tmp_path / "measured.json")
+    assert len(found) == 2
+    assert caplog.text.count("cannot be written (No space left on device). tune goes on") == 1
+    assert list(tmp_path.iterdir()) == []

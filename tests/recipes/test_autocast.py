@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fp8graph
+from fp8graph.recipes import autocast as regions
 from helpers import ALL, MLP, NONE, eager_backend, same_bits, step
 
 fp8graph.register_recipe("test_autocast_e4m3", fp8graph.Float8CurrentScaling(fp8_format=fp8graph.Format.E4M3))
@@ -223,3 +226,40 @@ def test_an_argument_that_does_not_exist(name: str, hint: str) -> None:
     torch._dynamo.reset()
     with error:
         torch.compile(Three(body), backend=eager_backend())(torch.randn(4, 32))
+
+
+def test_a_region_in_which_no_graph_is_called_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "_said", set())
+    eager, compiled = nn.Linear(32, 32), torch.compile(nn.Linear(32, 32), backend=eager_backend(ALL))
+    x = torch.randn(16, 32)
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        with fp8graph.autocast(recipe="rowwise"):
+            compiled(x)
+            with fp8graph.autocast(enabled=False):
+                eager(x)
+        with fp8graph.autocast(recipe="rowwise"):
+            eager(x)
+            compiled(x)  # prepared
+        with pytest.raises(ZeroDivisionError), fp8graph.autocast(recipe="rowwise"):
+            _ = 1 / 0
+        assert not caplog.records
+        for _ in range(2):
+            with fp8graph.autocast(recipe="rowwise"):
+                eager(x)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("fp8graph.autocast: no compiled code of fp8graph was called in a region")
+
+
+def test_a_region_around_checkpointed_forwards_has_graphs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(regions, "_said", set())
+    compiled = torch.compile(nn.Linear(32, 32), backend=eager_backend(ALL))
+    with caplog.at_level(logging.WARNING, "fp8graph"):
+        for _ in range(2):
+            with fp8graph.autocast(recipe="rowwise"):
+                y = checkpoint(compiled, torch.randn(16, 32), use_reentrant=False)
+            y.sum().backward()
+    assert not caplog.records

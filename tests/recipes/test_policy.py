@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import pickle
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +252,7 @@ def test_files(tmp_path: Path) -> None:
             "[[rules]]\npattern = 'a'\nrecipe = 'tensorwise'\noptional = 'yes'",
             "optional must be True or False",
         ),
-        ("p.toml", "[[rules]]\nregex = 3\nrecipe = 'tensorwise'", "regex 3 does not compile"),
+        ("p.toml", "[[rules]]\nregex = 3\nrecipe = 'tensorwise'", "regex 3 must be a text"),
         ("p.json", '{"rules": [{"pattern": null, "recipe": null}]}', "must be a glob"),
         ("p.json", '{"rules": null}', "'rules' must be a list"),
         ("p.json", "3", "expected a table of rules"),
@@ -274,6 +276,70 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str) -> None:
         Policy.load(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("(((a*b?)*c?)*d?)*", "takes 9e.07 steps to match 256 characters, and 100000 are made"),
+        (r"(a*)*\1", "cannot be read"),
+        ("a" * 200_000, "has 200000 characters, more than 100000"),
+    ],
+)
+def test_expressions_that_take_no_bounded_time_are_refused(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "p.json").write_text(json.dumps({"rules": [{"regex": text, "recipe": None}]}))
+    with pytest.raises(fp8graph.PolicyError, match=f"policy file .*p.json: rule 0: regex .*{why}"):
+        Policy.load(tmp_path / "p.json")
+    with pytest.raises(fp8graph.PolicyError, match=f"rule 0: regex .*{why}"):
+        Policy.from_dict({"rules": [{"regex": text, "recipe": None}]})
+
+
+@pytest.mark.parametrize(
+    "text", [".?" * 40 + "!", r"(?:\w|.)" * 39 + "!", "(.+)+!", "(?i)(?:A|a)*!", ".{0,40}" * 20 + "!"]
+)
+def test_expressions_of_a_file_cannot_hang(text: str) -> None:
+    """Python's re tries 2**39 ways and more; so it would in copies of the policy."""
+    policy = Policy.from_dict({"rules": [{"regex": text, "recipe": None}]})
+    started = time.process_time()
+    for one in (policy, pickle.loads(pickle.dumps(policy)), policy.at_step(0), policy.over(Policy())):
+        assert one.resolve("a" * 40, "linear").source == "default"
+        assert one.resolve("a" * 39 + "!", "linear").source != "default"
+    assert time.process_time() - started < 1
+
+
+def test_all_expressions_of_a_file_are_bounded_together() -> None:
+    with pytest.raises(fp8graph.PolicyError, match="its expressions take up to [0-9]+ steps per name, more than"):
+        Policy.from_dict({"rules": [{"regex": "(?:a?b?)*" * 60, "recipe": None}] * 20})
+
+
+def test_more_rules_than_a_name_is_compared_with() -> None:
+    rule = {"pattern": "a", "recipe": None}
+    with pytest.raises(fp8graph.PolicyError, match="there are 200000 rules, more than 10000"):
+        Policy.from_dict({"rules": [rule] * 200_000})
+    with pytest.raises(fp8graph.PolicyError, match=r"Policy\(rules=...\): there are 10001 rules, more than 10000"):
+        Policy([Rule("a", None)] * 10_001)
+    assert len(Policy.from_dict({"rules": [rule] * 1_000}).rules) == 1_000
+
+
+def test_files_without_an_end(tmp_path: Path) -> None:
+    """A device has no end, a pipe waits for its writer, and a long key of TOML takes the square of its length."""
+    os.mkfifo(tmp_path / "pipe.toml")
+    for path in (Path("/dev/zero"), tmp_path / "pipe.toml"):
+        with pytest.raises(
+            fp8graph.PolicyError, match=f"policy file {path}: cannot be read .it is not a regular file."
+        ):
+            Policy.load(path)
+    (tmp_path / "large.json").write_text(" " * (5 << 20) + "{}")
+    with pytest.raises(fp8graph.PolicyError, match="cannot be read .it has more than 4194304 bytes"):
+        Policy.load(tmp_path / "large.json")
+    for text in (".".join("a" * 100_000) + " = 1", "[" + ' . "a"' * 100_000 + "]"):
+        (tmp_path / "long.toml").write_text(text)
+        with pytest.raises(fp8graph.PolicyError, match="malformed TOML: a key has more than 100 parts"):
+            Policy.load(tmp_path / "long.toml")
+    (tmp_path / "dots.toml").write_text(
+        f"[[rules]]\nregex = '{'a.' * 200}'\nrecipe = 'rowwise'\nreason = \"{'.' * 200}\""
+    )
+    assert Policy.load(tmp_path / "dots.toml").rules[0].reason == "." * 200
+
+
 def test_a_recipe_in_the_place_of_a_policy() -> None:
     with pytest.raises(fp8graph.PolicyError, match="For the recipe of that name, write recipe='rowwise'"):
         fp8graph.Backend("rowwise")
@@ -292,6 +358,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda: Rule(3, None), "the pattern must be a glob"),  # pyright: ignore
+        (lambda: Rule("", None), r"Rule\('', ...\): the pattern is empty: no layer has this name. \"\*\" matches all"),
         (lambda: Rule(re.compile(b"a"), None), "the pattern must be a glob"),  # pyright: ignore
         (lambda: Rule("a", "nosuch"), r"Rule\('a', ...\): unknown recipe 'nosuch'"),
         (lambda: Rule("a", None, op="conv"), "op must be one of linear, matmul"),

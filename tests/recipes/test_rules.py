@@ -29,7 +29,6 @@ TENSORWISE = Float8CurrentScaling()
         ("layers.?.q", ["layers.1.q"], ["layers.10.q", "layers..q"]),
         ("layers.[!0].q", ["layers.1.q"], ["layers.0.q"]),
         ("a.b", ["a.b"], ["aXb"]),
-        ("", [""], ["a"]),
         (re.compile("lm_head"), ["lm_head"], ["model.lm_head", "lm_head2"]),
         (re.compile("a|ab"), ["a", "ab"], ["abc", "b"]),
         (re.compile("Lm_Head"), [], ["lm_head", "LM_HEAD"]),

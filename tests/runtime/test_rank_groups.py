@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import fp8graph
 import pipelines
 from fp8graph.runtime import rank_groups
-from fp8graph.runtime.rank_groups import RankGroups
+from fp8graph.runtime.rank_groups import Comparison, RankGroups
 from ranks import run_each, run_ranks
 
 RUNS: dict[int, dict[str, tuple[Any, ...]]] = {  # on so many ranks, the arguments of ``pipelines.staged``
@@ -130,3 +133,82 @@ def test_a_stage_reduces_over_its_own_ranks_unless_a_group_is_named(monkeypatch:
     assert groups.now() is None
     monkeypatch.setattr(rank_groups.autocast, "names_a_group", lambda: True)
     assert groups.now() == "all"
+
+
+@pytest.mark.parametrize(
+    ("enable", "throws", "ranks", "refused"),
+    [
+        (True, False, {0, 1}, True),
+        (True, False, {0, 2}, False),
+        (True, True, {0, 1}, False),
+        (False, False, {0, 1}, False),
+    ],
+)
+def test_a_join_is_refused_that_lets_ranks_take_unequal_steps(
+    monkeypatch: pytest.MonkeyPatch, enable: bool, throws: bool, ranks: set[int], refused: bool
+) -> None:
+    """Of ranks that reduce amaxes together, here 0 and 1."""
+    config = SimpleNamespace(enable=enable, throw_on_early_termination=throws)
+    ddp = SimpleNamespace(_join_config=config, process_group="of ddp")
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", ddp)
+    monkeypatch.setattr(rank_groups.collectives, "ranks_of", {"of ddp": frozenset(ranks), "all": frozenset({0, 1})}.get)
+    if refused:
+        with pytest.raises(fp8graph.StateError, match="DistributedDataParallel.join"):
+            RankGroups().expect_equal_steps("all")
+    else:
+        RankGroups().expect_equal_steps("all")
+
+
+@pytest.fixture
+def comparisons(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[Comparison]]:
+    """Begun by ranks 0 and 1 with a text each; they look whenever they are asked to."""
+
+    def begin(*texts: str) -> list[Comparison]:
+        store = dist.HashStore()
+        begun: list[Comparison] = []
+        for rank, text in enumerate(texts):
+            monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+            begun.append(Comparison(text, [0, 1], "here", store))
+        return begun
+
+    monkeypatch.setattr(rank_groups.time, "monotonic", iter(range(0, 1000, 10)).__next__)
+    return begin
+
+
+def test_a_comparison_of_equal_texts_ends_without_waiting(comparisons: Callable[..., list[Comparison]]) -> None:
+    first, second = comparisons("one", "one")
+    assert [first.is_over(), first.is_over()] == [False, False]
+    assert [second.is_over(), first.is_over()] == [True, True]
+
+
+def test_a_comparison_of_other_texts_raises_on_both_ranks(comparisons: Callable[..., list[Comparison]]) -> None:
+    first, second = comparisons("one", "two")
+    assert not first.is_over()
+    for each in (second, first):
+        with pytest.raises(
+            fp8graph.PolicyError, match=r"(?s)--- rank 0\n\+\+\+ rank 1\n.*-one\n\+two\nGive all of them"
+        ):
+            each.is_over()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gradients", "compared"),
+    [
+        ("delayed", True, [True]),
+        (fp8graph.DelayedScaling(reduce_amax=False), True, [False]),
+        ("tensorwise", True, [False]),
+        ("tensorwise", False, []),
+        ("delayed", False, []),
+    ],
+)
+def test_ranks_wait_for_each_other_where_they_must_agree(
+    monkeypatch: pytest.MonkeyPatch, recipe: Any, gradients: bool, compared: list[bool]
+) -> None:
+    """One that evaluates is not compared, one that reduces nothing does not wait."""
+    waited: list[bool] = []
+    monkeypatch.setattr(RankGroups, "compare", lambda self, text, kind, *, waits: waited.append(waits))
+    torch._dynamo.reset()
+    model = torch.compile(nn.Linear(16, 16), backend=fp8graph.Backend(recipe=recipe, compiler="eager"))
+    with torch.set_grad_enabled(gradients):
+        model(torch.ones(16, 16))
+    assert waited == compared

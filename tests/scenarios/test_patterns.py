@@ -187,3 +187,30 @@ def test_gradients_of_torch_func_say_what_they_are() -> None:
     reasons = {g.op: g.reason for g in backend.report.gemms}
     assert reasons["linear"] == "default"
     assert reasons["matmul"].endswith("; it computes a gradient that torch.func takes inside the graph")
+
+
+TAKEN: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda module, x: torch.autograd.grad(module(x).sum(), [x, *module.parameters()]),
+    "backward": lambda module, x: module(x).square().sum().backward(),
+    "of a step's loss": lambda module, x: torch.autograd.grad(module(x).sum(), x, create_graph=True)[0].square().sum(),
+    "func.grad": lambda module, x: torch.func.grad(lambda y: module(y).square().sum())(x),
+    "func.vjp": lambda module, x: torch.func.vjp(module, x)[1](torch.ones_like(x)),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_a_gradient_inside_the_graph_is_no_linear(case: str) -> None:
+    """Not dgrad either, which multiplies by a parameter: dy was quantized in E4M3, as an input with its own row."""
+    module = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    backend = eager_backend(recipe="delayed")
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        taken = torch.compile(TAKEN[case], backend=backend, fullgraph=True)
+        result = taken(module, torch.randn(16, 32).requires_grad_())
+    if case == "of a step's loss":
+        result.backward()
+    linears = {gemm.fqn for gemm in backend.report.gemms if gemm.op == "linear"}
+    reasons = {gemm.reason for gemm in backend.report.gemms if gemm.op == "matmul"}
+    assert linears <= {"0", "2"}
+    assert all(reason.endswith(" takes inside the graph") for reason in reasons)
+    rows = {key.rpartition(".")[0] for key in backend.state_dict() if key.endswith("|scale")}
+    assert rows <= {"0", "2"}

@@ -63,7 +63,37 @@ CALLS: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda _: fp8graph.compile(MLP(), fullgraph=1), ConfigError, r"fullgraph=1\): fullgraph must be True, False or"),
     (lambda _: by_name(mode=5), ConfigError, r"mode=5\): mode must be the name of a mode"),
     (lambda _: fp8graph.refresh_weights(None), ConfigError, r"refresh_weights\(backend=None\): backend must be"),
-    (lambda _: fp8graph.refresh_weights(MLP()), ConfigError, "MLP was not compiled with the fp8graph backend"),
+    (
+        lambda _: fp8graph.refresh_weights(MLP()),
+        ConfigError,
+        r"refresh_weights\(backend=...\): MLP was not compiled with the fp8graph backend.* It takes a Backend, or",
+    ),
+    (lambda _: Backend().observe(stats="amax"), ConfigError, r"observe\(stats='amax'\) knows no statistic 'amax'. Did"),
+    (lambda _: Float8CurrentScaling(fp8_format="e4m3"), ConfigError, "fp8_format must be one of E4M3, HYBRID"),
+    (lambda _: Float8CurrentScaling(fp8_format=4), ConfigError, "fp8_format must be a Format, or its name: E4M3 or"),
+    (lambda _: fp8graph.tune(MLP(), iter(())), ConfigError, r"tune\(batches=...\) got no batches.* an iterator gives"),
+    (lambda _: fp8graph.supports("tensorwise", 9), ConfigError, "target must be 'cpu', a GPU like .* not 9"),
+    (
+        lambda _: numerics.quantize(X.to_sparse(), Float8CurrentScaling(), "input", "rowwise"),
+        ConfigError,
+        r"quantize\(x=...\): x has the layout torch.sparse_coo, and must be dense",
+    ),
+    *(
+        (
+            lambda _, scale=scale: numerics.quantize(X, DelayedScaling(), "input", "rowwise", scale=scale),
+            ConfigError,
+            r"quantize\(scale=...\): scale is torch.float.* must be one FP32 number on the device of x, cpu",
+        )
+        for scale in (torch.ones(3), torch.ones((), device="meta"), torch.ones((), dtype=torch.float64))
+    ),
+    *(
+        (
+            lambda _, given=given: fp8graph.compile(MLP(), **given, options=dict.fromkeys(given, "delayed")),
+            ConfigError,
+            rf"compile\({next(iter(given))}=.*, options=.*the options have {next(iter(given))} = 'delayed', too. Leave",
+        )
+        for given in ({"recipe": "rowwise"}, {"strict": False}, {"compiler": "eager"}, {"mode": "default"})
+    ),
     (lambda _: Policy.load(None), ConfigError, r"Policy.load\(path=None\): path must be a path"),
     (lambda _: Policy.load(5), ConfigError, r"Policy.load\(path=5\): path must be a path"),
     (lambda _: Policy().resolve(None, "linear"), ConfigError, r"Policy.resolve\(fqn=None\): fqn must be"),
@@ -97,6 +127,12 @@ CALLS: list[tuple[Callable[[Path], Any], type[Exception], str]] = [
     (lambda _: fp8graph.package(MLP(), None), ConfigError, r"package\(path=None\): path must be a path"),
     (lambda _: fp8graph.explain(MLP(), X).to_html(None), ConfigError, r"to_html\(path=None\): path must be a path"),
     (lambda path: fp8graph.explain(MLP(), X).to_html(path), ConfigError, r"to_html\(path='.*'\): cannot be written"),
+    (lambda _: fp8graph.export(compiled(), "a\0b"), ConfigError, r"folder must be a path; this has a NUL"),
+    (lambda _: fp8graph.Policy.load("a\ud800"), ConfigError, r"path must be a path; this has half of a pair"),
+    (lambda _: Backend("a\0b.toml"), ConfigError, "policy file a.+b.toml: cannot be read"),
+    (lambda _: Backend(target="a\0b.json"), ConfigError, "a.+b.json: not a calibration"),
+    (lambda _: fp8graph.Policy.from_checkpoint("a\ud800"), ConfigError, "a.+ud800: "),
+    (lambda _: fp8graph.tune(MLP(), [X], resume="a\0b"), ConfigError, r"tune\(resume=.*this has a NUL"),
     (lambda _: fp8graph.adopt(None), ConfigError, r"adopt\(model=None\): model must be"),
     (lambda _: loaded(lambda x: x.to("meta")), StateError, "scale' is a tensor on the device meta"),
     (lambda _: loaded(lambda x: x.to_sparse()), StateError, "scale' is a tensor .* with the layout torch.sparse_coo"),

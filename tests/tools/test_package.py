@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fp8graph
 from fp8graph import ConfigError, Policy, Rule
-from fp8graph.compat import torch_build
+from fp8graph.compat import inductor, torch_build
 from fp8graph.compat.torch_build import PACKAGES_FP8_ON_CPU
 from helpers import MLP, first_slow
 from stored_weights import stored
@@ -192,3 +192,35 @@ def test_a_torch_that_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr("fp8graph.tools.package.torch_build.PACKAGES_FP8_ON_CPU", False)
     with pytest.raises(ConfigError, match=r"torch 2.* cannot compile FP8 ahead of time for a CPU: 2.13 and later can"):
         fp8graph.package(nn.Linear(64, 64).eval(), tmp_path / "model.pt2", torch.randn(32, 64))
+
+
+@ON_CPU
+@pytest.mark.parametrize("kind", ["full", "interrupted", "done"])
+def test_the_package_before_stays_until_the_end(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"full": OSError(28, "No space left on device"), "interrupted": KeyboardInterrupt(), "done": None}[kind]
+    path = tmp_path / "model.pt2"
+    path.write_text("old")
+
+    def writes(_module: Any, _args: Any, _kwargs: Any, file: Any) -> None:
+        file.write(b"new")
+        file.error = error
+        assert path.read_text() == "old"
+
+    def package() -> None:
+        fp8graph.package(MLP().eval(), path, torch.randn(16, 32), recipe="tensorwise")
+
+    monkeypatch.setattr(inductor, "package", writes)
+    if error is None:
+        package()
+    else:
+        wanted = (KeyboardInterrupt, ConfigError)[kind == "full"]
+        with pytest.raises(wanted, match="model.pt2'.: cannot be written .No space" if kind == "full" else None):
+            package()
+    assert path.read_text() == ("new" if error is None else "old")
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+@ON_CPU
+def test_a_place_without_files_is_refused_before_the_model_is_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"package\(path='.*model.pt2'\): cannot be written .No such file"):
+        fp8graph.package(MLP().eval(), tmp_path / "nosuch" / "model.pt2", "no tensor", recipe="tensorwise")

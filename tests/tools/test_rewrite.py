@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 import fp8graph
 from fp8graph import Backend, ConfigError, Policy, Rule
@@ -127,6 +129,95 @@ def test_names_and_directions_come_from_the_marks_of_other_tracers() -> None:
     assert engine_marks or torch.__version__ < "2.13"  # 2.11 has no such marks: all is taken for forward
     assert any(node.meta.get("autograd_backward") for node in added) == engine_marks
     assert any(not node.meta.get("autograd_backward") for node in added)
+
+
+class Computed(nn.Module):
+    """A linear whose weight is computed from parameters of its own, and of modules in it."""
+
+    def __init__(self, weight: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.w, self.g = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(32, 1))
+        self.a, self.b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight(self))
+
+
+class Around(nn.Module):
+    """``layer`` as ``up``, then a linear as ``down``."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = layer, nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+class LowRank(nn.Module):
+    """A parametrization with products of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(8, 32)), nn.Parameter(torch.randn(32, 8))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w + self.b @ self.a
+
+
+class Quoted(nn.Module):
+    """A linear with a quote in its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleDict({"x'y": nn.Linear(32, 32)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up["x'y"](x)
+
+
+def low_rank() -> nn.Linear:
+    layer = nn.Linear(32, 32)
+    nn.utils.parametrize.register_parametrization(layer, "weight", LowRank())
+    return layer
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "weight_norm": (lambda: Around(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))), "up"),
+    "linear": (lambda: Around(nn.Linear(32, 32)), "up"),
+    "weight_norm of the whole": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "weight"),
+    "parametrized": (lambda: Around(low_rank()), "up"),
+    "gain": (lambda: Around(Computed(lambda m: m.w * m.g)), "up"),
+    "gain first": (lambda: Around(Computed(lambda m: m.g * m.w)), "up"),
+    "cast": (lambda: Around(Computed(lambda m: m.w.double().float())), "up"),
+    "borrowed": (lambda: Around(Computed(lambda m: m.a.weight)), "up.a"),
+    "of two layers": (lambda: Around(Computed(lambda m: m.a.weight + m.b.weight)), "up"),
+    "of a layer and a gain": (lambda: Around(Computed(lambda m: m.a.weight * m.g)), "up"),
+    "product": (lambda: Around(Computed(lambda m: m.b.weight @ m.a.weight)), "up"),
+    "joined": (lambda: Around(Computed(lambda m: torch.cat([m.a.weight[:16], m.b.weight[:16]]))), "up"),
+    "at the root": (lambda: Computed(lambda m: m.w * m.g), "w"),
+    "borrowed at the root": (lambda: Computed(lambda m: m.a.weight), "a"),
+    "quotes": (Quoted, "up.x'y"),
+}
+
+
+@first_fast("case", NAMED)
+def test_names_of_layers_are_those_of_the_backend(case: str) -> None:
+    """A rule of a layer whose weight is computed was obeyed by torch.compile, and not here."""
+    made, kept = NAMED[case]
+    model = made()
+    policy = Policy([Rule(kept, None)], default="tensorwise", min_speedup=0)
+    graph, inputs, names = traced(model)
+    rewritten, _ = fp8graph.rewrite(graph, inputs, names, policy)
+    backend = Backend(policy, compiler="eager")
+    torch.compile(model, backend=backend)(inputs[-2].clone().requires_grad_()).sum().backward()
+    found = [
+        {(gemm.fqn, gemm.gemm): gemm.recipe for gemm in report.gemms}
+        for report in (rewritten.meta["fp8graph_report"], backend.report)
+    ]
+    assert found[0] == found[1]
+    assert found[0][kept, "fprop"] is None
 
 
 def test_the_given_graph_is_not_changed() -> None:

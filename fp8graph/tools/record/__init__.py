@@ -8,7 +8,6 @@ keeps what it has. ``benchmarks/sections/whole.py`` measures by the same functio
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from fp8graph.backend.backend import Backend
 from fp8graph.errors import ConfigError, did_you_mean
+from fp8graph.files import write_file
 from fp8graph.hardware import bf16_sheet
 from fp8graph.tools.record.contenders import CONTENDERS, why_not
 from fp8graph.tools.record.machine import (
@@ -185,8 +185,6 @@ def record(
     found["warm_up_s"] = warm_up(device, "aot_eager" if is_tiny else "inductor")
     for row in rows(device, models, contenders, steps=steps, is_tiny=is_tiny):
         found["rows"].append(row)
-        beside = path.with_name(f"{path.name}.part")
-        beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, path)  # whole, or as before
+        write_file(path, json.dumps(found, indent=1) + "\n", str(path))
         show(row)
     return found
