@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 from torch import Tensor, fx
@@ -15,19 +15,16 @@ from fp8graph.compat.fakes import fake_values
 from fp8graph.errors import ConfigError, expect
 from fp8graph.ir.compilation import Known
 from fp8graph.ir.extra_inputs import SpareInputs
-from fp8graph.ir.naming import Parameter, owner_of, sources_of
+from fp8graph.ir.naming import Parameter
 from fp8graph.ir.nodes import (
     BACKWARD,
     DECIDED_KEY,
     REPORT_KEY,
-    SITES,
     TAKEN_KEY,
     aten,
     is_backward,
-    matmul_arguments,
     module_path,
     nodes,
-    value,
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
@@ -99,7 +96,7 @@ def rewrite(
     spares = 0
     while True:
         module = _copy(graph_module, inputs, spares)
-        training = _mark(module.graph, parameters)
+        training = _mark(module.graph)
         known = Known(
             policy=resolved,
             settings=asked,
@@ -225,24 +222,17 @@ def _copy(given: fx.GraphModule, inputs: Sequence[Any], spares: int) -> fx.Graph
     return module
 
 
-def _mark(graph: fx.Graph, parameters: Mapping[int, Parameter]) -> bool:
+def _mark(graph: fx.Graph) -> bool:
     """Describe inputs, directions and modules as AOTAutograd does; whether the graph has a backward."""
-    weights: dict[fx.Node, str] = {}
     for index, node in enumerate(graph.find_nodes(op="placeholder")):
         node.meta.pop("desc", None)
         if not is_backward(node):
             aot.set_input_position(node, index)
-        if index in parameters:
-            weights[node] = parameters[index].bound
     if not any("partitioner_tag" in node.meta for node in graph.nodes):
         _tag(graph)
     training = any(map(is_backward, graph.nodes))
-    constant = set(weights)  # between two updates
-    for node in graph.nodes:
-        if node.op == "call_function" and constant.issuperset(node.all_input_nodes):
-            constant.add(node)
-        annotated = (node.meta.get("custom") or {}).get(_MODULE)
-        if not module_path(node) and (path := annotated or _owner(node, weights, constant)):
+    for node in graph.nodes:  # others are named by their weights, as all graphs are (``naming.names_of``)
+        if not module_path(node) and (path := (node.meta.get("custom") or {}).get(_MODULE)):
             node.meta["nn_module_stack"] = {"": (path, "")}
     return training
 
@@ -255,15 +245,6 @@ def _tag(graph: fx.Graph) -> None:
             backward.add(node)
     for node in graph.nodes if backward else ():
         node.meta["partitioner_tag"] = BACKWARD if node in backward else "is_forward"
-
-
-def _owner(node: fx.Node, weights: Mapping[fx.Node, str], constant: Collection[fx.Node]) -> str:
-    """The module whose weight the matmul ``node`` multiplies by; "" if it is none, or multiplies by none."""
-    for argument in reversed(matmul_arguments(node) if node.target in SITES else ()):  # as match takes the second
-        if argument in constant and (sources := sources_of(argument, weights)):
-            largest = max(sources, key=lambda source: value(source).numel())  # the weight, beside gains of others
-            return owner_of([weights[source] for source in sources]) or owner_of([weights[largest]])
-    return ""
 
 
 def _restore(given: fx.Graph, graph: fx.Graph) -> None:

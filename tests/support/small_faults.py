@@ -564,17 +564,10 @@ FAULTS: Final[tuple[Fault, ...]] = (
         ("tests/scenarios/test_patterns.py",),
     ),
     Fault(
-        "a parameter that is multiplied by another names no layer",
-        "fp8graph/tools/rewrite.py",
-        "constant.add(node)",
-        "constant.discard(node)",
-        ("tests/tools/test_rewrite.py",),
-    ),
-    Fault(
         "masks of the eager compiler are Inductor's",
         "fp8graph/compat/inductor.py",
-        "if drawn not in getattr(op,",
-        "if drawn in getattr(op,",
+        'return {"fallback_random": True}, ',
+        'return {"fallback_random": False}, ',
         ("tests/backend/test_random.py",),
     ),
     Fault(
