@@ -106,7 +106,7 @@ def product(module: Any, step: Step, x: list[Tensor]) -> Product:
     if step.op == "linear":
         return Product(fqn=f"linears.{i}", a=x[0], b=module.linears[i].weight, addend=module.linears[i].bias)
     if step.op == "transposed_use":
-        return Product(fqn=f"linears.{i}.weight", a=x[0], b=module.linears[i].weight.t())
+        return Product(fqn=f"linears.{i}", a=x[0], b=module.linears[i].weight.t())
     if step.op in ("functional", "einsum"):
         return Product(fqn=name, a=x[0], b=module.weights[i])
     if step.op == "columns":

@@ -155,6 +155,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8graph.tools.package.inductor.package", lambda *_: None)
     report = fp8graph.package(experts, tmp_path / "model.pt2", x.bfloat16(), policy=left)
     assert [gemm.recipe for gemm in report.gemms] == [None]
+    (tmp_path / "model.pt2").unlink()  # empty, as nothing was compiled into it
     refused(nn.Linear(64, 64).eval(), r"model.zip: the name of a package ends with .pt2", x, file="model.zip")
     refused(nn.Linear(64, 64), r"Linear is in training mode: call model.eval\(\)", x)
     refused(Counts().eval(), "the model writes into its inputs or buffers, and a package keeps no state", x)
