@@ -125,7 +125,7 @@ def test_a_changed_tree_is_refused(
     with pytest.raises(SystemExit):
         first_hour.main(["host", "--out", str(tmp_path)])
     assert (
-        "1 files differ from commit 1234567: passes/lower.py. Commit them, or pass --any-tree"
+        "changed since commit 1234567: passes/lower.py. Commit it, or pass --any-tree"
         in capsys.readouterr().err
     )
     assert not [*tmp_path.iterdir()]

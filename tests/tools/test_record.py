@@ -222,7 +222,7 @@ def test_wrong_arguments_are_refused_before_anything_runs(
 @pytest.mark.parametrize(
     ("commit", "message"),
     [
-        (("1234567-dirty", ["passes/a.py"]), "1 files differ from commit 1234567: passes/a.py."),
+        (("1234567-dirty", ["passes/a.py"]), "changed since commit 1234567: passes/a.py. Commit it"),
         (("", []), "names no commit"),
     ],
 )
