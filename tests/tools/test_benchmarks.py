@@ -124,10 +124,7 @@ def test_a_changed_tree_is_refused(
     monkeypatch.setattr("fp8graph.tools.record.machine.commit", lambda: ("1234567-dirty", ["passes/lower.py"]))
     with pytest.raises(SystemExit):
         first_hour.main(["host", "--out", str(tmp_path)])
-    assert (
-        "changed since commit 1234567: passes/lower.py. Commit it, or pass --any-tree"
-        in capsys.readouterr().err
-    )
+    assert "changed since commit 1234567: passes/lower.py. Commit it, or pass --any-tree" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 

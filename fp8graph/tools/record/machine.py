@@ -73,8 +73,8 @@ def refuse_changed_tree() -> None:
     if changed:
         raise ConfigError(
             f"changed since commit {name.removesuffix('-dirty')}: {', '.join(changed[:5])}"
-            f"{f' and {len(changed) - 5} more' if changed[5:] else ''}. Commit it, or pass --any-tree: what is measured "
-            "then is not published."
+            f"{f' and {len(changed) - 5} more' if changed[5:] else ''}. Commit it, or pass --any-tree: what is "
+            "measured then is not published."
         )
 
 
