@@ -97,12 +97,12 @@ def shares_of(texts: Sequence[str]) -> dict[str, float | None]:
 
 def check_only(run: Run, names: Iterable[str]) -> None:
     """Raise ConfigError for a contender that no section of ``names`` has: it would measure nothing, silently."""
-    known = {contender for name in names if name in OF_SECTION for contender in OF_SECTION[name](run)}
+    contenders = {contender for name in names if name in OF_SECTION for contender in OF_SECTION[name](run)}
     for name in run.only:
-        if name not in known:
-            have = ", ".join(sorted(known))
+        if name not in contenders:
+            have = ", ".join(sorted(contenders))
             raise ConfigError(
-                f"no section here has a contender {name!r}.{did_you_mean(name, known)} They have: {have}."
+                f"no section here has a contender {name!r}.{did_you_mean(name, contenders)} They have: {have}."
             )
 
 

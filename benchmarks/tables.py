@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,12 @@ from benchmarks.published import (
     measured,
 )
 from fp8graph import Policy
+from fp8graph.hardware import bf16_sheet
+from fp8graph.tools.record.workloads import WORKLOADS
 
 Column = Callable[[Row], Any]
 STEPS: Final = (1, 10, 20, 30)  # those whose loss is shown
-# Llama-3-8B, for rows that do not say it: weights of matmuls (without the input embedding), layers, hidden, tokens
-PARAMETERS, LAYERS, HIDDEN, TOKENS = 7_504_924_672, 32, 4096, 8192
-H200: Final = 989e12  # FLOP/s in bf16, of its data sheet
+TOKENS: Final = WORKLOADS[LLAMA].tokens  # of rows that do not say it
 
 
 def table(titles: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
@@ -211,17 +212,17 @@ def flop_per_token(line: Line) -> Line | None:
     """Return FLOPs per token: attention as torchtitan counts it, and as Megatron does, the causal half."""
     if counted := line.get("flop_per_token"):
         return counted
-    if line.get("model", LLAMA) != LLAMA:
-        return None
-    attention = LAYERS * HIDDEN * TOKENS
-    return {"titan": 6 * PARAMETERS + 12 * attention, "megatron": 6 * PARAMETERS + 6 * attention}
+    return _of_llama() if line.get("model", LLAMA) == LLAMA else None
+
+
+@functools.cache
+def _of_llama() -> Line:
+    return WORKLOADS[LLAMA].flop_per_token()
 
 
 def peak_flops(row: Row) -> float | None:
     """Return FLOP/s in bf16 that the board's data sheet names."""
-    if "peak_flops" in row.line:
-        return row.line["peak_flops"]
-    return H200 if row.run.gpu == "NVIDIA H200" else None
+    return row.line["peak_flops"] if "peak_flops" in row.line else bf16_sheet(row.run.gpu or "")
 
 
 def _rate(way: str) -> Column:

@@ -278,11 +278,12 @@ def record(options: argparse.Namespace) -> int:
         refuse_changed_tree()
     device = current_device() if options.tiny else bench.fp8_gpu()
 
-    def show(row: dict[str, Any]) -> None:
-        print(f"{row['model']}: {', '.join(filter(None, forms.cells(row, rows := [*rows_before, row])))}", flush=True)
-        rows_before[:] = rows
+    rows: list[dict[str, Any]] = []
 
-    rows_before: list[dict[str, Any]] = []
+    def show(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(f"{row['model']}: {', '.join(filter(None, forms.cells(row, rows)))}", flush=True)
+
     written = records.record(
         options.out,
         device,
@@ -505,7 +506,7 @@ COMMANDS: Final = (
                 {
                     "--model": dict(action="append", default=[], metavar="NAME", help="(default: all that fit)"),
                     "--only": dict(action="append", default=[], metavar="CONTENDER", help="(default: all)"),
-                    "--steps": dict(type=_positive, default=33, help="of which three are not timed (default 33)"),
+                    "--steps": dict(type=_positive, help="of each training; the first ones are not timed"),
                     "--out": dict(type=Path, default=Path("record.json"), metavar="FILE.json", help="(record.json)"),
                     "--entity": dict(default="fp8graph", metavar="NAME", help="who measured, for torchtitan's file"),
                     "--any-tree": dict(action="store_true", help="measure changed files too; it is not published"),

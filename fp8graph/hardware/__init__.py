@@ -67,9 +67,9 @@ def device_name(device: torch.device) -> str:
     return device.type if named is None else named(device)
 
 
-def bf16_sheet(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP per second of the board's data sheet; None for a device whose board is not listed."""
-    speed = of_device_name(device_name(device), {**nvidia.BOARDS, **amd.BOARDS}, None)
+def bf16_sheet(name: str) -> float | None:
+    """Return the dense bf16 FLOP per second of the data sheet of a board, by its name; None if it is not listed."""
+    speed = of_device_name(name, {**nvidia.BOARDS, **amd.BOARDS}, None)
     return None if speed is None else speed.bf16_flops / BF16_SHARE
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import base64
 import io
 import logging
-import os
 import pickle
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -23,6 +22,7 @@ from torch import nn
 from fp8graph.backend.backend import Backend
 from fp8graph.backend.entry import backend_of
 from fp8graph.errors import StateError
+from fp8graph.files import new_file
 from fp8graph.runtime.state_dict import BackendState
 
 __all__: list[str] = []  # ScalingStateCallback is in .transformers and .lightning
@@ -126,9 +126,8 @@ def from_text(text: object, checkpoint: str) -> dict[str, torch.Tensor]:
 
 def write_state(state: BackendState, file: Path) -> None:
     """Write the state as a file of its own, whole or not at all."""
-    part = file.with_name(f".{file.name}.part")
-    torch.save(dict(state), part)
-    os.replace(part, file)
+    with new_file(file, str(file)) as opened:
+        torch.save(dict(state), cast(Any, opened))
 
 
 def read_state(file: Path) -> dict[str, Any] | None:

@@ -169,6 +169,17 @@ def test_the_same_run_in_the_form_of_torchtitan(tiny_record: Path) -> None:
     assert "left out: transformer_engine is not installed" in text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "torchao tensorwise"])
+def test_checkpointed_blocks_train_alike(name: str) -> None:
+    """Whoever has less memory than an H200 trains so: blocks run again in backward, and the losses stay."""
+    modes = workloads.MODES[:2]
+    assert [mode.checkpointed for mode in modes] == [False, True]
+    rows = [record.train(workloads.tiny(LLAMA), name, CPU, mode, steps=5, compiler="eager") for mode in modes]
+    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], abs=0.01)
+    assert [row["optimizer"] for row in rows] == ["AdamW", "AdamW, blocks checkpointed"]
+
+
 def test_ratios_are_of_the_same_model() -> None:
     """On a board that is known: its share by torchtitan's way of counting."""
     row = {"model": "a", "contender": "bf16", "tokens_per_s": 10_767.0, "step_s": 1, "compile_s": 1, "losses": [1.0],

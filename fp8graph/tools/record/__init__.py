@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fp8graph.backend.backend import Backend
 from fp8graph.errors import ConfigError, did_you_mean
 from fp8graph.files import write_file
-from fp8graph.hardware import bf16_sheet
+from fp8graph.hardware import bf16_sheet, device_name
 from fp8graph.tools.record.contenders import CONTENDERS, why_not
 from fp8graph.tools.record.machine import (
     MIB,
@@ -83,7 +83,8 @@ def train(
     start_peak()
     model = workload.build(device)
     if mode.checkpointed:
-        model.gradient_checkpointing_enable()
+        # its name from transformers 5.24 on
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     backend = CONTENDERS[name](model, compiler)
     loss_of = torch.compile(_loss, backend="inductor" if compiler == "inductor" else "aot_eager")
     optimizer = _optimizer(mode, model.parameters())
@@ -114,7 +115,7 @@ def train(
         "model": workload.name, "contender": name, "optimizer": str(mode), "tokens": workload.tokens, "text": said,
         "sequence": workload.sequence, "tokens_per_s": workload.tokens / middle, "step_s": middle, "steps_s": seconds,
         "built_s": built, "compile_s": sum(seconds[:WARM]) - WARM * middle, "losses": [float(loss) for loss in losses],
-        "flop_per_token": workload.flop_per_token(), "peak_flops": bf16_sheet(device),
+        "flop_per_token": workload.flop_per_token(), "peak_flops": bf16_sheet(device_name(device)),
         "peak_mib": peak_mib(before), "before_mib": before / MIB,
         "resident_mib": None if device.type == "cpu" else (allocated() - before) / MIB,
         **board.medians(last=round(5 * sum(seconds[WARM:]))), **coverage(backend),
@@ -164,27 +165,31 @@ def record(
     *,
     models: Sequence[str] = (),
     contenders: Sequence[str] = (),
-    steps: int = STEPS,
+    steps: int | None = None,
     is_tiny: bool = False,
     show: Callable[[Row], None] = lambda row: None,
 ) -> dict[str, Any]:
     """Measure, and write ``path`` anew after each row.
 
+    Args:
+        steps: None: ``STEPS``.
+
     Raises:
         ConfigError: there is no such model or contender, or the run is too short to time a step.
     """
     models, contenders = choose(models, WORKLOADS, "model"), choose(contenders, CONTENDERS, "contender")
+    steps = STEPS if steps is None else steps
     if steps <= WARM:
         raise ConfigError(f"--steps {steps}: the first {WARM} are not timed; give more.")
-    found: dict[str, Any] = {
+    written: dict[str, Any] = {
         "machine": this_machine(),
         "command": " ".join(["fp8graph", *sys.argv[1:]]),
         "tiny": is_tiny,
         "rows": [],
     }
-    found["warm_up_s"] = warm_up(device, "aot_eager" if is_tiny else "inductor")
+    written["warm_up_s"] = warm_up(device, "aot_eager" if is_tiny else "inductor")
     for row in rows(device, models, contenders, steps=steps, is_tiny=is_tiny):
-        found["rows"].append(row)
-        write_file(path, json.dumps(found, indent=1) + "\n", str(path))
+        written["rows"].append(row)
+        write_file(path, json.dumps(written, indent=1) + "\n", str(path))
         show(row)
-    return found
+    return written
