@@ -132,7 +132,6 @@ def _run_again(graph: fx.Graph, node: fx.Node) -> fx.Node:
             scales = _output(graph, first, "scales")
             quantized = _insert(graph, dataclasses.replace(asked, scales=scales, row=0), node, like=node)
             made = {name: _output(graph, quantized, name) for name in old}
-        first.node.meta.pop(USES_KEY, None)
         for saved in (first.node, scales):
             saved.meta[_RECOMPUTE] = CheckpointPolicy.MUST_SAVE
         for name, output in old.items():

@@ -337,9 +337,9 @@ class Backend:
         too. It measures as :meth:`observe` does. At the first call after an observed step it reads the numbers, which
         waits for the device; other steps wait for nothing.
 
-        docs/statistics.md has what a healthy model reaches. At step 0 of "delayed", when scales are 1, much of a
-        gradient underflows: hence ``start``. In 4 bits (nvfp4) much of a healthy tensor is zero, or the largest number,
-        so that only the sqnr is judged there.
+        docs/statistics.md has what a healthy model reaches. At step 0 of delayed scaling with ``initial_scale="one"``
+        much of a gradient underflows: hence ``start``. In 4 bits (nvfp4) much of a healthy tensor is zero, or the
+        largest number, so that only the sqnr is judged there.
 
         Args:
             underflows, saturated: bounds in percent of the numbers that become zero, or the largest; None: no bound.

@@ -71,7 +71,7 @@ class DynamoGraph:
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
         """Dynamo's context, for variants that are compiled after Dynamo has finished with the graph."""
-        return tracing(self.context) if self.context is not None else contextlib.nullcontext()
+        return fakes.later(self.context)
 
     def let_torch_swap(self) -> None:
         """Leave no weak reference of Dynamo to parameters, now that it has finished with the graph."""

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from fp8graph.compat import dynamo, inductor, torch_build
+from fp8graph.compat import aot, dynamo, inductor, torch_build
 from fp8graph.compat.autograd import unnoticed_writes
 from fp8graph.compat.fakes import TracingContext, assert_sizes, detect_fake_mode
 from fp8graph.compat.inductor import CustomGraphPass, compile_fx
@@ -162,6 +162,7 @@ class JointPass(_Pass):
             if not any(DECIDED_KEY in node.meta for node in graph.nodes):
                 _spell_out_dropout(graph)
                 self._rewrite(graph)
+                aot.save_what_must_be_saved(graph)
                 for node in graph.nodes:
                     node.meta[DECIDED_KEY] = True
 

@@ -152,7 +152,10 @@ def _made(
     if not called:
         return
     spread = any(mesh_of(owner.parameter) is not None for owner in owners)
-    peeked = [kept.peek(each, called) for each in weight.asked] if kept is not None and (data or spread) else []
+    peeked: list[Tensor] = []
+    if kept is not None and (data or spread):
+        parameters = [owners[place].parameter for place, _ in sources if place is not None]
+        peeked = [kept.peek(each, called, parameters) for each in weight.asked]
     wants = [place is not None and owners[place].name in wanted for place, _ in sources]
     facts = None
     with torch.no_grad():

@@ -29,7 +29,7 @@ from fp8graph.report import GraphView
 from fp8graph.report.graph_view import announce
 from fp8graph.runtime.call import Called, FirstCall, Prepared, PreparedCalls
 from fp8graph.runtime.recomputation import Checkpointed
-from fp8graph.runtime.stores import ArrivesOtherwise, Caller
+from fp8graph.runtime.stores import ArrivesOtherwise, Caller, Otherwise
 
 KEPT_POLICIES: Final = 4  # that in force and the last ones before it: a switch back to one of them compiles nothing
 _alive: Final[weakref.WeakSet[Program]] = weakref.WeakSet()
@@ -77,6 +77,7 @@ class Program:
         _alive.add(self)
         if inputs is not None:
             moment = self._moment(shared.recomputations.of_call(is_made=False))
+            moment = _under(moment, self._first_conditions(moment, inputs))
             situation = self._situation(moment, self._arrived(inputs))
             self._variant(situation, self._names(inputs), inputs)
             self._use(situation.policy)
@@ -93,9 +94,12 @@ class Program:
         A condition that lasts is the rule from then on: the variant without it is not run any more. One that passes is
         an exception, whose variant has the GEMMs of the one without it, and is listed where that is not there.
         """
-        rule = {key: (key[0].without(passing=True), key[1]) for key in self._variants}
-        listed = {key: v for key, v in self._variants.items() if rule[key] == key or rule[key] not in self._variants}
-        before = {key: (key[0].without(passing=False), key[1]) for key in self._variants}
+        listed: dict[tuple[Situation, tuple[str, ...]], Variant] = {}
+        for key, variant in self._variants.items():
+            rule = key[0].without(passing=True), key[1]
+            if key == rule or rule not in listed:
+                listed[rule] = variant
+        before = {key: (key[0].without(passing=False), key[1]) for key in listed}
         past = {other for key, other in before.items() if other != key}
         return [variant.decided.view for key, variant in listed.items() if key not in past]
 
@@ -140,7 +144,7 @@ class Program:
             with checkpointing.without_modes():
                 call = self._prepare(args, Moment(*moment))
         if checkpointed is not None:
-            checkpointed.keep(Moment(*moment), records=self._graph.gradients)
+            checkpointed.keep(_under(Moment(*moment), call.conditions), records=self._graph.gradients)
         return call.act(args, checkpointed) if call.acting else call.run(*args, *call.more)
 
     def _check(self, args: Sequence[Any]) -> None:
@@ -163,7 +167,8 @@ class Program:
         """The moment of a call. A forward that runs again has that of its first time."""
         if checkpointed is not None and (first := checkpointed.first) is not None:
             repeats = first.records == self._graph.gradients
-            return first.moment if repeats else first.moment._replace(conditions=conditions)
+            returning = tuple(each for each in first.moment.conditions if each.returns)
+            return first.moment if repeats else first.moment._replace(conditions=(*conditions, *returning))
         region = current_region()
         self._shared.recomputations.check(region)
         return Moment(region, self._shared.groups.now(), self._shared.policies.now, conditions)
@@ -175,11 +180,18 @@ class Program:
             moment = moment._replace(amax_group=shared.groups.now())
         shared.schedule.meets(args[index] for index in self._graph.positions)
         arrived, names = self._arrived(args), self._names(args)
+        conditions = self._first_conditions(moment, args)
         while True:
-            situation = self._situation(moment, arrived)
+            situation = self._situation(_under(moment, conditions), arrived)
             variant, epoch = self._find(situation, names), shared.epoch.now
             findings = variant.findings
-            caller = Caller(args=args, gradients=self._graph.gradients, group=moment.amax_group, arrived=arrived)
+            caller = Caller(
+                args=args,
+                gradients=self._graph.gradients,
+                group=moment.amax_group,
+                arrived=arrived,
+                conditions=None if any(each.returns for each in moment.conditions) else conditions,
+            )
             try:
                 slots = [
                     (store.slot(asked, caller), findings.places[name])
@@ -189,6 +201,9 @@ class Program:
                 break
             except ArrivesOtherwise as found:
                 arrived = {index: owner for index, owner in arrived.items() if index not in found.positions}
+            except Otherwise as other:
+                conditions = tuple(each for each in conditions if each != other.condition)
+                conditions += (other.condition,) if other.holds else ()
         self._called.note(args, (situation.policy, findings))
         if any(has_no_module(args[index]) for index in self._graph.positions):
             remember_modules(*dynamo.modules_on_stack())
@@ -207,6 +222,7 @@ class Program:
             epoch=epoch,
             parameters=self._prepared.ids(args) if known else b"",
             fresh=_all_fresh([slot.fresh for slot, _ in slots if slot.fresh is not None]),
+            conditions=conditions,
         )
         self._prepared.keep(args, moment, call)
         return call
@@ -217,17 +233,38 @@ class Program:
         DDPOptimizer (``DistributedDataParallel`` under Dynamo) cuts a graph into buckets, and calls each part on fake
         tensors before it compiles the next.
         """
-        variant = self._variants[self._situation(self._moment(None), {}), self._names(args)]
+        rule, names = self._situation(self._moment(None), {}), self._names(args)
+        variant = next(
+            v for key, v in self._variants.items() if (key[0].without(passing=True), key[1]) == (rule, names)
+        )
         with cast(FakeTensorMode, detect_fake_mode(args)):
             taken = variant.findings.stand_ins()
             dead = [torch.empty(0, device=self._empty.device) for _ in range(variant.spares - len(taken))]
             return variant.run(*args, *taken, *dead)
+
+    def _first_conditions(self, moment: Moment, args: Sequence[Any]) -> tuple[Condition, ...]:
+        """The conditions, beside those of ``moment``, that a call with these arguments is likely to have."""
+        policy, _ = moment.in_force.of(self._graph.families)
+        recipes, parameters = self._graph.recipes(policy, moment.region), [args[i] for i in self._graph.positions]
+        first = (store.first_condition(recipes, parameters) for store in self._shared.stores.values())
+        return tuple(each for each in first if each is not None and each not in moment.conditions)
 
     def _situation(self, moment: Moment, arrived: Mapping[int, Any]) -> Situation:
         _, policy = moment.in_force.of(self._graph.families)
         if arrived:
             moment = moment._replace(conditions=(*moment.conditions, Arrived(frozenset(arrived))))
         return Situation(policy=policy, **moment._asdict())
+
+    def _list(self, situation: Situation, names: tuple[str, ...], variant: Variant) -> None:
+        """Add the text of a new variant, as ``views`` lists it, in the place of those of exceptions from it."""
+        rule = situation.without(passing=True), names
+        alike = [v for key, v in self._variants.items() if (key[0].without(passing=True), key[1]) == rule]
+        if situation.passes and alike:
+            return
+        if rule not in self._variants:
+            for text in (_text(other) for other in alike[:1]):
+                self.texts.remove(text)
+        self.texts.append(_text(variant))
 
     def _find(self, situation: Situation, names: tuple[str, ...]) -> Variant:
         variant = self._variants.get((situation, names))
@@ -277,17 +314,28 @@ class Program:
                 variant = dataclasses.replace(other, decided=decided)
                 break
         else:
+            rule = situation.without(passing=True)
+            is_first = not any(v for other, v in self._compiled.items() if other.without(passing=True) == rule)
             known.append(variant := self._compiler.variant(situation, names, inputs))
-            if not situation.passes:
+            if is_first:
                 announce(variant.decided.view)
+        self._list(situation, names, variant)
         self._variants[situation, names] = variant
         self._shared.names.note_graph(names, bound=bool(names or not self._graph.positions))
         self._taken.append(variant.findings)
-        if not situation.passes:
-            self.texts.append(dataclasses.replace(variant.decided.view, load_module=None))
         if self._strict:
             check_records(variant.decided.view.decisions)
         return variant
+
+
+def _text(variant: Variant) -> GraphView:
+    """The variant's view without modules."""
+    return dataclasses.replace(variant.decided.view, load_module=None)
+
+
+def _under(moment: Moment, conditions: tuple[Condition, ...]) -> Moment:
+    """``moment`` under more conditions."""
+    return moment._replace(conditions=(*moment.conditions, *conditions)) if conditions else moment
 
 
 def _forget(shared: Shared, taken: Sequence[Findings]) -> None:

@@ -1,6 +1,6 @@
 """AOTAutograd: its descriptions of graph inputs, the time at which it compiles backward, and the entries of its cache.
 
-An entry carries bytes along, and its key leaves out some state.
+An entry carries bytes along, and its key leaves out some state. Its partitioner saves nodes that must be saved.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch._guards import TracingContext
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.compat.distributed import SHARD
 
 # A name in AOTAutograd's metadata of the graph: torch pickles that into its entry, with whatever else it holds.
 _NAME: Final = "fp8graph"
+_BUDGET: Final = "memory_budget"  # of node.meta: the partitioner takes it for that of the graph
+_REGION: Final = "_region_activation_memory_budget"  # the same, in node.meta["custom"]; it comes first
+_LEAST: Final = 1e-6  # the memory budget that stands for 0
 
 
 def input_position(placeholder: fx.Node) -> int | None:
@@ -46,6 +50,25 @@ def set_input_position(placeholder: fx.Node, position: int) -> None:
 def backward_at_once() -> AbstractContextManager[None]:
     """Compile the backward together with its forward, though it may never run."""
     return cast(AbstractContextManager[None], functorch_config.patch({"force_non_lazy_backward_lowering": True}))
+
+
+def save_what_must_be_saved(graph: fx.Graph) -> None:
+    """Let the partitioner save the nodes of a joint graph that are marked so, also under a memory budget of 0.
+
+    Under that (``torch._functorch.config.activation_memory_budget``, or a region's) it saves the graph's inputs alone,
+    and backward computes all nodes again, from inputs that the end of forward may have changed.
+    """
+    marked = [node for node in graph.nodes if node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+    if not marked:
+        return
+    for node in graph.nodes:
+        custom = node.meta.get("custom")
+        if isinstance(custom, dict) and custom.get(_REGION) == 0:
+            node.meta["custom"] = {**custom, _REGION: _LEAST}
+        if node.meta.get(_BUDGET) == 0:
+            node.meta[_BUDGET] = _LEAST
+    if functorch_config.activation_memory_budget == 0 and not any(_BUDGET in node.meta for node in graph.nodes):
+        marked[0].meta[_BUDGET] = _LEAST
 
 
 def carry(content: bytes) -> None:

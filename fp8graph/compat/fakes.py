@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Generator, Sequence
 from typing import Any, Final, cast
 from unittest import mock
@@ -27,6 +28,18 @@ def contiguous_fake(mode: FakeTensorMode, device: torch.device, shape: Sequence[
     """``torch.empty(shape)`` in a fake mode, without its dispatch, which takes a hundred times as long."""
     with torch._C._DisableTorchDispatch():  # the mode may be active already
         return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+
+
+def later(context: TracingContext | None) -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's context of a graph, for what is compiled after Dynamo has finished with it.
+
+    DDPOptimizer counts in the context how many parts of the graph have been compiled forward and not yet backward.
+    """
+    if context is None:
+        return contextlib.nullcontext()
+    context = copy.copy(context)
+    context.ddp_optimizer_ctx = None
+    return tracing(context)
 
 
 def fake_input(node: fx.Node, example: Any, context: TracingContext | None) -> Any:

@@ -31,9 +31,11 @@ class Condition:
 
     Attributes:
         passes: calls under it are exceptions: a report shows the graphs of the others.
+        returns: it holds for a repeated forward as well if it held for the first, whatever else holds by then.
     """
 
     passes: ClassVar[bool] = False
+    returns: ClassVar[bool] = False
 
     def says_of(self, fqn: str) -> Any:
         """Its meaning for the site called ``fqn``. Layers share code if it means the same for the sites of both."""
@@ -45,6 +47,14 @@ class Arrived(Condition):
     """The parameters, by graph input, that the call has as a copy alone."""
 
     parameters: frozenset[int]
+
+
+@dataclass(frozen=True)
+class InitialScales(Condition):
+    """Some tensors that delayed scaling quantizes have no amax of an earlier step: they take scales from their own."""
+
+    passes: ClassVar[bool] = True
+    returns: ClassVar[bool] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The arithmetic of delayed scaling: scales and amax histories, as plain functions that ``lower`` traces.
 
 A page holds the state of some tensors, FP32 [tensors, 4 + length]: the inverse of the scale (stored, so that no kernel
-computes it), the scale, two zeros that align the rows, the amax history. One tensor's state is contiguous: an update is
+computes it), the scale, 1 if that is yet to come from the tensor's own amax (else 0), a zero that aligns the rows, the
+amax history. One tensor's state is contiguous: an update is
 one reduction over rows. Slot 0 of a history is the staging slot of the current step; slots 1 ... length - 1 go from the
 oldest to the newest earlier step. This is Transformer Engine's order.
 
@@ -33,12 +34,13 @@ import torch
 from torch import Tensor
 
 from fp8graph.compat import autograd
-from fp8graph.numerics.experts import not_empty
-from fp8graph.numerics.formats import SCALE, SCALE_INV, inverse
+from fp8graph.numerics.experts import group_of_rows, not_empty
+from fp8graph.numerics.formats import SCALE, SCALE_INV, amax_of, inverse
 from fp8graph.numerics.hints import divide
 from fp8graph.recipes import FLT_MAX, AmaxAlgorithm, DelayedScaling, ScaleAlgorithm
 
-HEADER = 4  # columns of a page before the history: scale_inv, scale, 0, 0
+HEADER = 4  # columns of a page before the history: scale_inv, scale, UNSET, 0
+UNSET = 2  # 1 for a tensor that has no scale yet, and no amax: any amax that is recorded makes it 0
 
 
 def page_shape(length: int, tensors: int) -> tuple[int, int]:
@@ -56,20 +58,30 @@ def of_length(amaxes: Tensor, length: int) -> Tensor:
     return made
 
 
-def new_page(length: int, tensors: int, device: torch.device | str = "cpu") -> Tensor:
-    """A page before the first step: scales 1, empty histories."""
+def new_page(length: int, tensors: int, device: torch.device | str = "cpu", *, unset: bool = False) -> Tensor:
+    """A page before the first step: scales 1, empty histories.
+
+    Args:
+        unset: these scales are to come from the tensors' own amaxes.
+    """
     with torch.inference_mode(False), torch.no_grad():  # a page used in evaluation may be trained with later
         page = torch.zeros(page_shape(length, tensors), dtype=torch.float32, device=device)
         page[:, [SCALE_INV, SCALE]] = 1.0
+        page[:, UNSET] = float(unset)
     return page
 
 
-def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor) -> None:
-    """Give a tensor another state, scale [1] and history [length], in place."""
+def write_row(page: Tensor, row: int, scale: Tensor, history: Tensor, *, unset: bool = False) -> None:
+    """Give a tensor another state, scale [1] and history [length], in place.
+
+    Args:
+        unset: a scale of 1 without any amax is none: it is to come from the tensor's own amax.
+    """
     # an autograd graph may hold the page for a later backward, which must read the new scales
     with torch.no_grad(), autograd.unnoticed_writes(page):
         write_scale(page[row], scale.reshape(()).to(page.device))
         page[row, HEADER:] = history.to(page.device)
+        page[row, UNSET] = ((page[row, SCALE] == 1.0) & ~page[row, HEADER:].any()) * float(unset)
 
 
 def write_scale(rows: Tensor, scale: Tensor) -> None:
@@ -91,6 +103,24 @@ def delayed_scale(amax: Tensor, old_scale: Tensor, fp8_max: float, margin: float
     """``fp8_max * 2^-margin / amax``, one IEEE division; the old scale where amax is 0, inf or nan."""
     scale = divide(torch.full_like(amax, fp8_max * 2.0**-margin), amax).clamp_max(FLT_MAX)
     return torch.where((amax > 0.0) & (amax <= FLT_MAX), scale, old_scale)
+
+
+def initial_scales(
+    scales: Tensor, parts: Sequence[Tensor], offs: Tensor | None, row: int, fp8_max: float, margin: float
+) -> Tensor:
+    """[1, 4]: a row of a table of scales; where it is unset, with the scale of the tensor's own amax.
+
+    Args:
+        scales: of :func:`read_scales`.
+        parts, offs: of the tensor (``QuantizeArguments``).
+    """
+    amaxes = [amax_of(part, -1) for part in parts]
+    if offs is not None:  # rows after those of the last group may hold anything
+        amaxes = [torch.where(group_of_rows(offs, x.shape[0]) < offs.shape[0], x, 0.0) for x in amaxes]
+    own = scales[row : row + 1]
+    amax = _largest(amaxes).amax(0, keepdim=True)
+    scale = torch.where(own[:, UNSET] > 0.0, delayed_scale(amax, own[:, SCALE], fp8_max, margin), own[:, SCALE])
+    return torch.stack([inverse(scale), scale, own[:, UNSET], own[:, UNSET + 1]], 1)
 
 
 def staged_page(page: Tensor, amaxes: Sequence[Tensor]) -> Tensor:

@@ -197,6 +197,11 @@ class Recipe:
         return False
 
     @property
+    def starts_from_own_amax(self) -> bool:
+        """Whether a tensor that has no such amax yet takes its scale from its own."""
+        return False
+
+    @property
     def reduces_amax(self) -> bool:
         """Whether all ranks have one such scale for a tensor."""
         return False

@@ -113,6 +113,7 @@ class Float8RowwiseScaling(AttentionFields):
 
 
 ScaleFormat = Literal["fp32", "ue8m0"]
+InitialScale = Literal["auto", "one"]
 AmaxAlgorithm = Literal["max", "most_recent"] | Callable[[torch.Tensor], torch.Tensor]
 ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"], torch.Tensor]
 
@@ -121,14 +122,17 @@ ScaleAlgorithm = Callable[[torch.Tensor, torch.Tensor, float, "DelayedScaling"],
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of earlier steps ("delayed"). It is the only recipe with state.
 
-    ``scale = fp8_max * 2^-margin / amax(history)``, 1 in the first step; ``numerics/history.py`` has the history.
-    A step whose amax is 0, inf or nan changes nothing. Source: ``delayed_scaling.cu`` in Transformer Engine. Unlike
-    there, no inf enters the history, and no amax of a run without gradients.
+    ``scale = fp8_max * 2^-margin / amax(history)``; ``numerics/history.py`` has the history. A tensor without amaxes
+    of earlier steps takes the scale from its own. A step whose amax is 0, inf or nan changes nothing. Source:
+    ``delayed_scaling.cu`` in Transformer Engine. Unlike there, no inf enters the history, and no amax of a run without
+    gradients.
 
     Args:
         fp8_format: ``Format.HYBRID`` (default) or ``Format.E4M3``.
         margin: headroom in powers of two, >= 0.
         amax_history_len: the number of steps in the history, from 1 to 2**20.
+        initial_scale: of a tensor that has no amax of an earlier step, in training and in inference. "auto": from its
+            own amax, by code that is compiled for such steps apart. "one": 1, as in Transformer Engine.
         amax_compute_algo: "max" over the history, "most_recent", or a function of the history [length, tensors],
             newest in row 0, that returns the amaxes [tensors].
         scaling_factor_compute_algo: a function ``(amax [tensors], old scale [tensors], fp8_max, recipe)`` that
@@ -145,6 +149,7 @@ class DelayedScaling(Recipe):
 
     margin: float = 0
     amax_history_len: int = 1024
+    initial_scale: InitialScale = "auto"
     amax_compute_algo: AmaxAlgorithm = "max"
     scaling_factor_compute_algo: ScaleAlgorithm | None = None
     reduce_amax: bool = True
@@ -158,6 +163,8 @@ class DelayedScaling(Recipe):
             raise self._bad("margin", "a number from 0 to 100: powers of two of headroom")
         if type(self.amax_history_len) is not int or not 1 <= self.amax_history_len <= 2**20:
             raise self._bad("amax_history_len", "a whole number >= 1, and at most 2**20")
+        if self.initial_scale not in ("auto", "one"):
+            raise self._bad("initial_scale", '"auto", from the first tensor, or "one", as in Transformer Engine')
         if self.amax_compute_algo not in ("max", "most_recent") and not callable(self.amax_compute_algo):
             raise self._bad("amax_compute_algo", '"max", "most_recent" or a function')
         if self.scaling_factor_compute_algo is not None and not callable(self.scaling_factor_compute_algo):
@@ -166,6 +173,10 @@ class DelayedScaling(Recipe):
     @property
     def has_state(self) -> bool:
         return True
+
+    @property
+    def starts_from_own_amax(self) -> bool:
+        return self.initial_scale == "auto"
 
     @property
     def reduces_amax(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from fp8graph.compat.dynamo import outermost_call
 from fp8graph.compat.lives import life
+from fp8graph.ir.compilation import Condition
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import Epoch, identities, picker
 from fp8graph.runtime.stores import Run, Slot
@@ -94,6 +95,7 @@ class Prepared:
     epoch: int
     parameters: bytes  # their ids; b"" if the call is valid for any parameters
     fresh: Callable[[Sequence[Any]], bool] | None  # whether all slots are; None: always
+    conditions: tuple[Condition, ...] = ()  # of its variant, beside those of the call's moment
 
     def act(self, args: Sequence[Any], checkpointed: Checkpointed | None) -> Any:
         """Run the graph where slots do something before and after it."""

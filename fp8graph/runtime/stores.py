@@ -7,7 +7,7 @@ each stands beside the pass that takes its tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar, cast
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from fp8graph.ir.compilation import Condition
 from fp8graph.ir.extra_inputs import ExtraInput
 from fp8graph.ir.settings import Settings
+from fp8graph.recipes import Recipe
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies, Schedule
 from fp8graph.runtime.rank_groups import RankGroups
@@ -38,6 +39,7 @@ class Caller:
         group: the name of the process group over which it reduces amaxes; None: this rank alone.
         arrived: the parameters that FSDP2 gathered in FP8, by position, with their owners.
         records: amaxes are recorded, though the graph has no backward: of weights that are quantized beside a graph.
+        conditions: for which the graph was compiled, beside those of the time of the call; None: they are given.
     """
 
     args: Sequence[Any]
@@ -45,6 +47,7 @@ class Caller:
     group: str | None
     arrived: Mapping[int, Any]
     records: bool = False
+    conditions: tuple[Condition, ...] | None = None
 
 
 class Run:
@@ -160,6 +163,13 @@ class Store:
             ConfigError: it is for a layer that none of them has.
         """
 
+    def first_condition(self, recipes: Collection[Recipe], parameters: Sequence[Tensor]) -> Condition | None:
+        """The likely condition of a graph's first call with ``parameters``, for which it is compiled first.
+
+        A slot changes it for a call by :class:`Otherwise`. ``recipes``: all that may apply in the graph.
+        """
+        return None
+
     def condition(self, *, gradients: bool) -> Condition | None:
         """A condition of the call of a graph that begins now; read in every call. A repetition has that of the call."""
         return None
@@ -176,6 +186,7 @@ class Store:
 
         Raises:
             ArrivesOtherwise: the graph does not fit what arrived.
+            Otherwise: the graph was compiled for another condition.
         """
         return Slot(tensors=[])
 
@@ -204,8 +215,11 @@ class KeptScales(Store):
         """Stage amaxes [] FP32, perhaps several, for each of some tensors of this store, which have one row."""
         raise NotImplementedError
 
-    def peek(self, asked: Any, owners: Sequence[Tensor]) -> Tensor:
-        """A copy of the tensor that a weight's graph takes as ``asked``, with the scale of ``owners`` as it is now."""
+    def peek(self, asked: Any, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
+        """A copy of the tensor that a weight's graph takes as ``asked``, with the scale of ``owners`` as it is now.
+
+        A collective if that is yet to come from ``parameters``: the same as the model has them, perhaps sharded.
+        """
         raise NotImplementedError
 
     def input_scale_inv(self, asked: Any, owner: Tensor) -> Tensor | None:
@@ -219,6 +233,14 @@ class ArrivesOtherwise(Exception):
     def __init__(self, positions: frozenset[int]) -> None:
         super().__init__(positions)
         self.positions = positions
+
+
+class Otherwise(Exception):
+    """The call needs the variant with ``condition`` (``holds``), or that without it."""
+
+    def __init__(self, condition: Condition, *, holds: bool) -> None:
+        super().__init__(condition)
+        self.condition, self.holds = condition, holds
 
 
 _Kind = TypeVar("_Kind", bound=Store)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
@@ -28,10 +29,13 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
+from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.recipes import Recipe, RecipeLike, autocast
 from fp8graph.report import Report
 from fp8graph.runtime.policies import Policies, PolicyLike
 from fp8graph.runtime.rank_groups import agree
+
+_log = logging.getLogger("fp8graph")
 
 _SETTINGS: Final = ("strict", "target", "save", "save_activations_in_fp8", "fuse_linears")
 _WHOLE: Final = (aten.linear.default, aten.matmul.default, aten.einsum.default)  # matmuls before decomposition
@@ -57,7 +61,8 @@ def rewrite(
     :func:`lower` each part. The given graph is not changed.
 
     On several ranks all of them call this, with the same graph: FP8 is gathered, and amaxes are reduced, by collectives
-    in it. ``fp8graph.autocast(amax_reduction_group=...)`` around the call names the ranks, if these are not all.
+    in it. Under delayed scaling the first call has scales of 1, whatever ``initial_scale`` says: a warning.
+    ``fp8graph.autocast(amax_reduction_group=...)`` around the call names the ranks, if these are not all.
 
     Args:
         graph_module: nodes of backward are known by what AOTAutograd (``partitioner_tag``) or the autograd engine
@@ -124,6 +129,15 @@ def rewrite(
     if asked.strict:
         report.check()
     module.meta[REPORT_KEY] = report
+    begins = [page for page in joint.findings.of(PageLayout) if page.recipe.starts_from_own_amax]
+    if begins:
+        _log.warning(
+            "rewrite: delayed scaling begins with scales of 1 in this graph (%s, and perhaps more), at which gradients "
+            'become zero. initial_scale="auto" needs a second graph for the first step, which compiled models have. '
+            "Fill the state from a run that has one, leave the first steps in high precision, or accept it by "
+            'initial_scale="one".',
+            begins[0].rows[0][0].fqn,
+        )
     return module, [x for each in joint.findings.extra_inputs for x in each.initial()]
 
 

@@ -11,15 +11,24 @@
     in a graph without a backend behind it      ->      a = wait(all_reduce([qx.amax, qw.amax], "max", group))
                                                         new = update_page(page, [a[0], a[1]], ...)
 
+    where some tensors have no amax yet     ->      own = initial_scales(scales, [x], None, 0, 448.0, 0)
+                                                    qx = quantize(x, scaling="delayed", scales=own)
+
 A page is a graph input (``numerics/history.py``); a graph has one per recipe, FP8 type and direction, normally one for
 forward and one for backward. With several ranks, the staged amaxes are reduced after the step (``amax_reduction.py``);
 or in the graph, by one all-reduce per page, where nothing runs after a step. Forward's scales are saved for backward,
 since the page changes at the end of forward. Backward reads its page when it runs, so that several forwards may come
-before it. With too few spare inputs the graph is not changed; it is traced again with enough of them.
+before it.
+
+A tensor that has no amax yet, under a recipe that begins with its own (``initial_scale="auto"``), is read once more for
+that, by a variant of the graph that is compiled for such calls (``InitialScales``). The scale of a parameter is made
+before the call (``pages.py``), and that of a weight that is computed from parameters always in its own graph. With too
+few spare inputs the graph is not changed; it is traced again with enough of them.
 
 The ops, beside those of ``ir/ops.py``:
 
     read_scales(page, copy) -> [tensors, 4];  stage_amaxes(page, amaxes) -> page
+    initial_scales(scales, parts, offs, row, fp8_max, margin) -> [1, 4]
     update_page(page, amaxes, fp8_max, margin, amax_compute_algo) -> page
 
 Refuses to record amaxes of code that runs without gradients: the whole graph (``records_amaxes``), or a
@@ -40,7 +49,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.ir import collectives, ops
-from fp8graph.ir.compilation import Compilation, Known
+from fp8graph.ir.compilation import Compilation, InitialScales, Known
 from fp8graph.ir.edit import inline, insert, set_direction, trace
 from fp8graph.ir.extra_inputs import ExtraInput, Rename
 from fp8graph.ir.nodes import (
@@ -73,6 +82,10 @@ def _shape_of_scales(page: torch.Tensor, _copy: bool) -> torch.Tensor:
     return page.new_empty((page.shape[0], history.HEADER))
 
 
+def _shape_of_one(scales: torch.Tensor, *_settings: Any) -> torch.Tensor:
+    return scales.new_empty((1, history.HEADER))
+
+
 def _shape_of_page(page: torch.Tensor, _amaxes: Sequence[torch.Tensor], *_settings: Any) -> torch.Tensor:
     return page.new_empty(page.shape)
 
@@ -83,6 +96,12 @@ read_scales = define(
     reference=history.read_scales,
     fake=_shape_of_scales,
     run=_read_scales,
+)
+initial_scales = define(
+    "initial_scales",
+    "(Tensor scales, Tensor[] parts, Tensor? offs, int row, float fp8_max, float margin) -> Tensor",
+    reference=history.initial_scales,
+    fake=_shape_of_one,
 )
 stage_amaxes = define(
     "stage_amaxes",
@@ -118,7 +137,12 @@ class PageLayout(ExtraInput):
         return [torch.empty(history.page_shape(self.recipe.amax_history_len, len(self.rows)), device=self.device)]
 
     def initial(self) -> list[torch.Tensor]:
-        return [history.new_page(self.recipe.amax_history_len, len(self.rows), self.device)]
+        return [self.new_page()]
+
+    def new_page(self) -> torch.Tensor:
+        """A page before the first step."""
+        length, unset = self.recipe.amax_history_len, self.recipe.starts_from_own_amax
+        return history.new_page(length, len(self.rows), self.device, unset=unset)
 
     def titles(self, name: Callable[[int], str]) -> list[str]:
         return [f"scaling state {self.number}"]
@@ -141,6 +165,11 @@ class TakesPart(ExtraInput):
     """A graph that takes part in the reductions of amaxes over ranks, also if it records none itself."""
 
     store: ClassVar = "scales"
+
+
+def is_parameter(uses: Sequence[Use]) -> bool:
+    """Whether a row is of parameters themselves, in all its uses: their amax can be taken before a call."""
+    return all(use.is_weight for use in uses)
 
 
 @dataclass
@@ -182,7 +211,9 @@ def wanted_pages(foreseen: Sequence[Foreseen], known: Known) -> int:
 def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     for place, each in enumerate(compilation.extra_inputs):
         if isinstance(each, WeightGraph):  # of a weight that is quantized beside the graph: with a page of its own
-            compilation.extra_inputs[place] = each.passed(connect_scales, compilation.known)
+            # whatever variant of the graph takes the copy that it makes
+            known = dataclasses.replace(compilation.known, conditions=(InitialScales(),))
+            compilation.extra_inputs[place] = each.passed(connect_scales, known)
     pages: dict[Any, list[_Entry]] = {}
     for node in nodes(graph, (ops.quantize,)):
         rows = cast(list[Use], node.meta.get(USES_KEY, []))
@@ -190,6 +221,9 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
             recipe = cast(DelayedScaling, rows[0].recipe)
             asked = QuantizeNode(node).asked
             key = (recipe, FP8_MAX[asked.dtype], is_backward(node), value(asked.x).device)
+            of_forward = (*key[:2], False, key[3])
+            if any(rows[0] in each.rows for each in pages.get(of_forward, ())):
+                key = of_forward  # backward quantizes it once more, padded otherwise: with the scale that forward took
             entries = pages.setdefault(key, [])
             entry = next((c for c in entries if rows[0] in c.rows), None)
             if entry is None:
@@ -212,7 +246,7 @@ def connect_scales(graph: fx.Graph, compilation: Compilation) -> None:
     if taken is None:
         return
     for page, layout, entries in zip(taken, layouts, pages.values(), strict=True):
-        update = _connect(graph, page, layout, entries, record=compilation.known.records_amaxes)
+        update = _connect(graph, page, layout, entries, compilation.known)
         if update is not None:
             if in_graph and layout.recipe.reduce_amax and compilation.known.amax_group is not None:
                 _reduce(graph, update, compilation.known.amax_group)
@@ -232,8 +266,10 @@ class _Update:
 
 
 def _connect(
-    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], *, record: bool
+    graph: fx.Graph, page: fx.Node, layout: PageLayout, entries: Sequence[_Entry], known: Known
 ) -> _Update | None:
+    record = known.records_amaxes
+    begins = layout.recipe.starts_from_own_amax and known.condition(InitialScales) is not None
     users = {user for entry in entries for user in entry.users}
     first = in_order(users)[0]
     tag = "must_be_in_backward" if layout.backward else first.meta.get("partitioner_tag")
@@ -244,6 +280,9 @@ def _connect(
     set_direction(scales, tag)
     scales.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # the page changes before backward
     for position, entry in enumerate(entries):
+        if begins and not is_parameter(entry.rows):
+            _begin(graph, entry, layout, scales, position)
+            continue
         for user in entry.users:
             QuantizeNode(user).ask(scales=scales, row=position)
     amaxes = [_amax(graph, entry) if record else None for entry in entries]
@@ -254,6 +293,20 @@ def _connect(
         if None in amaxes:
             zero = insert(graph, aten.new_zeros.default, (page, []), like=first, name="not_seen")
     return _Update(page, layout, [cast(fx.Node, amax or zero) for amax in amaxes], first)
+
+
+def _begin(graph: fx.Graph, entry: _Entry, layout: PageLayout, scales: fx.Node, row: int) -> None:
+    """Let the users of a row take their scale from their own amax, if the row has none."""
+    made: dict[Any, fx.Node] = {}
+    for user in in_order(entry.users):
+        asked = QuantizeNode(user).asked
+        tensor = asked.offs, *asked.parts
+        if tensor not in made:
+            args = (scales, [*asked.parts], asked.offs, row, layout.fp8_max, float(layout.recipe.margin))
+            with graph.inserting_before(user):
+                made[tensor] = insert(graph, initial_scales, args, like=user, name="initial_scales")
+            made[tensor].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        QuantizeNode(user).ask(scales=made[tensor], row=0)
 
 
 def _reduce(graph: fx.Graph, update: _Update, group: str) -> None:

@@ -1,10 +1,10 @@
 """Pages of scaling state and their rows: those that a graph takes, or that follow a write.
 
-A weight that something other than an optimizer has written gets its own scale (:class:`WeightRow`). An optimizer moves
-a weight a little, and the scale of the steps before fits. ``load_state_dict``, swapped averages or a merge replace it:
-with the old scale its copy would be clipped, in evaluation until the next step of training, and in training once. The
-scale is then that of the weight's amax. Its history stays, which the next step updates as always. Where ranks reduce
-their amaxes nothing is changed: all of them read one scale.
+A weight that has no scale yet, or that something other than an optimizer has written, gets the scale of its own amax
+(:class:`WeightRow`). An optimizer moves a weight a little, and the scale of the steps before fits. ``load_state_dict``,
+swapped averages or a merge replace it: with the old scale its copy would be clipped, in evaluation until the next step
+of training, and in training once. Its history stays, which the next step updates as always. Where ranks reduce their
+amaxes a scale that is there is not changed: all of them read one.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8graph.compat import autograd, checkpointing
-from fp8graph.compat.distributed import local
+from fp8graph.compat.distributed import largest_over, local, mesh_of
 from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import Life, life
 from fp8graph.numerics import history
 from fp8graph.numerics.formats import SCALE
-from fp8graph.passes.connect_scales import PageLayout
+from fp8graph.passes.connect_scales import PageLayout, is_parameter
 from fp8graph.passes.connect_scales.saved import SavedRow, recipe_text, rescaled
-from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.recipes import FLT_MAX, DelayedScaling, OperandName
 from fp8graph.runtime.contents import contents_of
 from fp8graph.runtime.recomputation import Checkpointed
 from fp8graph.runtime.staleness import optimizer_steps, version
@@ -97,6 +97,17 @@ class Page:
     tensor: Tensor  # FP32 [rows, 4 + length]
     layout: PageLayout  # of the graph that it was made for
     moved: bool = False  # another page now holds some of the rows
+    unset: bool = False  # some rows may have no scale yet
+
+    @staticmethod
+    def new(layout: PageLayout) -> Page:
+        """A page before the first step."""
+        return Page(layout.new_page(), layout, unset=layout.recipe.starts_from_own_amax)
+
+    def look(self) -> bool:
+        """Whether some rows have no scale yet. Waits for the device until all have one."""
+        self.unset = self.unset and bool(self.tensor[:, history.UNSET].any())
+        return self.unset
 
     def fits(self, layout: PageLayout) -> bool:
         """Whether a graph that wants ``layout`` can take it. It cannot after the model was moved to another device."""
@@ -117,6 +128,16 @@ class Row:
     index: int
     name: str  # in a state dict
     seen: Any = None  # the weight that it is of, when it was last looked at: see WeightRow
+
+    def write(self, scale: Tensor, amaxes: Tensor) -> None:
+        """Give it another state: a scale [1] and an amax history."""
+        begins = self.page.layout.recipe.starts_from_own_amax
+        self.page.unset |= begins
+        history.write_row(self.page.tensor, self.index, scale, amaxes, unset=begins)
+
+    def has_no_scale(self) -> bool:
+        """Whether it is yet to come from the tensor's own amax. Waits for the device."""
+        return bool(self.page.tensor[self.index, history.UNSET])
 
     def saved(self) -> SavedRow:
         """A copy of its state, without the amax that a step has staged which is not over."""
@@ -143,33 +164,51 @@ class WeightRow:
         """Those of one page, whose ``rows`` are in order."""
         found: list[WeightRow] = []
         for row, uses in zip(rows, layout.rows, strict=True):
-            if layout.group is None and all(use.is_weight for use in uses):  # else ranks agree on the scale
+            if is_parameter(uses) and (layout.group is None or layout.recipe.starts_from_own_amax):
                 owners = {use.parameter: None for use in uses if use.parameter is not None}
                 found.append(WeightRow(row, layout, tuple(owners)))
         return found
 
     def follow(self, args: Sequence[Any]) -> None:
-        """Take the scale of the weight's amax if it was written since the last call by other than an optimizer."""
-        owners = [args[index] for index in self.owners]
-        if any(local(x) is not x or isinstance(x, FakeTensor) for x in owners):
-            return  # the amax of a shard is not that of the weight
-        seen, steps = _state(owners), [*map(optimizer_steps().of, owners)]
+        """Take the scale of the weight's amax, if the row has none, or if other than an optimizer wrote the weight."""
+        owners, page = [local(args[index]) for index in self.owners], self.row.page
+        # ranks agree on the scale of a step; and the amax of a shard is not that of the weight
+        apart = self.layout.group is not None or any(x is not args[i] for x, i in zip(owners, self.owners, strict=True))
+        if any(isinstance(x, FakeTensor) for x in owners) or (apart and not page.unset):
+            return
+        seen, steps = _state(owners, by_contents=not apart), [*map(optimizer_steps().of, owners)]
         before, self.row.seen = self.row.seen, (seen, steps)
-        if before is not None and before[0] != seen and before[1] == steps:
-            page = self.row.page.tensor
-            with (
-                torch.inference_mode(False), torch.no_grad(),
-                checkpointing.without_modes(), autograd.unnoticed_writes(page),
-            ):  # fmt: skip
-                amax = torch.stack([x.detach().abs().amax().float() for x in owners]).amax().to(page.device)
-                row, recipe = page[self.row.index], self.layout.recipe
-                history.write_scale(row, history.delayed_scale(amax, row[SCALE], self.layout.fp8_max, recipe.margin))
+        written = before is not None and before[0] != seen and before[1] == steps and not apart
+        if written or (page.unset and before != self.row.seen):
+            self._take(owners, again=written)
+
+    def begin(self, owners: Sequence[Tensor]) -> None:
+        """Take the scale of the amax of ``owners`` if the row has none. A collective, if they are shards."""
+        self._take(owners, again=False)
+
+    def _take(self, owners: Sequence[Tensor], *, again: bool) -> None:
+        page = self.row.page.tensor
+        with (
+            torch.inference_mode(False), torch.no_grad(),
+            checkpointing.without_modes(), autograd.unnoticed_writes(page),
+        ):  # fmt: skip
+            amax = torch.stack([_amax_of_all(x.detach()) for x in owners]).amax().to(page.device)
+            row = page[self.row.index]
+            scale = history.delayed_scale(amax, row[SCALE], self.layout.fp8_max, self.layout.recipe.margin)
+            history.write_scale(row, scale if again else torch.where(row[history.UNSET] > 0.0, scale, row[SCALE]))
+            row[history.UNSET] *= ~((amax > 0.0) & (amax <= FLT_MAX))  # as long as it is 0, the row has none
 
 
-def _state(owners: Sequence[Tensor]) -> Any:
+def _amax_of_all(parameter: Tensor) -> Tensor:
+    """[] FP32: of all shards of a parameter."""
+    amax, mesh = local(parameter).abs().amax().float(), mesh_of(parameter)
+    return amax if mesh is None else largest_over(amax, mesh)
+
+
+def _state(owners: Sequence[Tensor], *, by_contents: bool) -> Any:
     """A key that changes with each write; without a version or an address only where the numbers can be read."""
     signals = [(version(x), x.data_ptr()) for x in owners]
-    return signals, contents_of(owners) if all(x.is_cpu for x in owners) else None
+    return signals, contents_of(owners) if by_contents and all(x.is_cpu for x in owners) else None
 
 
 @dataclass

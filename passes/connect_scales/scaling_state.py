@@ -9,21 +9,24 @@ that wants a row under another recipe gets a copy of the tensor's newest (``succ
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor
 
 from fp8graph.compat import autograd, checkpointing, ops
+from fp8graph.compat.fakes import FakeTensor
 from fp8graph.compat.lives import life
 from fp8graph.errors import StateError
 from fp8graph.ir import collectives
+from fp8graph.ir.compilation import InitialScales
 from fp8graph.ir.sites import Use
-from fp8graph.numerics.history import HEADER, new_page, read_scales, write_row, write_scale
+from fp8graph.numerics.history import HEADER, read_scales
 from fp8graph.passes.connect_scales import PageLayout, TakesPart
 from fp8graph.passes.connect_scales.amax_reduction import Reduction, StagedPage
 from fp8graph.passes.connect_scales.pages import (
@@ -39,15 +42,17 @@ from fp8graph.passes.connect_scales.pages import (
 )  # fmt: skip
 from fp8graph.passes.connect_scales.saved import LoadedRows, SavedRow, checked, not_shared, recognizes
 from fp8graph.passes.connect_scales.successors import Phases, Successors
-from fp8graph.recipes import DelayedScaling, OperandName
+from fp8graph.recipes import DelayedScaling, OperandName, Recipe
 from fp8graph.runtime.names import Names
 from fp8graph.runtime.policies import Policies
 from fp8graph.runtime.rank_groups import RankGroups
 from fp8graph.runtime.staleness import Epoch, WeightUpdates
 from fp8graph.runtime.state_dict import shown
-from fp8graph.runtime.stores import Caller, KeptScales, Run, Services, Slot, accelerator_of
+from fp8graph.runtime.stores import Caller, KeptScales, Otherwise, Run, Services, Slot, accelerator_of
 
 _log = logging.getLogger("fp8graph")
+
+_LONG: Final = 64  # recorded calls of a graph, in which most tensors should have an amax
 
 
 class ScalingState(KeptScales):
@@ -78,6 +83,7 @@ class ScalingState(KeptScales):
         self._reductions: dict[str, Reduction] = {}  # by group
         self._staged: dict[str, list[StagedPage]] | None = None  # by group; None: not known
         self._warned = False  # of layers with one name
+        self.recordings = 0  # number of calls that recorded amaxes, or staged them
         self._step_is_over = False  # staged amaxes may be committed
         self.before_commit: list[Callable[[], None]] = []  # they stage amaxes from outside of graphs
         self._without_backward: set[tuple[int, ...]] = set()  # forwards of this step that have no backward
@@ -102,14 +108,72 @@ class ScalingState(KeptScales):
         slot = _Read(tensors=(), state=self, asked=asked, layouts=layouts, group=group, records=caller.gradients)
         slot.take_part(caller.args)
         records = caller.gradients or caller.records
-        slot.tensors = self.tensors(asked, caller.args, records=records) if layouts else []
+        if layouts:
+            pages = self._pages(asked, caller.args, records=records)
+            slot.tensors = [page.tensor for page in pages]
+            # a call on fake tensors only looks at the model
+            if caller.conditions is not None and not any(isinstance(x, FakeTensor) for x in caller.args):
+                slot.fresh = self._begin(pages, InitialScales() in caller.conditions)
         if layouts and caller.gradients and not self.ranks.same_in_stage(caller.group):
             self._groups.add(caller.group)
         return slot
 
+    def first_condition(self, recipes: Collection[Recipe], parameters: Sequence[Tensor]) -> InitialScales | None:
+        if self._loads or not any(recipe.starts_from_own_amax for recipe in recipes):
+            return None
+        if any(isinstance(parameter, FakeTensor) for parameter in parameters):
+            return None  # of a model that is only looked at
+        tokens = [self._tokens.known(parameter) for parameter in parameters]
+        keys = [key for token in tokens if token is not None for key in self._keys.get(token, ())]
+        pages = {self._rows[key].page for key in keys}
+        return InitialScales() if not keys or any([page.look() for page in pages]) else None
+
+    def _begin(self, pages: Sequence[Page], begins: bool) -> Callable[[Any], bool] | None:
+        """Look whether tensors of a graph have no scale yet, for which its variant that ``begins`` is.
+
+        Returns:
+            A check whether the next call needs that, too. Each look waits for the device, so calls are looked at less
+            and less often: the variant is right for tensors that have a scale, and a little slower.
+
+        Raises:
+            Otherwise: the call needs the other variant.
+        """
+        if any([page.look() for page in pages]) != begins:
+            raise Otherwise(InitialScales(), holds=not begins)
+        calls, recordings = 0, self.recordings
+
+        def unset(_: Any) -> bool:
+            nonlocal calls, recordings
+            if recordings == self.recordings:
+                return True
+            calls, recordings = calls + 1, self.recordings
+            if calls > 2 and calls & (calls - 1):
+                return True
+            still = any([page.look() for page in pages])
+            if still and calls == _LONG:
+                self._say_unset(pages)
+            return still
+
+        return unset if begins else None
+
+    def _say_unset(self, pages: Sequence[Page]) -> None:
+        """Log which tensors still have no scale."""
+        names = [row.name for row in self._rows.values() if row.page in pages and row.has_no_scale()]
+        _log.warning(
+            "%d tensors have had no amax in %d calls of their graph, the first %s: they are zero, or inf or NaN. The "
+            "graph waits for one, and reads every tensor once more in each call, as the recipe tensorwise does.",
+            len(names),
+            _LONG,
+            shown(_place(names[0])),
+        )
+
     def tensors(
         self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool = False
     ) -> list[Tensor]:
+        """The tensors of the pages for one call of a graph: see :meth:`_pages`."""
+        return [page.tensor for page in self._pages(asked, args, records=records)]
+
+    def _pages(self, asked: Sequence[PageLayout | TakesPart], args: Sequence[Any], *, records: bool) -> Sequence[Page]:
         """The pages for one call of a graph.
 
         Args:
@@ -144,20 +208,20 @@ class ScalingState(KeptScales):
         if found.weights and not in_backward and not self.ranks.rehearses():
             for weight in found.weights:
                 weight.follow(args)
-        return [page.tensor for page in found.pages]
+        return found.pages
 
     def _follow(self, layouts: Sequence[PageLayout], found: FoundPages, phase: int) -> bool:
         """Let outdated rows follow the newest of their tensors; whether some have to in the next call, too."""
         again = False
-        for layout, page, rows in zip(layouts, found.pages, found.names, strict=True):
-            for index, names in enumerate(rows):
+        for layout, rows in zip(layouts, found.names, strict=True):
+            for names in rows:
                 newer = next(filter(None, (self._successors.newer(key, phase) for key in names)), None)
                 if newer is not None:
                     again = True
                     row = self._rows[newer]
                     state = self._successors.converted(row.saved(), layout, row.name, phase)
                     if state is not None:
-                        write_row(page.tensor, index, *state)
+                        self._rows[names[0]].write(*state)
         return again
 
     def forget(self, asked: Sequence[PageLayout | TakesPart]) -> None:
@@ -257,8 +321,7 @@ class ScalingState(KeptScales):
                 self._name(layout, entries, first.page, args)
                 return first.page
         self._epoch.advance()
-        length = layout.recipe.amax_history_len
-        page = Page(new_page(length, len(entries), layout.device), layout)
+        page = Page.new(layout)
         sources: dict[Page, tuple[list[int], list[int]]] = {}
         for index, row in enumerate(known):
             if row is not None:
@@ -299,7 +362,7 @@ class ScalingState(KeptScales):
                 phase = self._phases.now() if of_others else 0
                 self._successors.add(key, copied=copied is not None, phase=phase)
                 if state is not None:
-                    write_row(page.tensor, index, *state)
+                    self._rows[key].write(*state)
                     fresh = False
 
     def rename(self, names: Names) -> None:
@@ -369,13 +432,16 @@ class ScalingState(KeptScales):
         found = key if key in self._rows else self._successors.newest(key)
         return None if found is None else self._rows[found].saved()
 
-    def peek(self, asked: PageLayout, owners: Sequence[Tensor]) -> Tensor:
+    def peek(self, asked: PageLayout, owners: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         """A page with the scale of a weight, which the linears in it share."""
-        made = new_page(asked.recipe.amax_history_len, 1, owners[0].device)
+        page = Page.new(dataclasses.replace(asked, rows=asked.rows[:1], device=owners[0].device))
         rows = (self.row(owner, "weight", asked.recipe) for owner in owners)
+        weight = Row(page, 0, "")
         if (row := next(filter(None, rows), None)) is not None:
-            write_scale(made[0], row.under(asked.fp8_max)[0].reshape(()))
-        return made
+            weight.write(*row.under(asked.fp8_max, asked.recipe.amax_history_len))
+        for own in WeightRow.among(page.layout, [weight]) if page.look() else ():
+            own.begin(parameters)
+        return page.tensor
 
     def input_scale_inv(self, asked: PageLayout, owner: Tensor) -> Tensor | None:
         """None before training has recorded any amax."""
@@ -482,11 +548,12 @@ class ScalingState(KeptScales):
                     state = other and self._successors.converted(other, layout, name, self._phases.now())
                 if state is None:
                     state = torch.ones(1), torch.zeros(layout.recipe.amax_history_len)
-                write_row(row.page.tensor, row.index, *state)
+                row.write(*state)
         for row in self._rows.values():
             row.seen = None  # the weights that are loaded with it are those that the scales fit
         for reduction in self._reductions.values():
             reduction.forget()
+        self._epoch.advance()  # some may have no scale any more
 
 
 def _layouts_of(asked: Sequence[PageLayout | TakesPart]) -> list[PageLayout]:
@@ -521,6 +588,7 @@ class _Read(Slot):
 
     def before(self, run: Run) -> Sequence[Tensor]:
         self.take_part(run.args)
+        self.state.recordings += self.records
         pages = self.tensors
         if self.layouts:
             self.state.tensors(

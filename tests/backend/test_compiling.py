@@ -53,6 +53,7 @@ def run(
     policy: Policy = ALL,
     *,
     dynamic: bool = False,
+    change: Callable[[torch.nn.Module], Any] = lambda _model: None,
     **options: Any,
 ) -> Run:
     """Compile a small MLP without generating code: torch computes its key, and nothing is found or kept under it."""
@@ -65,6 +66,7 @@ def run(
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = MLP(), torch.randn(16, 32)
+    change(model)
     backend = Backend(policy, **options)
     with pytest.MonkeyPatch.context() as patch, state():
         patch.setattr(autograd_cache, "autograd_cache_key", noted)
@@ -198,6 +200,17 @@ def test_every_option_of_ours_is_varied() -> None:
 @first_fast("name", [*OPTIONS, *CHOICES, *OTHERS])
 def test_our_options_are_in_the_key(name: str) -> None:
     assert run(**(OPTIONS | CHOICES | OTHERS)[name]).key != first_run().key
+
+
+def test_facts_about_parameters_are_in_the_key() -> None:
+    """A gradient that has a hook is autograd's: code that adds it to a buffer would leave the hook without it."""
+
+    def with_hook(model: torch.nn.Module) -> None:
+        model.get_parameter("down.weight").register_hook(lambda gradient: gradient)
+
+    plain, hooked = run(accumulate_wgrad=True), run(accumulate_wgrad=True, change=with_hook)
+    assert hooked.view != plain.view
+    assert hooked.key != plain.key
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fp8graph import Float8CurrentScaling, Policy, UnsupportedRecipeError
+from fp8graph import DelayedScaling, Float8CurrentScaling, Policy, UnsupportedRecipeError
 from fp8graph.backend import compiling
 from fp8graph.recipes import OperandName, Quantizer
 from helpers import MLP, Counting, counted_passes, eager_backend, first_fast, same_bits, step
@@ -33,7 +33,7 @@ def test_a_graph_is_traced_once(recipe: str, training: bool, monkeypatch: pytest
 def test_gradients_are_foreseen(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """One FP32 gradient for each weight, whatever it is multiplied as one with; none without gradients."""
     runs = counted_passes(monkeypatch)
-    backend = Counting(Policy(default="delayed", min_speedup=0), accumulate_wgrad=True)
+    backend = Counting(Policy(default=DelayedScaling(initial_scale="one"), min_speedup=0), accumulate_wgrad=True)
     for training in (True, False):
         with torch.set_grad_enabled(training):
             torch.compile(module, backend=backend)(torch.randn(16, 128, requires_grad=training))

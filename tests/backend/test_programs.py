@@ -7,6 +7,8 @@ import torch
 
 from fp8graph import Backend, Float8CurrentScaling
 from fp8graph.backend import program
+from fp8graph.ir.compilation import Arrived
+from fp8graph.passes.observe.observation import Observation
 from fp8graph.planning.scoring import Scoring
 from helpers import ALL, MLP
 
@@ -47,3 +49,17 @@ def test_a_graph_that_only_measured_stays_while_it_is_alive() -> None:
     model(torch.randn(16, 32)).sum().backward()
     for _ in range(2):  # the first report must not drop it
         assert len(backend.report.graphs) == 1
+
+
+def test_the_report_lists_no_calls_of_before_a_condition_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if FSDP2 gathered copies from the second step on: the graph of the first one is not run any more."""
+    conditions: list[Arrived] = []
+    monkeypatch.setattr(Observation, "condition", lambda _store, *, gradients: conditions[-1] if conditions else None)
+    model, backend = MLP(), Backend(ALL, compiler="eager")
+    run, x = torch.compile(model, backend=backend), torch.randn(16, 32)
+    run(x)
+    gemms = len(backend.report.gemms)
+    conditions.append(Arrived(frozenset()))
+    run(x)
+    assert len(backend.report.graphs) == 1
+    assert len(backend.report.gemms) == gemms

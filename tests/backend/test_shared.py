@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fp8graph import Backend, Policy, Rule
 from fp8graph.ir.settings import Settings
-from helpers import Counting, eager_backend, first_fast, same_bits
+from helpers import MLP, Counting, eager_backend, first_fast, same_bits
 from tiny_models import causal_lm
 
 
@@ -71,6 +71,17 @@ def test_layers_with_equal_decisions_share_code(rules: list[Rule], generated: in
     torch._dynamo.reset()
     alone, _ = llama_with_a_backend_per_layer(policy)
     assert same_bits(got, train(alone))
+
+
+def test_a_layer_that_a_rule_names_shares_no_code_with_one_that_is_in_fp8_by_default() -> None:
+    """The same recipes, but strict mode requires FP8 of the one only."""
+    layers = nn.ModuleList([MLP(), MLP()])
+    backend = eager_backend(Policy([Rule("1.*", "tensorwise")], default="tensorwise", min_speedup=0))
+    backend.bind(layers)
+    for layer in layers:
+        layer.compile(backend=backend)
+        layer(torch.randn(16, 32))
+    assert {(gemm.fqn[0], gemm.required) for gemm in backend.report.gemms} == {("0", False), ("1", True)}
 
 
 @pytest.mark.slow

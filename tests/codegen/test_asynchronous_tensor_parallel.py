@@ -5,11 +5,14 @@ Not run: what it puts in their place needs several GPUs with symmetric memory. O
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx
 
 import fp8graph
+from fp8graph import DelayedScaling
 from fp8graph.hardware.device import CPU
 from gathers import Sequence, two_ranks
 
@@ -21,7 +24,7 @@ class _Seen(Exception):
     """Enough is known."""
 
 
-def fused(monkeypatch: pytest.MonkeyPatch, recipe: str) -> list[tuple[str, str]]:
+def fused(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> list[tuple[str, str]]:
     """The ops in which Inductor puts a collective and a scaled GEMM of the forward graph, with A's dtype."""
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._inductor.fx_passes import micro_pipeline_tp, post_grad
@@ -48,8 +51,8 @@ def fused(monkeypatch: pytest.MonkeyPatch, recipe: str) -> list[tuple[str, str]]
 
 
 @pytest.mark.filterwarnings("ignore:erase_node:UserWarning")  # of torch 2.11, by its own pass
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_gathers_and_scatters_are_fused_with_their_gemms(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", DelayedScaling(initial_scale="one")])
+def test_gathers_and_scatters_are_fused_with_their_gemms(monkeypatch: pytest.MonkeyPatch, recipe: Any) -> None:
     """gate and up are one GEMM behind one gather, down is one before the reduce-scatter; parts are FP8, not bytes."""
     assert fused(monkeypatch, recipe) == [
         ("fused_all_gather_scaled_matmul", "float8_e4m3fn"),

@@ -1,11 +1,13 @@
-"""aot: which of Dynamo's inputs a placeholder is."""
+"""aot: which of Dynamo's inputs a placeholder is; the memory budget of a graph."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8graph.compat import aot
 from fp8graph.compat.distributed import SHARD
@@ -45,3 +47,21 @@ def test_backward_is_compiled_at_once_only_inside() -> None:
     with aot.backward_at_once():
         assert config.force_non_lazy_backward_lowering
     assert not config.force_non_lazy_backward_lowering
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "taken"),
+    [
+        (CheckpointPolicy.MUST_SAVE, 0.0, [aot._LEAST]),
+        (CheckpointPolicy.MUST_SAVE, 0.5, []),
+        (CheckpointPolicy.PREFER_RECOMPUTE, 0.0, []),
+    ],
+)
+def test_a_memory_budget_of_0_is_another_where_a_node_must_be_saved(
+    policy: CheckpointPolicy, budget: float, taken: list[float]
+) -> None:
+    node = placeholder()
+    node.meta["recompute"] = policy
+    with config.patch(activation_memory_budget=budget):
+        aot.save_what_must_be_saved(node.graph)
+    assert [each.meta["memory_budget"] for each in node.graph.nodes if "memory_budget" in each.meta] == taken

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import oracle
 from fp8graph.ir import ops, transforms
 from fp8graph.passes.attention import ops as of_attention
-from fp8graph.passes.connect_scales import read_scales, stage_amaxes, update_page
+from fp8graph.passes.connect_scales import initial_scales, read_scales, stage_amaxes, update_page
 from fp8graph.passes.observe import measuring
 from fp8graph.passes.order_scales import scales_in_rows
 from helpers import same_bits
@@ -189,7 +189,7 @@ def test_fp8_arguments_are_neither_written_nor_returned(op: Any, args: tuple[Any
 def test_each_dialect_op_has_a_reference() -> None:
     modules = ops, transforms, of_attention, measuring
     defined = {op for module in modules for op in vars(module).values() if isinstance(op, torch._ops.OpOverload)}
-    defined |= {read_scales, stage_amaxes, update_page, scales_in_rows}
+    defined |= {read_scales, initial_scales, stage_amaxes, update_page, scales_in_rows}
     assert {op.namespace for op in defined} == {"fp8graph"}
     run_as_they_are = {ops.grouped_mm, measuring.error_of_gemm, ops.random_seed}
     assert ops.REFERENCE.keys() == defined - run_as_they_are

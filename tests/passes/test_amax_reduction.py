@@ -69,6 +69,24 @@ def test_an_overflow_is_recorded_nowhere_and_forgotten(reduction: Reduction, bad
     assert history(page, 1) == [0, 0, 0, 4]
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_overflow_survives_a_reduction_that_ignores_nan(
+    reduction: Reduction, monkeypatch: pytest.MonkeyPatch, bad: float
+) -> None:
+    """Another rank staged 3. Whether the larger of it and NaN is NaN depends on the backend and the order of ranks."""
+
+    def with_another(packed: Tensor, *_: Any, **__: Any) -> None:
+        packed[HEAD:] = packed[HEAD:].fmax(torch.tensor(3.0))
+
+    page = page_of(2.0, names=[("a",)])
+    reduction.commit([page])
+    before = page.tensor.clone()
+    page.tensor[0, HEADER] = bad
+    monkeypatch.setattr(dist, "all_reduce", with_another)
+    reduction.commit([page])
+    assert torch.equal(page.tensor, before)
+
+
 def test_names_unknown_to_some_rank_are_not_reduced(reduction: Reduction) -> None:
     """On a GPU new names are awaited no longer after the first steps."""
     page = page_of(2.0, 4.0, names=[("a",), ("new",)])

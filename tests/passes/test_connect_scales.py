@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.numerics import history
 from gathers import two_ranks
-from helpers import MLP, Weight, around, brief, eager_backend, first_fast, inputs_of, joint, view_of
+from helpers import MLP, Weight, around, brief, eager_backend, first_fast, inputs_of, joint, same_bits, step, view_of
 
-RECIPE = DelayedScaling(amax_history_len=4, margin=1)
+RECIPE = DelayedScaling(amax_history_len=4, margin=1, initial_scale="one")
 
 
 def lines(text: str, *ops: str) -> list[str]:
@@ -73,6 +74,26 @@ def test_a_page_per_recipe_type_and_direction() -> None:
 
 def test_other_recipes_have_no_page() -> None:
     assert state_lines(MLP(), torch.randn(16, 32, requires_grad=True), Policy(default="mxfp8")) == []
+
+
+def test_a_weight_that_backward_quantizes_once_more_has_the_scale_of_forward() -> None:
+    """A weight multiplied twice, of which one dgrad wants another padding: two pages of its row would keep no amax."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(nn.functional.silu(self.a(x.t())))
+
+    backend = eager_backend(Policy(default=RECIPE))
+    model, x = torch.compile(Twice(), backend=backend), torch.randn(32, 32, requires_grad=True)
+    for _ in range(2):
+        model(x).sum().backward()
+    histories = {key.partition("|")[0]: x for key, x in backend.state_dict().items() if key.endswith("amax_history")}
+    assert len(histories) == 6
+    assert all(amaxes.any() for amaxes in histories.values())
 
 
 def test_without_gradients_scales_are_read_and_nothing_is_recorded() -> None:
@@ -137,6 +158,46 @@ def test_inside_a_checkpointed_region_one_update_a_direction(use_reentrant: bool
 
     found = state_lines(Weight(body, 32, 32), torch.randn(16, 32, requires_grad=True))
     assert sum("update_page" in line for line in found) == 2
+
+
+def in_a_region(budget: float) -> Any:
+    """The model in a region of its own memory budget."""
+
+    class Region(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.region_activation_memory_budget(budget):
+                return super().forward(x)
+
+    return Region
+
+
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        pytest.param(MLP, {"aggressive_recomputation": True}, id="aggressive"),
+        pytest.param(MLP, {"activation_memory_budget": 0.5}, id="half"),
+        pytest.param(MLP, {"activation_memory_budget": 0.0}, id="none"),
+        pytest.param(
+            in_a_region(0.0),
+            {},
+            id="none in a region",
+            marks=pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 knows no regions of a budget"),
+        ),
+    ],
+)
+def test_a_partitioner_that_recomputes_whatever_it_can_saves_the_scales_of_forward(make: Any, option: Any) -> None:
+    """Read again in backward they would be those of the next step: the page was updated at the end of forward."""
+    results: list[list[Tensor]] = []
+    for kind, options in ((MLP, {}), (make, option)):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = kind(), torch.randn(16, 32)
+        run = torch.compile(model, backend=eager_backend(Policy(default=RECIPE), save="memory"))
+        results.append([])
+        for scale in (1.0, 5.0):
+            with functorch_config.patch(options):
+                results[-1] += step(run, (x * scale).requires_grad_(), parameters=model.parameters())
+    assert same_bits(*results)
 
 
 def test_the_view_of_a_graph_with_state_runs() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp8graph
 import parallelism
-from fp8graph import Policy
+from fp8graph import DelayedScaling, Policy
 from gathers import Rows, Sequence, Sharded, Turned, gather, reasons_of, report_of
 from generated import OF_ONE_INDUCTOR
 from helpers import brief, first_fast
@@ -25,6 +25,7 @@ else:
 
 
 pytestmark = pytest.mark.usefixtures("group_of_two")
+DELAYED = DelayedScaling(initial_scale="one")  # with "auto" each rank begins with a scale of its own
 
 
 def lines_of(report: fp8graph.Report) -> list[str]:
@@ -56,7 +57,7 @@ def test_the_amax_is_reduced_and_fp8_is_sent() -> None:
 
 def test_delayed_scaling_has_its_scale_before() -> None:
     """Nothing is reduced before the gather."""
-    kinds = [(c.kind, c.dtype) for c in report_of(Rows(), torch.randn(16, 32), "delayed").collectives]
+    kinds = [(c.kind, c.dtype) for c in report_of(Rows(), torch.randn(16, 32), DELAYED).collectives]
     assert kinds[0] == ("all_gather", "uint8")
 
 
@@ -130,8 +131,8 @@ def test_a_gathered_weight_that_travels_in_high_precision_is_not_kept() -> None:
     assert backend.report.weights == 0
 
 
-@first_fast("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
+@first_fast("recipe", ["tensorwise", DELAYED, "rowwise", "blockwise"])
+def test_a_dynamic_number_of_rows_stays_dynamic(recipe: Any) -> None:
     """A tensor with one scale is quantized before the gather all the same."""
     backend = fp8graph.Backend(Policy(default=recipe), compiler="eager")
     x = torch.randn(48, 128, requires_grad=True)
@@ -139,7 +140,7 @@ def test_a_dynamic_number_of_rows_stays_dynamic(recipe: str) -> None:
     torch.compile(Rows(128), backend=backend)(x).sum().backward()
     gathered = next(c for c in backend.report.collectives if c.kind == "all_gather")
     assert isinstance(gathered.shape[0], str)
-    assert (gathered.dtype == "uint8") == (recipe in ("tensorwise", "delayed"))
+    assert (gathered.dtype == "uint8") == (recipe in ("tensorwise", DELAYED))
 
 
 def test_the_report_has_a_table_of_them(tmp_path: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fp8graph
 from fp8graph import DelayedScaling, Policy, Rule
 from fp8graph.analysis import gather_path
+from fp8graph.ir.compilation import InitialScales, Known
 from fp8graph.ir.nodes import USES_KEY
 from gathers import Rows, Sequence, Sharded, gather, reasons_of, report_of
 
@@ -93,9 +94,11 @@ def test_all_ranks_that_gather_must_reduce_together(
     gathering: Any, reducing: Any, recipe: Any, may_differ: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gather_path.collectives, "ranks_of", frozenset)
-    node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe)]})
-    compilation: Any = SimpleNamespace(known=SimpleNamespace(amax_group=reducing))
+    node: Any = SimpleNamespace(meta={USES_KEY: [SimpleNamespace(recipe=recipe, is_weight=False)]})
+    compilation: Any = SimpleNamespace(known=Known(policy=Policy(), amax_group=reducing))
     assert gather_path.scale_may_differ(node, gathering, compilation) is may_differ
+    begins: Any = SimpleNamespace(known=Known(policy=Policy(), amax_group=reducing, conditions=(InitialScales(),)))
+    assert gather_path.scale_may_differ(node, gathering, begins)  # each rank has the amax of its shard
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -6,9 +6,12 @@ import torch
 from torch import nn
 
 from fp8graph.ir.sites import Use
+from fp8graph.numerics.history import HEADER
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.pages import Page, Tokens
+from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.recipes import DelayedScaling
+from fp8graph.runtime.staleness import Epoch
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -54,3 +57,12 @@ def test_who_has_no_token_gets_none_by_a_question() -> None:
     tokens, parameter = Tokens(lambda _: None), nn.Parameter(torch.zeros(1))
     assert tokens.known(parameter) is None
     assert tokens.of(parameter) == tokens.known(parameter)
+
+
+def test_an_amax_that_was_staged_for_ranks_that_are_gone_is_dropped() -> None:
+    """The group is gone, and the rows move to a page of this rank alone. What was recorded stays."""
+    state, owner = ScalingState(Epoch()), nn.Parameter(torch.zeros(1))
+    (page,) = state.tensors([layout(rows=1, group="data parallel")], [owner])
+    page[0, HEADER:] = torch.tensor([8.0, 1.0, 2.0, 4.0])  # the first slot is that of the step that has begun
+    (moved,) = state.tensors([layout(rows=1)], [owner])
+    assert moved[0, HEADER:].tolist() == [0.0, 1.0, 2.0, 4.0]

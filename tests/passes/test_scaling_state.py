@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import delayed_oracle
 import fp8graph
-from fp8graph import Backend, DelayedScaling, Policy, Rule, StateError
+from fp8graph import Backend, DelayedScaling, Format, Policy, Rule, StateError
 from fp8graph.ir.sites import Use
 from fp8graph.numerics.formats import SCALE, SCALE_INV
 from fp8graph.numerics.history import HEADER, write_row
@@ -23,7 +23,7 @@ from fp8graph.passes.connect_scales.scaling_state import ScalingState
 from fp8graph.runtime.staleness import Epoch
 from helpers import MLP, eager_backend, first_fast, first_slow
 
-RECIPE = DelayedScaling(amax_history_len=4)
+RECIPE = DelayedScaling(amax_history_len=4, initial_scale="one")
 SIZES = (32, 64, 48, 16)
 
 
@@ -121,8 +121,10 @@ def assert_equal_to_reference(net: Net, backend: Backend, recipe: DelayedScaling
 
 RECIPES = [
     RECIPE,
-    DelayedScaling(amax_history_len=1),
-    DelayedScaling(amax_history_len=7, amax_compute_algo="most_recent", margin=2, fp8_format="E4M3"),  # pyright: ignore
+    DelayedScaling(amax_history_len=1, initial_scale="one"),
+    DelayedScaling(
+        amax_history_len=7, amax_compute_algo="most_recent", margin=2, fp8_format=Format.E4M3, initial_scale="one"
+    ),
 ]
 
 
@@ -344,7 +346,7 @@ def test_two_recipes_in_one_model_have_their_own_state() -> None:
     names = sorted({key.rpartition("|")[0] for key in backend.state_dict() if "|" in key})
     assert names == sorted(
         [f"up.{o}|delayed(amax_history_len=8)" for o in ("input", "weight", "grad_output")]
-        + [f"down.{o}|delayed(amax_history_len=4)" for o in ("input", "weight", "grad_output")]
+        + [f"down.{o}|delayed(amax_history_len=4,initial_scale=one)" for o in ("input", "weight", "grad_output")]
         + [f"down.{o}|delayed(amax_history_len=8)" for o in ("input", "grad_output")]
     )
 
@@ -516,4 +518,4 @@ def test_scales_follow_the_fp8_types_of_the_device_that_a_model_moves_to() -> No
     assert moved is not page
     assert moved[0, [SCALE, SCALE_INV]].tolist() == [60.0, torch.tensor(60.0).reciprocal().item()]
     assert torch.equal(moved[0, HEADER:], page[0, HEADER:])
-    assert state.entries()["a.input|delayed(amax_history_len=4)|fp8_max"].tolist() == [240.0]
+    assert state.entries()["a.input|delayed(amax_history_len=4,initial_scale=one)|fp8_max"].tolist() == [240.0]

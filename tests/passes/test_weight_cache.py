@@ -333,6 +333,36 @@ def test_delayed_scaling_records_a_weight_when_it_is_quantized() -> None:
     assert history() == [amax, 2 * amax]
 
 
+class Twice(nn.Module):
+    """Two linears of equal weights. The first one's dgrad wants its weight padded otherwise: x is transposed."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3, bias=False)
+        self.b = self.a if tied else copy.deepcopy(self.a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.silu(self.a(x)))
+
+
+def test_copies_of_one_weight_are_all_made_before_its_amax_is_recorded() -> None:
+    """The two uses of a tied weight have a copy each, and one row of state: as two weights have, with a row each."""
+    results: list[list[Tensor]] = []
+    for tied in (True, False):
+        torch.manual_seed(0)
+        model, x = Twice(tied=tied), torch.randn(3, 3).t().requires_grad_()
+        run, backend = compiled(model, Policy(default=DelayedScaling(amax_history_len=4)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        results.append([])
+        for update in range(1, 4):
+            results[-1] += step(run, x)
+            for parameter in model.parameters():
+                parameter.grad = -2.0 * parameter.detach()
+            optimizer.step()  # three times as large: of an update by hand a new scale would be taken at once
+            assert backend.weights.quantized == 2 * update
+    assert same_bits(*results)
+
+
 def test_loaded_state_scales_the_copies() -> None:
     recipe = DelayedScaling(amax_history_len=4)
     model, x = model_and_input()

@@ -133,6 +133,7 @@ def test_the_defaults_of_the_other_recipes() -> None:
         "fp8_format": Format.HYBRID,
         "margin": 0,
         "amax_history_len": 1024,
+        "initial_scale": "auto",
         "amax_compute_algo": "max",
         "scaling_factor_compute_algo": None,
         "reduce_amax": True,

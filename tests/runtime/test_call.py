@@ -20,8 +20,9 @@ import fp8graph
 from fp8graph import Backend, Policy
 from fp8graph.compat import autograd
 from fp8graph.runtime import call, staleness
-from fp8graph.runtime.call import Called
+from fp8graph.runtime.call import Called, Prepared, PreparedCalls
 from fp8graph.runtime.contents import Look
+from fp8graph.runtime.staleness import Epoch
 from helpers import ALL, MLP, eager_backend
 
 
@@ -150,6 +151,26 @@ def test_prepared_calls_keep_nothing_alive() -> None:
     gc.collect()
     assert [reference() for reference in parameters] == [None] * 3
     assert not any(prepared._calls for prepared in (p._prepared for p in backend.programs))
+
+
+def test_a_prepared_call_goes_with_the_parameters_of_its_last_preparation() -> None:
+    """The first one is the same: a layer whose second weight was replaced, and is replaced again."""
+    first, second, third = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    epoch = Epoch()
+    calls = PreparedCalls(epoch, [0, 1])
+
+    def keep(*args: Tensor) -> weakref.ref[Prepared]:
+        more, ids = [torch.zeros(1)], calls.ids(args)
+        call = Prepared(run=torch.add, more=more, acting=[], epoch=epoch.now, parameters=ids, fresh=None)
+        calls.keep(args, None, call)
+        return weakref.ref(call)
+
+    keep(first, second)
+    kept = keep(first, third)
+    del second
+    assert calls.get([first, third], None) is kept() is not None
+    del third
+    assert kept() is None
 
 
 def test_memory_that_comes_back_to_its_address_is_not_taken_for_the_old_one() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8graph import DelayedScaling, Fp8GraphError
@@ -17,6 +17,7 @@ from fp8graph.numerics.history import HEADER, page_shape
 from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.passes.connect_scales.pages import as_first, keep_scales
 from fp8graph.runtime.recomputation import Recomputations
+from helpers import eager_backend
 
 RECIPE = DelayedScaling(amax_history_len=3)
 
@@ -121,6 +122,18 @@ def test_a_moment_is_that_of_the_first_call(reentrant: bool) -> None:
     calls.now = "backward"
     (first + second).sum().backward()  # pyright: ignore
     assert calls.moments == ["first", "second", "second", "first"]
+
+
+def test_a_recomputation_that_trains_is_observed_where_its_forward_was_an_evaluation() -> None:
+    """The first call of the reentrant variant has no gradients: the conditions of its repetition are those of now."""
+    torch._dynamo.reset()
+    backend, linear = eager_backend(), nn.Linear(32, 32, bias=False)
+    statistics, compiled = backend.observe(every=1, stats=["cur_amax"]), torch.compile(linear, backend=backend)
+    for _ in range(2):
+        run(compiled, torch.randn(16, 32, requires_grad=True), reentrant=True)
+        statistics.step()
+    seen = {(record.step, record.operand) for record in statistics}
+    assert seen >= {(step, operand) for step in (0, 1) for operand in ("input", "weight", "grad_output")}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

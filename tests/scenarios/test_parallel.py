@@ -23,7 +23,8 @@ LINEARS = ["layers.0.down", "layers.0.up", "layers.1.down", "layers.1.up"]
 
 
 def delayed(**kwargs: Any) -> fp8graph.DelayedScaling:
-    return fp8graph.DelayedScaling(amax_history_len=8, **kwargs)
+    # with "auto" each rank begins with the scales of its share
+    return fp8graph.DelayedScaling(amax_history_len=8, initial_scale="one", **kwargs)
 
 
 RECIPES: dict[str, Any] = {

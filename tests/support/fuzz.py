@@ -37,8 +37,10 @@ RECIPES: Final[dict[str, Recipe | None]] = {
     "rowwise": Float8RowwiseScaling(),
     "rowwise_exact": Float8RowwiseScaling(fp8_format=Format.HYBRID, power_2_scale=False),
     "rowwise_with_gw_hp": Float8RowwiseScaling(high_precision_wgrad=True),
-    "delayed": DelayedScaling(amax_history_len=8),
-    "delayed_recent": DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent", margin=1),
+    "delayed": DelayedScaling(amax_history_len=8, initial_scale="one"),
+    "delayed_recent": DelayedScaling(
+        amax_history_len=1, amax_compute_algo="most_recent", margin=1, initial_scale="one"
+    ),
     "blockwise": Float8BlockScaling(),
     "blockwise_small": Float8BlockScaling(x_block=(1, 8), w_block=(4, 16), grad_block=(2, 8), power_2_scale=False),
     "blockwise_e8m0": Float8BlockScaling(scale_format="ue8m0", amax_epsilon=1e-4),

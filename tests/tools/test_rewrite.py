@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -52,6 +53,8 @@ def one() -> tuple[fx.GraphModule, list[Tensor], list[str]]:
 def test_a_joint_graph_computes_what_the_backend_computes(recipe: str) -> None:
     """Results and gradients of three steps, as they are and lowered; scaling state comes back as tensors."""
     model, chosen = MLP(), rounding_to_nearest(recipe)
+    if isinstance(chosen, fp8graph.DelayedScaling):
+        chosen = dataclasses.replace(chosen, initial_scale="one")
     graph, inputs, names = traced(model)
     rewritten, extra = fp8graph.rewrite(graph, inputs, names, recipe=chosen)
     lowered = fp8graph.lower(rewritten)
@@ -291,6 +294,14 @@ def test_amaxes_are_reduced_over_ranks_by_collectives_in_the_graph() -> None:
     rows = [(row.kind, row.direction, row.shape) for row in shared.meta["fp8graph_report"].collectives]
     assert rows == [("all_reduce", "forward", (4,)), ("all_reduce", "backward", (2,))]  # gate and up are fused
     assert not alone.meta["fp8graph_report"].collectives
+
+
+@pytest.mark.parametrize(("start", "warnings"), [("auto", 1), ("one", 0)])
+def test_a_graph_alone_begins_with_scales_of_one_and_says_so(
+    start: Any, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    fp8graph.rewrite(*one(), recipe=fp8graph.DelayedScaling(initial_scale=start))
+    assert caplog.text.count("rewrite: delayed scaling begins with scales of 1 in this graph (") == warnings
 
 
 def test_a_lowered_graph_keeps_its_state_and_refuses_that_of_another() -> None:
