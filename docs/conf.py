@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|BackwardOverride|ScaleAlgorithm|ScaleFormat"
+        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|InitialScale|BackwardOverride|ScaleAlgorithm|ScaleFormat"
         r"|Scope|ErrorMode|HasConfig)",
     ),
 ]
