@@ -58,7 +58,9 @@ def contender(run: Run, case: Case, folder: Path) -> tuple[nn.Module, Compile]:
     recipe = case.contender.removesuffix(CHECKPOINT)
     if recipe != case.contender:
         fp8graph.load_checkpoint(model, folder / recipe)
-    return model, fp8(run, recipe, extends="default", inductor_options=options)  # the head in bf16
+    # with scales of its own, as after training: without, its graphs read every tensor twice
+    trained = fp8graph.DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
+    return model, fp8(run, trained, extends="default", inductor_options=options)  # the head in bf16
 
 
 def decode(run: Run) -> None:

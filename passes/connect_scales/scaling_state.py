@@ -160,8 +160,9 @@ class ScalingState(KeptScales):
         """Log which tensors still have no scale."""
         names = [row.name for row in self._rows.values() if row.page in pages and row.has_no_scale()]
         _log.warning(
-            "%d tensors have had no amax in %d calls of their graph, the first %s: they are zero, or inf or NaN. The "
-            "graph waits for one, and reads every tensor once more in each call, as the recipe tensorwise does.",
+            "%d tensors have had no amax in %d calls of their graph, the first %s: they are zero, inf or NaN, or no "
+            "backward runs. The graph waits for one, and reads every tensor once more in each call, as the recipe "
+            "tensorwise does. Call a model that you do not train under torch.no_grad().",
             len(names),
             _LONG,
             shown(_place(names[0])),
