@@ -333,6 +333,11 @@ def _text(variant: Variant) -> GraphView:
     return dataclasses.replace(variant.decided.view, load_module=None)
 
 
+def _identity(view: GraphView) -> Any:
+    """What a graph's view says but for its text after the passes, which differs where a variant is an exception."""
+    return view.name, view.policy, view.before, view.gemms, view.others
+
+
 def _under(moment: Moment, conditions: tuple[Condition, ...]) -> Moment:
     """``moment`` under more conditions."""
     return moment._replace(conditions=(*moment.conditions, *conditions)) if conditions else moment
@@ -394,10 +399,10 @@ class Programs:
 
     def _merge_those_gone(self) -> None:
         for entry in [entry for entry in self._entries if not entry.gone and entry.program() is None]:
-            entry.gone = True
+            entry.gone, alike = True, [*map(_identity, entry.views)]
             for other in self._entries:
                 if other.gone and other is not entry:
-                    other.views = [view for view in other.views if view not in entry.views]
+                    other.views = [view for view in other.views if _identity(view) not in alike]
         gone = [entry for entry in self._entries if entry.gone and entry.views]
         old = gone[: max(0, len(gone) - KEPT)]
         self.forgotten += sum(len(entry.views) for entry in old)

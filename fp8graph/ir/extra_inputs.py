@@ -36,6 +36,10 @@ class ExtraInput:
         """Tensors to begin with, for a graph that no store serves; none if only a store can make them."""
         return []
 
+    def warning_alone(self) -> str:
+        """What a caller has to know of a graph that no store serves; "": nothing."""
+        return ""
+
     def titles(self, name: Callable[[int], str]) -> list[str]:
         """Their titles. ``name``: of a parameter, by its place among the graph's inputs."""
         return []

@@ -29,7 +29,6 @@ from fp8graph.ir.nodes import (
 )
 from fp8graph.ir.settings import Settings, choices
 from fp8graph.models.general import families_of
-from fp8graph.passes.connect_scales import PageLayout
 from fp8graph.recipes import Recipe, RecipeLike, autocast
 from fp8graph.report import Report
 from fp8graph.runtime.policies import Policies, PolicyLike
@@ -129,15 +128,9 @@ def rewrite(
     if asked.strict:
         report.check()
     module.meta[REPORT_KEY] = report
-    begins = [page for page in joint.findings.of(PageLayout) if page.recipe.starts_from_own_amax]
-    if begins:
-        _log.warning(
-            "rewrite: delayed scaling begins with scales of 1 in this graph (%s, and perhaps more), at which gradients "
-            'become zero. initial_scale="auto" needs a second graph for the first step, which compiled models have. '
-            "Fill the state from a run that has one, leave the first steps in high precision, or accept it by "
-            'initial_scale="one".',
-            begins[0].rows[0][0].fqn,
-        )
+    for warning in dict.fromkeys(each.warning_alone() for each in joint.findings.extra_inputs):
+        if warning:
+            _log.warning("rewrite: %s", warning)
     return module, [x for each in joint.findings.extra_inputs for x in each.initial()]
 
 

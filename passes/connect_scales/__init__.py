@@ -71,6 +71,11 @@ from fp8graph.numerics import history
 from fp8graph.recipes import FP8_MAX, GEMMS, DelayedScaling, OperandName
 
 ONE_SCALE: Final = "delayed scaling has one scale on all ranks"  # why amaxes are reduced
+_BEGINS_AT_ONE: Final = (
+    "delayed scaling begins with scales of 1 in this graph, at which gradients become zero. "
+    'initial_scale="auto" needs a second graph for the first step, which compiled models have. Fill the state from a '
+    'run that has one, leave the first steps in high precision, or accept it by initial_scale="one".'
+)
 _WITH_PAGES: Final[tuple[OperandName, ...]] = ("input", "grad_output")
 
 
@@ -102,6 +107,7 @@ initial_scales = define(
     "(Tensor scales, Tensor[] parts, Tensor? offs, int row, float fp8_max, float margin) -> Tensor",
     reference=history.initial_scales,
     fake=_shape_of_one,
+    measures=True,
 )
 stage_amaxes = define(
     "stage_amaxes",
@@ -138,6 +144,9 @@ class PageLayout(ExtraInput):
 
     def initial(self) -> list[torch.Tensor]:
         return [self.new_page()]
+
+    def warning_alone(self) -> str:
+        return _BEGINS_AT_ONE if self.recipe.starts_from_own_amax else ""
 
     def new_page(self) -> torch.Tensor:
         """A page before the first step."""

@@ -134,8 +134,8 @@ def test_a_damaged_state(damage: Any, stopped: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_best_model_has_its_scales(tmp_path: Path) -> None:
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1.0}
-    trainer = trainer_for(tmp_path, metric_for_best_model="eval_loss", **settings)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "greater_is_better": True}
+    trainer = trainer_for(tmp_path, metric_for_best_model="eval_loss", **settings)  # the first: its loss is the largest
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     assert best.name != "checkpoint-4"

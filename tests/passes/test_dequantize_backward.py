@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp8graph
-from fp8graph import Float8CurrentScaling, Float8RowwiseScaling, Policy, Recipe, Rule, numerics
+from fp8graph import DelayedScaling, Float8CurrentScaling, Float8RowwiseScaling, Policy, Recipe, Rule, numerics
 from fp8graph.compat.fsdp import Shard
 from fp8graph.numerics import sqnr_db
 from fp8graph.passes.gather_weights import GatheredWeight
@@ -42,6 +42,8 @@ DEQUANTIZED = Float8CurrentScaling(backward_override="dequantized")
 def overridden(name: str, override: Any = "dequantized") -> Recipe:
     recipe = resolve_recipe(name)
     assert recipe is not None
+    if isinstance(recipe, DelayedScaling):
+        recipe = dataclasses.replace(recipe, initial_scale="one")
     return dataclasses.replace(recipe, backward_override=override)
 
 

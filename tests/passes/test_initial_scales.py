@@ -18,7 +18,7 @@ from fp8graph import Backend, DelayedScaling, Policy
 from fp8graph.backend.multiplied import multiplied_by
 from fp8graph.errors import UnsupportedRecipeError
 from fp8graph.numerics import history
-from helpers import Weight, eager_backend, first_fast, same_bits
+from helpers import MLP, Weight, eager_backend, first_fast, same_bits
 from ranks import run_ranks
 
 AUTO, ONE = DelayedScaling(amax_history_len=4), DelayedScaling(amax_history_len=4, initial_scale="one")
@@ -129,6 +129,22 @@ def test_the_first_step_has_the_gradients_of_current_scaling(way: str) -> None:
     reference = make()
     assert distance(results[0], gradients(reference, reference, batch().requires_grad_())) < 0.25
     assert distance(results[1], results[0]) < 0.01  # the same batch again: the amaxes of the step before are its own
+
+
+@pytest.mark.parametrize("settings", [{"save": "speed"}, {"save": "memory", "save_activations_in_fp8": True}])
+def test_the_first_step_keeps_the_bytes_of_the_others(settings: dict[str, Any]) -> None:
+    """Beside its scales: else it needs more memory than all the steps after it."""
+    kept: list[int] = []
+    for recipe in (AUTO, ONE):
+        torch._dynamo.reset()
+        model = torch.compile(MLP(64, 96), backend=eager_backend(Policy(default=recipe), **settings))
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: (sizes.append(x.nbytes), x)[1], lambda x: x
+        ):
+            model(torch.randn(128, 64, requires_grad=True))
+        kept.append(sum(sizes))
+    assert kept[1] <= kept[0] <= kept[1] + 64
 
 
 def test_one_is_the_start_of_transformer_engine() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from fp8graph import Backend, Float8CurrentScaling, Policy, Rule, numerics
+from fp8graph import Backend, DelayedScaling, Float8CurrentScaling, Policy, Rule, numerics
 from fp8graph.errors import ConfigError
 from fp8graph.recipes import LAYOUTS, resolve_recipe
 from helpers import ALL, MLP, RECIPES, first_fast, first_slow, rounding_to_nearest, same_bits, step
@@ -152,7 +152,10 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
     for every in (0, 1, 3):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        model, backend = MLP(), Backend(Policy(default="delayed", min_speedup=0), compiler=compiler)
+        recipe = DelayedScaling(
+            initial_scale="one"
+        )  # one graph: the first step is observed and has another with "auto"
+        model, backend = MLP(), Backend(Policy(default=recipe, min_speedup=0), compiler=compiler)
         if every:
             backend.observe(every=every, what_if=["mxfp8"])
         compiled = torch.compile(model, backend=backend)

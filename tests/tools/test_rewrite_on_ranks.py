@@ -62,7 +62,9 @@ def compared(rank: int, model: nn.Module, x: Tensor, policy: Any) -> dict[str, A
 def gathering(rank: int, recipe: str) -> dict[str, Any]:
     """A linear whose weight is gathered in the graph, from another shard on each rank."""
     torch.manual_seed(rank)
-    return compared(rank, Sharded().bfloat16(), torch.randn(32, 128).bfloat16(), Policy(default=recipe))
+    # a graph alone begins with scales of 1
+    chosen = fp8graph.DelayedScaling(initial_scale="one") if recipe == "delayed" else recipe
+    return compared(rank, Sharded().bfloat16(), torch.randn(32, 128).bfloat16(), Policy(default=chosen))
 
 
 def routing(rank: int) -> dict[str, Any]:
