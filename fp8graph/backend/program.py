@@ -334,7 +334,7 @@ def _text(variant: Variant) -> GraphView:
 
 
 def _identity(view: GraphView) -> Any:
-    """What a graph's view says but for its text after the passes, which differs where a variant is an exception."""
+    """The content of a view but for the text after the passes, which differs where a variant is an exception."""
     return view.name, view.policy, view.before, view.gemms, view.others
 
 

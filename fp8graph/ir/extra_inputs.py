@@ -37,7 +37,7 @@ class ExtraInput:
         return []
 
     def warning_alone(self) -> str:
-        """What a caller has to know of a graph that no store serves; "": nothing."""
+        """The thing to know about a graph that no store serves; "": there is none."""
         return ""
 
     def titles(self, name: Callable[[int], str]) -> list[str]:
