@@ -61,8 +61,8 @@ nitpick_ignore_regex = [
     ),
     (
         "py:class",
-        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|InitialScale|BackwardOverride|ScaleAlgorithm|ScaleFormat"
-        r"|Scope|ErrorMode|HasConfig)",
+        r"(.*\.)?(_Model|_T|Path|PolicyLike|RecipeLike|AmaxAlgorithm|BackwardOverride|ScaleAlgorithm|ScaleFormat"
+        r"|InitialScale|Scope|ErrorMode|HasConfig)",
     ),
 ]
 

@@ -180,7 +180,7 @@ class Program:
             moment = moment._replace(amax_group=shared.groups.now())
         shared.schedule.meets(args[index] for index in self._graph.positions)
         arrived, names = self._arrived(args), self._names(args)
-        conditions = self._first_conditions(moment, args)
+        conditions, changes = self._first_conditions(moment, args), 0
         while True:
             situation = self._situation(_under(moment, conditions), arrived)
             variant, epoch = self._find(situation, names), shared.epoch.now
@@ -190,7 +190,7 @@ class Program:
                 gradients=self._graph.gradients,
                 group=moment.amax_group,
                 arrived=arrived,
-                conditions=None if any(each.returns for each in moment.conditions) else conditions,
+                conditions=None if changes > 1 or any(each.returns for each in moment.conditions) else conditions,
             )
             try:
                 slots = [
@@ -203,7 +203,8 @@ class Program:
                 arrived = {index: owner for index, owner in arrived.items() if index not in found.positions}
             except Otherwise as other:
                 conditions = tuple(each for each in conditions if each != other.condition)
-                conditions += (other.condition,) if other.holds else ()
+                changes += 1  # should two variants send the call to each other, that with the condition runs
+                conditions += (other.condition,) if other.holds or changes > 1 else ()
         self._called.note(args, (situation.policy, findings))
         if any(has_no_module(args[index]) for index in self._graph.positions):
             remember_modules(*dynamo.modules_on_stack())

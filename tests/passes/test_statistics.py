@@ -152,9 +152,8 @@ def test_other_steps_run_what_they_ran(compiler: str) -> None:
     for every in (0, 1, 3):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        recipe = DelayedScaling(
-            initial_scale="one"
-        )  # one graph: the first step is observed and has another with "auto"
+        # one graph: with "auto" the first step has another
+        recipe = DelayedScaling(initial_scale="one")
         model, backend = MLP(), Backend(Policy(default=recipe, min_speedup=0), compiler=compiler)
         if every:
             backend.observe(every=every, what_if=["mxfp8"])
